@@ -62,7 +62,7 @@ def test_signal_during_the_start_is_an_interruption():
     decides = begun()
     decides.note(Serving("prefill"))
     assert decides.note(Signalled()) == [Order("stop", "decode"), Order("stop", "prefill")]
-    assert decides.note(Serving("decode")) == [], "nothing is started any more"
+    assert decides.note(Serving("decode")) == [], "no process is started any more"
     decides.note(Ended("decode", 0))
     decides.note(Ended("prefill", 0))
     assert decides.is_over

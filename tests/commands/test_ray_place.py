@@ -42,7 +42,7 @@ class FakePlaces:
         if told.nodes:
             self.doors.put(DOOR)
         if told.failure is not None:
-            assert "remove" not in self.calls, "the others are there until the server goes"
+            assert "remove" not in self.calls, "the other ranks stay until the server leaves"
             self.doors.put(None)
 
     def _look(self) -> None:

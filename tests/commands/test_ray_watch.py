@@ -62,7 +62,7 @@ def test_serving_engines_are_reported_and_each_is_asked_once_per_change():
     engines = FakeEngines(a="http://a:1", b=None)
     watch = GroupWatch(engines)
     assert looked(watch, times=5) == ("http://a:1",)
-    assert sorted(engines.questions) == ["a", "a", "b", "b"], "the second one waits for a change"
+    assert sorted(engines.questions) == ["a", "a", "b", "b"], "the second question waits for a change"
     engines.urls["b"] = "http://b:1"
     assert looked(watch) == ("http://a:1", "http://b:1")
     engines.urls["a"] = None  # the engine drains
@@ -78,7 +78,7 @@ def test_dead_engine_is_dropped_at_once_and_returns_at_another_url():
     assert watch.urls == ("http://b:1",)
     engines.lost.clear()
     engines.urls["a"] = "http://c:7"
-    assert looked(watch, now=1.0) == ("http://b:1",), "not asked again at once"
+    assert looked(watch, now=1.0) == ("http://b:1",), "the engine is not asked again at once"
     assert looked(watch, now=1.0 + AGAIN_SECONDS) == ("http://b:1", "http://c:7")
 
 

@@ -108,7 +108,7 @@ async def test_server_accepts_requests_and_drains() -> None:
                 asking.start_soon(ask)
                 await until(lambda: served.engine.stats().waiting_count)
                 served.order.send_nowait("stop")
-            assert responses[0].status_code == 503, "it had not begun to run"
+            assert responses[0].status_code == 503, "the request had not begun to run"
     served.engine.assert_all_free()
 
 

@@ -44,7 +44,7 @@ def test_server_accepts_its_host_machine_and_configured_names(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Box7.lab.example")
     rules = access_rules(make_config(host="GPUbox", allowed_host=("LLM.example.org",)))
     assert rules.host_names == ("gpubox", "box7.lab.example", "llm.example.org")
-    assert rules.has_network_names, "box7, and what containers and Services call it"
+    assert rules.has_network_names, "the host name, and the names that containers and Services use"
     assert access_rules(make_config(uds="/run/x")).host_names is None
     with pytest.raises(StartupError, match="--allowed-host is 'http://x'"):
         check_front(make_config(allowed_host=("http://x",)))

@@ -36,7 +36,7 @@ def test_connector_that_only_sees_aborts_ends_each_request(suite):
 
 
 class ReleasesTooEarly(LoopbackConnector):
-    def note_sign(self, offer: Offer) -> None:
+    def note_reader(self, offer: Offer) -> None:
         self._report(Released(offer.request_id))
 
 
@@ -53,9 +53,9 @@ class BelievesWhatItReads(LoopbackConnector):
     def copy_next(self, reading: Reading) -> bool:
         if reading.is_over:
             return False
-        reading.offer.stands, stood = True, reading.offer.stands
+        reading.offer.is_valid, was_valid = True, reading.offer.is_valid
         goes_on = super().copy_next(reading)
-        reading.offer.stands = stood
+        reading.offer.is_valid = was_valid
         return goes_on
 
 
@@ -86,7 +86,7 @@ class WritesOn(LoopbackConnector):
 
     async def _read(self, reading: Reading) -> None:
         with trio.CancelScope(shield=True):
-            while reading.offer.stands is not None and reading.block_count * 4 < reading.token_count:
+            while reading.offer.is_valid is not None and reading.block_count * 4 < reading.token_count:
                 self._copy_block(reading)
                 await trio.lowlevel.checkpoint()
         if reading.request_id in self._readings:

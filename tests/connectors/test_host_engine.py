@@ -343,7 +343,9 @@ def test_evicted_prompt_is_loaded_and_gives_the_same_response(runner, tmp_path, 
     assert [engine.response(prompt) for prompt in prompts] == expected
     assert engine.core.stats().loaded_tokens_total == 0
     assert [engine.response(prompt) for prompt in prompts] == expected
-    assert engine.core.stats().loaded_tokens_total == 3 * 48, "three blocks of 16 each, and 4 tokens were computed"
+    assert engine.core.stats().loaded_tokens_total == 3 * 48, (
+        "three blocks of 16 tokens are loaded each, and 4 tokens are computed"
+    )
     assert engine.host is not None
     assert engine.host.counts()["host_loaded_from_files"] == (9 if in_files else 0)
     check_idle(engine.core)

@@ -192,7 +192,9 @@ def test_files_of_another_layout_count_for_the_limit_and_are_not_read(open_files
         files.read(NAME, PROOF, np.empty(block_bytes(SMALL_LAYOUT), np.uint8))
     files.write(NAME, PROOF, content_of(2))
     files.close()
-    assert open_files(bytes_max=files.file_bytes).found == [files.key(NAME)], "and the oldest goes, whoever's it is"
+    assert open_files(bytes_max=files.file_bytes).found == [files.key(NAME)], (
+        "the oldest file is removed, of any layout"
+    )
 
 
 def test_failed_write_leaves_no_file(open_files, tmp_path, monkeypatch):

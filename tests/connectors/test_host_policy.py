@@ -201,7 +201,7 @@ class HookLock:
         self._hook = hook
 
     def __enter__(self) -> None:
-        assert self._lock.acquire(blocking=False), "whoever closes the gate would wait for a whole job"
+        assert self._lock.acquire(blocking=False), "closing the gate would wait for a whole job"
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -264,7 +264,7 @@ def test_matching_changes_nothing(make):
         assert stage.matched(tokens_of("a", 4)) == 4
     before = stage.host.counts()
     stage.save(tokens_of("c", 4))
-    assert stage.matched(tokens_of("a", 4)) == 0, "it was the least recently used one all the same"
+    assert stage.matched(tokens_of("a", 4)) == 0, "the block was the least recently used one"
     assert before["host_loaded"] == before["host_evicted"] == 0
 
 
@@ -286,11 +286,11 @@ def test_block_names_of_a_prompt_are_computed_once(make):
         stage.host.num_matched_tokens(stage.request(tokens_of("b", 5)), 0)
     del named[:]
     stage.host.num_matched_tokens(request, 0)
-    assert len(named) == 3, "not everybody is remembered for ever"
+    assert len(named) == 3, "the number of remembered requests is limited"
     stage.host.request_finished(request, (), (), FinishReason.ABORT)
     del named[:]
     stage.host.num_matched_tokens(request, 0)
-    assert len(named) == 3, "nor who has gone"
+    assert len(named) == 3, "ended requests are not remembered"
 
 
 def test_salts_keep_blocks_apart(make):
@@ -342,7 +342,7 @@ def test_proof_covers_all_tokens_before_the_block():
     assert len({*base, *proofs(tokens_of("a", 12), ""), *proofs(tokens_of("a", 12), "x")}) == 9
     changed = proofs((1, *tokens_of("a", 12)[1:]))
     assert not set(changed) & set(base)
-    assert Proofs(None, tokens_of("a", 12), 4).of(2) == base[2], "also when the ones before were not asked for"
+    assert Proofs(None, tokens_of("a", 12), 4).of(2) == base[2], "also if earlier proofs were not requested"
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_beginning_of_a_prompt_larger_than_memory_is_kept(make):
     assert stage.matched(tokens_of("a", 20)) == 12
     assert stage.count("unsaved") == 2
     stage.save(tokens_of("a", 20))
-    assert stage.matched(tokens_of("a", 20)) == 12, "and not pushed out by its own end"
+    assert stage.matched(tokens_of("a", 20)) == 12, "the beginning is not evicted for the end of the same prompt"
 
 
 def test_blocks_being_loaded_are_not_evicted(make):
@@ -390,7 +390,7 @@ def test_blocks_being_loaded_are_not_evicted(make):
     assert stage.events() == [Loaded(request.id, 12)]
     stage.check_blocks(tokens_of("a", 12), 16, 0, 12)
     stage.save(tokens_of("b", 8))
-    assert stage.matched(tokens_of("b", 8)) == 8, "but when it has come it may"
+    assert stage.matched(tokens_of("b", 8)) == 8, "loaded blocks may be evicted"
     stage.check()
 
 
@@ -404,7 +404,7 @@ def test_at_most_half_of_the_pool_is_held(make):
     assert stage.events() == [Released(first.id), Released(second.id)]
     assert stage.matched(tokens_of("b", 40)) == 24
     stage.save(tokens_of("c", 4), first=20)
-    assert stage.matched(tokens_of("c", 4)) == 4, "afterwards there is room again"
+    assert stage.matched(tokens_of("c", 4)) == 4, "memory is free again afterwards"
     stage.check()
 
 
@@ -445,14 +445,14 @@ def test_memory_is_reused_after_its_last_reference(monkeypatch):
     assert memory.slab_count == 2
     for number, content in enumerate(taken):
         content[:] = number
-    assert [set(content.tolist()) for content in taken] == [{0}, {1}, {2}, {3}, {4}], "each has its own"
+    assert [set(content.tolist()) for content in taken] == [{0}, {1}, {2}, {3}, {4}], "each block has its own memory"
     kept = taken.pop()
     del taken, content
     again = [memory.take() for _ in range(5)]
     for content in again:
         content[:] = 9
     assert memory.slab_count == 2
-    assert set(kept.tolist()) == {4}, "somebody still had it"
+    assert set(kept.tolist()) == {4}, "memory with a reference is not reused"
 
 
 def test_memory_of_evicted_blocks_is_reused_in_place(make):
@@ -490,7 +490,7 @@ def test_copy_is_dropped_if_its_hold_expires(make, pieces):
         stage.pages.read = lambda layer, block: reads.append(block)
 
     run(stage, begin(stage, Lane.SAVE, expire, pieces))
-    assert not reads, "nothing is read when hold_expired has returned"
+    assert not reads, "nothing is read after hold_expired has returned"
     assert stage.events() == []
     assert stage.matched(tokens_of("a", 8)) == 0
     assert stage.count("saved") == 0
@@ -550,7 +550,7 @@ def test_abort_after_the_end_stops_the_copy_and_keeps_copied_blocks(make, monkey
     assert stage.matched(tokens_of("a", 12)) == 4
     waiting = stage.finish(tokens_of("b", 8), [0, 1])
     stage.host.request_aborted_after_finish(waiting.id)
-    assert stage.events() == [Released(waiting.id)], "at once, if it had not begun"
+    assert stage.events() == [Released(waiting.id)], "a job that has not begun ends at once"
     stage.host.request_aborted_after_finish(waiting.id)
     assert stage.events() == []
     stage.check()
@@ -588,7 +588,7 @@ def test_abandoned_load_stops_at_its_next_piece_and_is_reported_once(make):
 
     def abandon() -> None:
         stage.host.load_abandoned(request.id)
-        assert stage.events() == [], "it may still write"
+        assert stage.events() == [], "the load may still write"
         seen.append([stage.pages.content(block) for block in range(16, 20)])
 
     run(stage, begin(stage, Lane.LOAD, abandon))
@@ -677,7 +677,7 @@ def test_evicted_block_is_read_from_its_file_into_memory(make):
     assert stage.load(tokens_of("a", 8)) == 8
     assert stage.count("loaded_from_files") == 2
     assert stage.load(tokens_of("a", 8)) == 8
-    assert stage.count("loaded_from_files") == 2, "the second time it was in memory"
+    assert stage.count("loaded_from_files") == 2, "the second load uses memory"
     assert stage.load(tokens_of("b", 8)) == 8
     assert stage.count("loaded_from_files") == 4
 
@@ -766,7 +766,7 @@ def test_damaged_file_ends_the_load_at_its_block(make, damage, files_left, index
     assert stage.matched(tokens) == 4 * index
     stage.check()
     stage.save(tokens)
-    assert stage.load(tokens) == 8, "it is stored again when it is computed again"
+    assert stage.load(tokens) == 8, "blocks that are computed again are stored again"
 
 
 def test_same_damage_found_by_two_loads_is_dropped_once(make):
@@ -793,12 +793,12 @@ def test_unwritable_directory_is_logged_once_and_memory_still_works(make, monkey
     for name in "abc":
         stage.save(tokens_of(name, 8))
         assert stage.load(tokens_of(name, 8)) == 8
-    assert stage.count("write_failures") == 3, "one is tried each time, not all of them"
+    assert stage.count("write_failures") == 3, "each attempt tries one file"
     assert stage.count("unwritten") == 6
     assert [record.message.count("No space left") for record in caplog.records] == [1]
     monkeypatch.undo()
     stage.save(tokens_of("d", 8))
-    assert stage.count("written") == 2, "and it is tried again"
+    assert stage.count("written") == 2, "the write is tried again"
     stage.check()
 
 
@@ -813,7 +813,7 @@ def test_no_loads_from_files_are_promised_while_one_hangs(make):
     stage.host.load_abandoned(request.id)
     assert (stage.matched(tokens_of("a", 8)), stage.matched(tokens_of("b", 8))) == (0, 0)
     stage.save(tokens_of("c", 4))
-    assert stage.matched(tokens_of("c", 4)) == 0, "there is no room in memory while a's is reserved"
+    assert stage.matched(tokens_of("c", 4)) == 0, "no memory is free while blocks of a are reserved"
     stage.host.hold_expired(request.id, HoldKind.LOAD)
     assert stage.matched(tokens_of("a", 8)) == 0
     stage.host.take(job, hanging())
@@ -854,4 +854,4 @@ def test_closed_policy_touches_and_reports_nothing(make):
     assert stage.matched(tokens_of("a", 12)) == 0
     assert stage.finish(tokens_of("c", 8), [0, 1]) is None
     stage.start(tokens_of("a", 8), first=20)
-    assert stage.events() != [], "a load is answered all the same"
+    assert stage.events() != [], "a load is still answered"

@@ -135,7 +135,7 @@ async def test_kv_of_another_prompt_is_not_read():
         request = make_request("b", (*TOKENS[:-2], 99, 99), hold(sender))
         reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
         assert list(reader.progress()) == [LoadFailed("b", "a has another prompt")]
-        assert list(sender.progress()) == [Released("a")], "nobody else will read it"
+        assert list(sender.progress()) == [Released("a")], "no other reader is left"
 
 
 async def test_load_of_more_tokens_than_held_fails():
@@ -163,7 +163,7 @@ async def test_reader_extends_the_hold_while_it_waits_and_reads(autojump_clock):
                 else:
                     released[event.request_id] = trio.current_time()
             await trio.lowlevel.checkpoint()
-        assert abs(released["a"] - released["b"]) >= 4.5, "one after the other, 7.5 seconds each"
+        assert abs(released["a"] - released["b"]) >= 4.5, "the loads run one after the other, 7.5 seconds each"
         for name in ("a", "b"):
             moments = [0.0, *(moment for moment, of in signs if of == name), released[name]]
             assert max(after - before for before, after in itertools.pairwise(moments)) < 10.0

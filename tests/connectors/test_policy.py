@@ -355,7 +355,7 @@ def test_connections_go_only_to_addresses_signed_by_an_engine_of_the_group(optio
     (failed,) = books.reports()
     assert "remote_signature" in failed.message
     books.policy.request_finished(request("b", params), [], [], FinishReason.ABORT)
-    assert books.policy.loads.take_urgent() == (), "there is nobody to tell anything"
+    assert books.policy.loads.take_urgent() == (), "there is no holder to notify"
     assert books.load("c", FROM_THERE) is not None
 
 

@@ -29,7 +29,7 @@ def test_engines_of_one_user_on_one_machine_share_a_private_key(place):
     assert len(first) == 32
     assert machine_key() == first
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
-    assert os.listdir(place.parent) == ["kv-key"], "no draft is left"
+    assert os.listdir(place.parent) == ["kv-key"], "no temporary file is left"
     assert is_signed(signed(PLACE, signing_key(StreamOptions())), signing_key(StreamOptions()))
 
 

@@ -386,7 +386,7 @@ async def test_peer_that_asks_without_pause_does_not_block_other_tasks():
             turns = 0
             while there.connector.counts()["heartbeats_received_total"] < questions:
                 await trio.lowlevel.checkpoint()
-            assert turns >= questions - 1, "each response is a turn of its own"
+            assert turns >= questions - 1, "other tasks run between two responses"
         finally:
             connection.wire.close()
             nursery.cancel_scope.cancel()

@@ -669,7 +669,7 @@ async def test_silent_strangers_are_disconnected_after_a_time_or_for_new_peers(a
         await trio.sleep(0.1)
         assert side.policy.counts()["peers_refused_total"] == 3
         for end in ends[:3]:
-            assert await end.receive_some() == b"", "the oldest ones have ended"
+            assert await end.receive_some() == b"", "the oldest connections were closed"
         await trio.sleep(6)
         assert side.policy.counts()["peers_refused_total"] == count
         for end in ends:

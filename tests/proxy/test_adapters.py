@@ -34,7 +34,7 @@ async def test_request_goes_to_an_endpoint_with_its_adapter(open_setup, autojump
             assert (await ask(setup, "only-a"))[:2] == (200, "a")
             assert (await ask(setup, "only-b"))[:2] == (200, "b")
         texts = {model: (await ask(setup, model))[2] for model in ("only-a", "only-b", "both", "fake", None)}
-        assert texts[None] == texts["fake"], "without a name it is the model itself"
+        assert texts[None] == texts["fake"], "a request without a model name uses the base model"
         assert len({*texts.values()}) == 4
         async with setup.client().ask("/v1/models", method="GET") as response:
             listed = (await response.json())["data"]
@@ -90,4 +90,4 @@ async def test_stream_does_not_resume_with_another_adapter_of_the_same_name(open
         response, is_over = await read_cut(setup, PATH, STREAMED, step=8)
         assert not is_over
         errors = [event["error"] async for event in response if "error" in event]
-        assert len(errors) == 1, "it was continued by another adapter"
+        assert len(errors) == 1, "the stream resumed with another adapter"

@@ -55,10 +55,10 @@ async def test_only_the_named_endpoint_loads_an_adapter(open_setup):
         assert {await where(setup) for _ in range(4)} == {(200, "c")}
         status, said = await post(setup, UNLOAD, {"lora_name": "sql"})
         assert (status, statuses(said)) == (200, {"a": 200, "b": 200, "c": 200}), (
-            "a and b have it not, and so it is gone"
+            "the adapter is unloaded everywhere: a and b do not have it"
         )
         status, said = await post(setup, UNLOAD, {"lora_name": "sql"})
-        assert (status, said["error"]["code"]) == (404, "adapter_failed"), "nobody has it"
+        assert (status, said["error"]["code"]) == (404, "adapter_failed"), "no endpoint has the adapter"
         status, said = await post(setup, f"{LOAD}?id=d", SQL)
         assert (status, said["error"]["param"]) == (400, "id")
 
@@ -86,7 +86,7 @@ async def test_endpoints_with_fixed_adapters_refuse_to_load_one(open_setup):
         assert "start it with --enable-lora" in said["error"]["message"]
         status, said = await post(setup, UNLOAD, {"lora_name": "sql"})
         assert status == 404
-        assert (await where(setup))[0] == 200, "it is there still"
+        assert (await where(setup))[0] == 200, "the adapter is still loaded"
 
 
 async def test_adapter_that_is_being_unloaded_gets_no_new_requests(open_setup):
@@ -101,7 +101,7 @@ async def test_adapter_that_is_being_unloaded_gets_no_new_requests(open_setup):
 
             nursery.start_soon(unload)
             await wait_all_tasks_blocked()
-            assert answers == [], "a request has it yet"
+            assert answers == [], "a request still uses the adapter"
             assert await where(setup) == (404, None)
             await engine.step()
             assert [delta.finish_reason async for delta in stream][-1] is not None

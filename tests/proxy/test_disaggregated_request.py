@@ -64,10 +64,10 @@ async def test_prompt_is_computed_at_one_endpoint_and_response_at_another(open_p
             assert pair["p"].held_count == 1
             decode.say(": keep-alive\n\n")
             await wait_all_tasks_blocked()
-            assert pair["p"].held_count == 1, "a comment is no token"
+            assert pair["p"].held_count == 1, "a comment is not a token"
             decode.token("good ")
             await wait_all_tasks_blocked()
-            assert prefill.is_gone, "nobody needs the blocks any more"
+            assert prefill.is_gone, "the blocks are no longer needed"
             decode.token("morning", finish_reason="length")
             decode.finish()
             assert "".join([event["choices"][0]["text"] async for event in response]) == "good morning"
@@ -247,7 +247,7 @@ async def responded_whole(pair: ScriptedEndpoints, response: Any, id: str, outco
     ask = await pair.ask_of(id)
     assert "kv_transfer_params" not in ask.body
     assert ask.body["max_tokens"] == 5
-    assert pair["p"].held_count == 0, "the whole request comes under the same id"
+    assert pair["p"].held_count == 0, "the whole request has the same id"
     if ask.body.get("stream"):
         ask.token("good morning", finish_reason="length")
         ask.finish()
@@ -441,7 +441,7 @@ async def test_next_decode_endpoint_gets_the_held_blocks(open_pair):
         assert [event["choices"][0]["text"] for event in events] == ["x"]
         assert pair.outcomes() == {"paired": 1}
         health = pair.router.dispatch.core.stats().health
-        assert {state.value for state in health.values()} == {"healthy"}, "whose fault it was is not known"
+        assert {state.value for state in health.values()} == {"healthy"}, "the fault is not clearly that of an endpoint"
         await pair.assert_all_free()
 
 
@@ -759,7 +759,7 @@ async def test_outcomes_of_pairs_are_counted(open_pair, autojump_clock):
         for outcome in PairOutcome:
             assert f'trioserve_router:pairs_total{{outcome="{outcome.value}"}} ' in page
         assert "\ntrioserve_router:pair_handover_seconds_count 1.0\n" in page
-        assert "\ntrioserve_router:queue_wait_seconds_count 3.0\n" in page, "a request waits in the queue once"
+        assert "\ntrioserve_router:queue_wait_seconds_count 3.0\n" in page, "a request counts once in the queue"
         assert "\ntrioserve_router:pair_handover_seconds_sum 0.15" in page
         await pair.assert_all_free()
 

@@ -25,7 +25,7 @@ def test_events_cut_anywhere_come_out_whole(events, data):
         came += events_now
         assert events_now == b"" or came.endswith((b"\n\n", b"\r\r", b"\n\r", b"\r\n\n", b"\n\r\n"))
     assert came + whole.rest == stream
-    assert whole.rest in (b"", b"\n"), "an LF whose CR was the end already is all that may be left"
+    assert whole.rest in (b"", b"\n"), "only an LF after a CR that ended the event may be left"
 
 
 def test_incomplete_event_is_kept_back():

@@ -59,7 +59,7 @@ async def test_router_forwards_responses_about_images(open_setup, policy):
             assert (direct[0], routed[0]) == (200, 200)
             assert text_in(routed[2]) == text_in(direct[2])
             texts.add(text_in(routed[2]))
-        assert len(texts) == 2, "it does not see which image it is"
+        assert len(texts) == 2, "the model does not distinguish the images"
         await setup.router.assert_all_free()
         for server in setup.servers.values():
             server.engine.assert_all_free()  # the router still reads the cache events
@@ -73,7 +73,7 @@ async def test_same_image_goes_to_the_same_endpoint_and_is_not_encoded_again(ope
             status, where, again = await ask(setup.client(), chat(large))
             assert (status, where, text_in(again)) == (200, first, text_in(said))
         counts = {id: server.engine.image_encoder.tile_count for id, server in setup.servers.items()}
-        assert sorted(counts.values()) == [0, 3], "one endpoint has encoded it, once"
+        assert sorted(counts.values()) == [0, 3], "one endpoint encoded each image once"
         await setup.assert_all_free()
 
 

@@ -141,7 +141,7 @@ async def test_clients_never_get_responses_that_no_inference_server_sends(kind, 
                 assert answer.status == 200
                 assert b'"abc"' in answer.body or b"a" in answer.body
                 assert b"error" not in answer.body
-        assert 1 <= len(opened.hole.asked) <= 4, "few requests touch it"
+        assert 1 <= len(opened.hole.asked) <= 4, "few requests reach the endpoint"
         await opened.router.assert_all_free()
 
 
@@ -181,7 +181,7 @@ async def test_ejected_endpoint_returns_after_serving_a_probe(autojump_clock):
         assert 3 <= len(opened.hole.asked) - asked <= 10, "the pauses between two probes grow"
         for _ in range(20):
             assert (await opened.router.client().post(CHAT, body())).status == 200
-        assert not any(b"/chat/" in said for said in opened.hole.asked[asked:]), "its checks are good all the time"
+        assert not any(b"/chat/" in said for said in opened.hole.asked[asked:]), "its checks always succeed"
         opened.hole.answer = response(b'{"id":"x","choices":[{"index":0,"text":"a","finish_reason":"length"}]}')
         await trio.sleep(40)
         assert state.health.value == "healthy", "the endpoint has served a probe and passed a check"

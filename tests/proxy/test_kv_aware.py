@@ -189,7 +189,7 @@ async def test_removed_endpoint_is_no_longer_read(open_routed, autojump_clock):
         await wait_all_tasks_blocked()
         assert setup.servers["b"].engine.kv_events._reader_count == 0
         assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset(), (
-            "with one endpoint there is nothing to choose"
+            "with one endpoint, there is no choice"
         )
 
 

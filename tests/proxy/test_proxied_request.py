@@ -146,7 +146,7 @@ async def test_client_gets_an_error_if_no_endpoint_can_be_reached(open_setup, au
             setup.router.fleet.remote(id).close()
             setup.unreachable.add(id)
         response = await setup.client().post(CHAT, body())
-        assert trio.current_time() >= 30, "an accepted request waits for an endpoint to come back"
+        assert trio.current_time() >= 30, "an accepted request waits until an endpoint returns"
         assert response.status == 503
         assert response.headers["x-trioserve-reason"] == "endpoint_lost"
         assert int(response.headers["retry-after"]) >= 1

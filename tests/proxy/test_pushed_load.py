@@ -27,7 +27,7 @@ def test_time_of_a_pushed_load_is_computed_from_the_endpoints_clock():
     pushed = PushedLoad()
     pushed.note_asked(told(5000.0), asked_at=100.0)
     assert pushed.asked_at(told(5001.0)) == pytest.approx(101.0, abs=0.002)
-    assert pushed.asked_at(told(5001.0)) < 101.0, "never later, should the clocks drift"
+    assert pushed.asked_at(told(5001.0)) < 101.0, "drifting clocks never make the time later"
 
 
 def test_pushed_load_with_another_clock_is_ignored_until_the_router_asks():
@@ -58,7 +58,7 @@ def test_few_times_are_kept_and_the_count_continues():
         times.note(index * 0.1)
     assert len(times._times) < 64 + 2 * KEPT_SECONDS / 0.1
     assert times.count_at(999.0) == 9_991
-    assert times.count_at(5.0) == 0, "so long ago nobody knows"
+    assert times.count_at(5.0) == 0, "the count of such an old time is unknown"
 
 
 # --- an engine and a router ---
@@ -88,8 +88,8 @@ async def test_endpoint_that_pushes_its_load_is_seldom_asked(open_setup, autojum
     async with open_setup("a", watch=WATCH) as setup:
         await trio.sleep(10)
         reports = setup.router.dispatch.load_reports_total
-        assert reports["asked"] <= 8, "in the beginning, and no more"
-        assert reports["pushed"] >= 8, "a sign of life a second"
+        assert reports["asked"] <= 8, "the router asks only in the beginning"
+        assert reports["pushed"] >= 8, "the endpoint pushes a load every second"
         server, state = setup.servers["a"], setup.router.dispatch.core.endpoints[A]
         server.engine.pause()
         async with server.client().ask("/v1/completions", {"prompt": "of somebody else"}):
@@ -98,7 +98,7 @@ async def test_endpoint_that_pushes_its_load_is_seldom_asked(open_setup, autojum
         server.engine.resume()
         asked = reports["asked"]
         await trio.sleep(ANCHOR_SECONDS + 1)
-        assert asked < reports["asked"] < asked + 8, "its clock is compared again"
+        assert asked < reports["asked"] < asked + 8, "the router compares the clocks again"
 
 
 async def test_router_asks_again_while_the_load_stream_is_silent(open_setup, autojump_clock, monkeypatch):

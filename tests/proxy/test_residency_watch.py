@@ -107,7 +107,7 @@ async def watched(*scripts: Sequence[bytes | float]) -> AsyncIterator[Endpoint]:
         yield endpoint
         scope.cancel()
         await trio.sleep(0.01)
-        assert endpoint.known() is None, "nobody listens any more"
+        assert endpoint.known() is None, "the connection is closed"
         endpoint.nursery.cancel_scope.cancel()
 
 

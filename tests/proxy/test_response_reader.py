@@ -41,7 +41,7 @@ def read(data: bytes, *, cuts: tuple[int, ...] = (), closes: bool = False) -> tu
             has_ended = not more
     assert head is not None
     assert has_ended
-    return head.status, dict(head.headers), body, reader.can_go_on
+    return head.status, dict(head.headers), body, reader.is_reusable
 
 
 def read_with_h11(data: bytes, *, closes: bool) -> tuple[int, dict[str, str], bytes]:
@@ -134,7 +134,7 @@ def test_responses_follow_each_other_on_one_connection():
         reader.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n" + text)
         assert reader.next_head().status == 200
         assert (reader.next_piece(), reader.next_piece()) == (text, b"")
-        assert reader.can_go_on
+        assert reader.is_reusable
 
 
 def test_events_that_arrive_together_are_one_piece():

@@ -45,7 +45,7 @@ def said(body: bytes) -> dict[str, Any]:
             assert "error" not in event, event
             made["heads"].add((event["id"], event["object"], event["created"]))
             if event.get("usage"):
-                assert made["usage"] is None, "usage comes once"
+                assert made["usage"] is None, "usage is sent once"
                 made["usage"] = {name: value for name, value in event["usage"].items() if name not in NOT_COMPARED}
             for choice in event["choices"]:
                 _add(made["choices"].setdefault(choice.pop("index"), {}), choice)

@@ -28,7 +28,7 @@ def ids(events: bytes) -> list[str]:
 def told(groups, known: str | None = None) -> bytes:
     position = None if known is None else parse_position(known)
     events = NumberedEvents(position)
-    return b"".join(events.of(group) for group in groups)
+    return b"".join(events.convert(group) for group in groups)
 
 
 def test_ids_count_the_tokens_and_check_them():
@@ -101,7 +101,7 @@ def test_the_same_token_of_another_choice_is_another_response():
 def test_error_reaches_the_client_at_any_position():
     error = b'data: {"error":{"code":"timeout"}}\n\n'
     events = NumberedEvents(parse_position(ids(told(STREAM))[2]))
-    assert events.of(ROLE) == events.of(error) == b""
+    assert events.convert(ROLE) == events.convert(error) == b""
     assert events.error == error
 
 

@@ -509,10 +509,10 @@ def test_unused_found_stream_is_ended_with_its_reader_number():
     said: list[ClientLeftNotice] = []
 
     class Heard(ClientLeftNotices):
-        def keeps(self, id: EndpointId) -> bool:
+        def has_kept(self, id: EndpointId) -> bool:
             return True
 
-        def say(self, notice: ClientLeftNotice) -> None:
+        def send(self, notice: ClientLeftNotice) -> None:
             said.append(notice)
 
     def request(*_: Any, **__: Any) -> Any:

@@ -29,11 +29,11 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
-__all__ = ["DisaggSettings", "Ended", "Happening", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
+__all__ = ["DisaggSettings", "Ended", "Event", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
 
 LINE_BYTES_MAX = 64 * 1024  # bytes of a line of output; a longer line is printed in pieces
 # waiting events; three processes and a user cause fewer, and a dropped signal would repeat an earlier one
-HAPPENINGS_MAX = 64
+EVENTS_MAX = 64
 SERVING = re.compile(r"serving .* at (\S+) ")
 FINDING_SECONDS_MAX = 10.0  # time for several health checks
 LOOKS_SECONDS = 0.05  # interval of questions to the router; a poll, because the router does not report this event
@@ -161,7 +161,7 @@ class Signalled(msgspec.Struct, frozen=True):
     number: int = signal.SIGINT
 
 
-Happening = Serving | Ended | Signalled
+Event = Serving | Ended | Signalled
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -208,24 +208,24 @@ class StartAndStop:
     def begin(self) -> list[Order]:
         return self._start("prefill", "decode")
 
-    def note(self, happening: Happening) -> list[Order]:
-        if isinstance(happening, Serving):
-            self._serving.add(happening.name)
+    def note(self, event: Event) -> list[Order]:
+        if isinstance(event, Serving):
+            self._serving.add(event.name)
             is_routers_turn = self._serving == {"prefill", "decode"} and not self._is_stopping
             return self._start("router") if is_routers_turn else []
-        if isinstance(happening, Ended):
-            self._running.discard(happening.name)
-            is_failure = happening.code != 0 or not self._is_stopping
+        if isinstance(event, Ended):
+            self._running.discard(event.name)
+            is_failure = event.code != 0 or not self._is_stopping
             if is_failure and not self.exit_code:
-                self.exit_code = max(happening.code, EXIT_FAILED)
+                self.exit_code = max(event.code, EXIT_FAILED)
             if not self._is_stopping:
                 # One server alone is still useful: the router sends it whole requests.
-                is_of_use = self.is_ready and "router" in self._running and len(self._running) > 1
-                return [] if is_of_use else self._stop()
-            return self._stop_next() if happening.name == "router" else []
+                is_useful = self.is_ready and "router" in self._running and len(self._running) > 1
+                return [] if is_useful else self._stop()
+            return self._stop_next() if event.name == "router" else []
         self._signal_count += 1
         if not self._is_stopping:
-            self.exit_code = self.exit_code if self.is_ready else 128 + happening.number
+            self.exit_code = self.exit_code if self.is_ready else 128 + event.number
             return self._stop()
         if self._signal_count == 2:
             return self._stop_next()  # a second signal shortens the time that the servers give their requests
@@ -266,11 +266,11 @@ def run_disagg(settings: DisaggSettings) -> int:
 
 
 async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
-    sender, happenings = trio.open_memory_channel[Happening](HAPPENINGS_MAX)
+    sender, events = trio.open_memory_channel[Event](EVENTS_MAX)
     decides = StartAndStop()
     processes: dict[Name, trio.Process] = {}
     stop_signal: int = signal.SIGTERM
-    async with trio.open_nursery() as nursery, sender, happenings:
+    async with trio.open_nursery() as nursery, sender, events:
         await nursery.start(_relay_signals, signals, processes, decides, sender)
         orders = decides.begin()
         while True:
@@ -286,10 +286,10 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
             if decides.is_over:
                 break
             was_ready = decides.is_ready
-            happening = await happenings.receive()
-            if isinstance(happening, Signalled):
-                stop_signal = happening.number  # SIGINT skips the minimum time of a drain
-            orders = decides.note(happening)
+            event = await events.receive()
+            if isinstance(event, Signalled):
+                stop_signal = event.number  # SIGINT skips the minimum time of a drain
+            orders = decides.note(event)
             if decides.is_ready and not was_ready:
                 announce("all three accept requests: the router sends them to prefill, then to decode (Ctrl-C stops)")
         nursery.cancel_scope.cancel()
@@ -300,7 +300,7 @@ async def _relay_signals(
     signals: StopSignals,
     processes: dict[Name, trio.Process],
     decides: StartAndStop,
-    sender: trio.MemorySendChannel[Happening],
+    sender: trio.MemorySendChannel[Event],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     async for number in signals.receive(task_status=task_status):
@@ -315,7 +315,7 @@ async def _relay_signals(
 async def _serve(
     name: Name,
     command: list[str],
-    sender: trio.MemorySendChannel[Happening],
+    sender: trio.MemorySendChannel[Event],
     task_status: trio.TaskStatus[trio.Process] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run one process, report its events and wait for its end. Cancelling this function kills the process."""

@@ -39,7 +39,9 @@ from trioserve.contracts.request import EngineRequest
 
 __all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
 
-SIGN_SECONDS = 1.0  # time between two reports of a reader that it is active; a tenth of the default duration of a hold
+REPORT_SECONDS = (
+    1.0  # time between two reports of a reader that it is active; a tenth of the default duration of a hold
+)
 HUB = "default"
 
 COUNTED = (
@@ -64,7 +66,7 @@ class Offer(msgspec.Struct, eq=False):
         request_id: Finished request.
         blocks: Block table.
         tokens: Tokens whose KV the blocks contain.
-        stands: True while the blocks hold this KV and may be read.
+        is_valid: True while the blocks hold this KV and may be read.
         reader_count: Number of running reads.
         was_read: True if a reader has received all that it asked for.
     """
@@ -72,7 +74,7 @@ class Offer(msgspec.Struct, eq=False):
     request_id: RequestId
     blocks: tuple[BlockIndex, ...]
     tokens: tuple[int, ...]
-    stands: bool = True
+    is_valid: bool = True
     reader_count: int = 0
     was_read: bool = False
 
@@ -165,7 +167,7 @@ class LoopbackConnector:
         reading = Reading(request.id, connection, offer, tuple(block_table), start, end - start, token_count)
         self._readings[request.id] = reading
         offer.reader_count += 1
-        connection.note_sign(offer)
+        connection.note_reader(offer)
         self._nursery.start_soon(self._read, reading)
 
     def load_abandoned(self, request_id: RequestId) -> None:
@@ -241,14 +243,14 @@ class LoopbackConnector:
         """
         return self._offers.get(RequestId(request_id))
 
-    def note_sign(self, offer: Offer) -> None:
+    def note_reader(self, offer: Offer) -> None:
         """Extend the hold of an offer, because a reader is active.
 
         Args:
             offer: Offer that is read.
         """
         event = StillRead(offer.request_id)
-        if offer.stands and event not in self._events:
+        if offer.is_valid and event not in self._events:
             self._report(event)
 
     def let_go(self, offer: Offer) -> None:
@@ -257,7 +259,7 @@ class LoopbackConnector:
         Args:
             offer: Offer that a reader does not need any more.
         """
-        if offer.stands and offer.reader_count == 0:
+        if offer.is_valid and offer.reader_count == 0:
             self._withdraw(offer, "completed" if offer.was_read else "unwanted")
             self._report(Released(offer.request_id))
 
@@ -280,7 +282,7 @@ class LoopbackConnector:
         """
         if reading.is_over:
             return False
-        if not reading.offer.stands:
+        if not reading.offer.is_valid:
             self._fail(reading, "the hold of the blocks ended while they were read")
             return False
         try:
@@ -370,16 +372,16 @@ class LoopbackConnector:
             return
         async with trio.open_nursery() as nursery:
             reading.scope = nursery.cancel_scope
-            nursery.start_soon(self._give_signs, reading)
+            nursery.start_soon(self._report_activity, reading)
             async with self._turn:
                 while self.copy_next(reading):
                     await trio.lowlevel.checkpoint()
 
     @trio.lowlevel.enable_ki_protection
-    async def _give_signs(self, reading: Reading) -> None:
+    async def _report_activity(self, reading: Reading) -> None:
         while True:
-            await trio.sleep(SIGN_SECONDS)
-            reading.connection.note_sign(reading.offer)
+            await trio.sleep(REPORT_SECONDS)
+            reading.connection.note_reader(reading.offer)
 
     # --- private ---
 
@@ -412,7 +414,7 @@ class LoopbackConnector:
 
     def _withdraw(self, offer: Offer, why: str) -> None:
         """Withdraw an offer. A running reader notices before its next block."""
-        offer.stands = False
+        offer.is_valid = False
         self._counts[f"sends_{why}_total"] += 1
         del self._offers[offer.request_id]
 

@@ -166,7 +166,7 @@ class Nixl:
         self._one_call = trio.CapacityLimiter(1)
         self._agent: Agent | None = None
         self._names: dict[str, str] = {}  # names of agents by engine id
-        self._give, self._take = trio.open_memory_channel[Window](options.reads_max)
+        self._returned_windows, self._free_windows = trio.open_memory_channel[Window](options.reads_max)
         self._watched: list[tuple[object, Window]] = []
         self._has_watched = trio.Event()
         self.kind, self.regions = regions_of(policy.setup.pages)
@@ -189,7 +189,7 @@ class Nixl:
         size = self._options.window_bytes
         for index in range(self._options.reads_max):
             memory = memoryview(landing)[index * size : (index + 1) * size]
-            self._give.send_nowait(Window(self._agent.landing_address + index * size, memory))
+            self._returned_windows.send_nowait(Window(self._agent.landing_address + index * size, memory))
 
     async def close(self) -> None:
         """End the agent within CLOSE_SECONDS_MAX, also when cancelled.
@@ -215,12 +215,12 @@ class Nixl:
         There is a window for each load that may read, but READs without a load may still use some windows.
         """
         with trio.fail_after(READ_SECONDS_MAX):
-            window = await self._take.receive()
+            window = await self._free_windows.receive()
         try:
             yield window
         finally:
             if not window.is_watched:
-                self._give.send_nowait(window)
+                self._returned_windows.send_nowait(window)
 
     async def agent_of(self, connection: PeerConnection, metadata: bytes) -> str:
         name = self._names.get(connection.engine_id)
@@ -289,7 +289,7 @@ class Nixl:
                 if is_over and await self.call(agent.end, handle):
                     self._watched.remove(entry)
                     window.is_watched = False
-                    self._give.send_nowait(window)
+                    self._returned_windows.send_nowait(window)
 
 
 class NixlReader(Reader):

@@ -169,13 +169,13 @@ class Continuation:
         shows_ids: Whether the client gets the token ids that the router asks the endpoint for.
 
     Attributes:
-        made_id: Id of a stored object that the request creates. None until it is known.
+        object_id: Id of a stored object that the request creates. None until it is known.
     """
 
     def __init__(self, stream: ContinuedStream, metrics: Metrics, *, choice_count: int, shows_ids: bool) -> None:
         self.stream: ContinuedStream | ForeignStream = stream
         self.shows_ids = shows_ids
-        self.made_id: str | None = None
+        self.object_id: str | None = None
         self._choice_count = choice_count
         self._own_stream = stream
         # body of a request that could resume as a completion
@@ -224,7 +224,7 @@ class Continuation:
             raw: Body as the client sent it.
         """
         if self._resume is None:
-            is_foreign = context.endpoint is not None and context.fleet.tells_token_ids(context.endpoint)
+            is_foreign = context.endpoint is not None and context.fleet.reports_token_ids(context.endpoint)
             self._foreign_fields = None
             if is_foreign:
                 self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
@@ -239,13 +239,13 @@ class Continuation:
         """Record that an operator ended the reasoning, for the next endpoint."""
         self._is_reasoning_ended = True
 
-    def know(self, resume: bytes) -> None:
+    def set_known(self, resume: bytes) -> None:
         """Set the part of the response that the client received from another router.
 
         Args:
             resume: Field `resume` of a request body, as JSON.
         """
-        self._own_stream.know(resume)
+        self._own_stream.set_known(resume)
 
     def completion(self) -> dict[str, object] | None:
         """Return the whole body for /v1/completions if the response resumes in this way, or None."""
@@ -261,7 +261,7 @@ class Continuation:
         Raises:
             NotResumed: The endpoint does not support it.
         """
-        if self.completion() is not None and not context.fleet.tells_token_ids(id):
+        if self.completion() is not None and not context.fleet.reports_token_ids(id):
             raise NotResumed(f'the endpoint "{id}" cannot resume from token ids')
 
     # --- response ---

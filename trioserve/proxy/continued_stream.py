@@ -78,7 +78,7 @@ class ContinuedStream:
         self._why_not: str | None = None
         self._known = b"" if known is None else _known_ids(known, choice_count)
 
-    def know(self, resume: bytes) -> None:
+    def set_known(self, resume: bytes) -> None:
         """Set the part of the response that the client received from another router. Must be called before `begin`.
 
         Args:
@@ -145,7 +145,7 @@ class ContinuedStream:
             self.is_answered = self.is_answered or not is_comment(events)
         return events
 
-    def take_back(self, kept_bytes: int, *, was_answered: bool) -> None:
+    def undo_feed(self, kept_bytes: int, *, was_answered: bool) -> None:
         """Forget the last `feed`, because its result is not forwarded.
 
         Args:

@@ -140,7 +140,7 @@ class _DisaggregatedRequest:
             True if the request is over, because the client has got an error.
         """
         context, admission = self._context, self._admission
-        is_ours = context.fleet.tells_role(id)
+        is_ours = context.fleet.reports_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
         try:
             with context.asking(id, admission.stage), admission.attempt():

@@ -175,11 +175,11 @@ class _Watch:
 
     def _note_health(self, is_well: bool, response: tuple[int, bytes] | None) -> None:
         id = self._remote.id
-        if self._is_refused or (response is not None and _says(response, "draining")):
+        if self._is_refused or (response is not None and _refuses_with(response, "draining")):
             # An endpoint that refuses connections has stopped, or is about to stop and finishes what it has begun.
             self._dispatch.note_leaving(id, move_seconds=self._settings.move_seconds)
             return
-        is_overdue = response is not None and _says(response, "step_overdue")
+        is_overdue = response is not None and _refuses_with(response, "step_overdue")
         is_hung = is_overdue or self._is_silent()
         self._remote.watch.is_hung = is_overdue
         self._dispatch.note_health(id, is_well, hangs=is_overdue or response is None, is_hung=is_hung)
@@ -346,7 +346,7 @@ class _NotReady(msgspec.Struct):
     reason: str = ""
 
 
-def _says(response: tuple[int, bytes], reason: str) -> bool:
+def _refuses_with(response: tuple[int, bytes], reason: str) -> bool:
     """Return True if a trioserve server refuses requests for this reason."""
     status, body = response
     if status != 503:

@@ -222,7 +222,7 @@ class Fleet:
     def remote(self, id: EndpointId) -> RemoteEndpoint:
         return self._members[id].remote
 
-    def tells_role(self, id: EndpointId) -> bool:
+    def reports_role(self, id: EndpointId) -> bool:
         """Return True if the endpoint has reported a role, as trioserve servers do.
 
         Args:
@@ -230,7 +230,7 @@ class Fleet:
         """
         return self._members[id].reported_role is not None
 
-    def tells_token_ids(self, id: EndpointId) -> bool:
+    def reports_token_ids(self, id: EndpointId) -> bool:
         """Return True if the endpoint can add token ids to a stream, as vLLM's servers can.
 
         Args:
@@ -367,7 +367,7 @@ class Fleet:
         """
         if self._members[id].spec.models is None:
             state = self.dispatch.endpoint(id)
-            assert state is not None, "it is a member"
+            assert state is not None, "the endpoint is a member of the fleet"
             self.dispatch.set_models(id, state.models - {model})
 
     async def ask_models(self, id: EndpointId) -> None:

@@ -148,7 +148,7 @@ class ForeignStream:
             return b""
         return b"".join(self._taken(event) for event in events.replace(b"\r\n", b"\n").split(b"\n\n") if event)
 
-    def take_back(self, kept_bytes: int, *, was_answered: bool) -> None:
+    def undo_feed(self, kept_bytes: int, *, was_answered: bool) -> None:
         """Forget the last `feed`, as in ContinuedStream. Its tokens are dropped at the next `begin`.
 
         Args:

@@ -65,7 +65,7 @@ async def forward_kept(context: RouterContext) -> None:
     id = path.removeprefix(MESSAGE_BATCHES_PATH + "/").split("/")[0]
     if not path.startswith(MESSAGE_BATCHES_PATH):
         id = path.split("/")[3]
-    kept = await _known(context, id)
+    kept = await _known_object(context, id)
     if kept is None:
         await _ask_all(context, id, body)
     else:
@@ -87,7 +87,7 @@ async def forward_home(context: RouterContext) -> None:
         raise refusal(
             "not_supported", "this router's endpoints cannot distinguish its callers, so it lists nothing: ask by id"
         )
-    await _relay(context, _home(context), await context.exchange.body())
+    await _relay(context, _home_endpoint(context), await context.exchange.body())
 
 
 async def forward_batch(context: RouterContext) -> None:
@@ -110,7 +110,7 @@ async def forward_batch(context: RouterContext) -> None:
             'cannot check who owns them: send a batch of "/v1/chat/completions"',
             param="endpoint",
         )
-    await _relay(context, await _located(context, batch.input_file_id, "/v1/files/"), body)
+    await _relay(context, await _endpoint_of(context, batch.input_file_id, "/v1/files/"), body)
 
 
 async def forward_stream(context: RouterContext) -> None:
@@ -181,13 +181,13 @@ async def endpoint_of_response(context: RouterContext, id: str) -> EndpointId:
     Raises:
         Refusal: No endpoint has the response, or another caller owns it (404).
     """
-    return await _located(context, id, "/v1/responses/")
+    return await _endpoint_of(context, id, "/v1/responses/")
 
 
 # --- private ---
 
 
-async def _known(context: RouterContext, id: str) -> KeptObject | None:
+async def _known_object(context: RouterContext, id: str) -> KeptObject | None:
     """Look up a stored object in this process and in the router's other processes.
 
     Returns:
@@ -202,9 +202,9 @@ async def _known(context: RouterContext, id: str) -> KeptObject | None:
         if kept is not None:
             context.kept.remember(id, kept)
     if kept is not None and context.owner is not None and kept.owner != owner_of(context):
-        raise _nothing(id)
+        raise _not_found(id)
     if kept is None and _is_unknown_to_endpoints(context):
-        raise _nothing(id)
+        raise _not_found(id)
     if kept is not None and kept.endpoint not in context.fleet.specs():
         return None  # the endpoint has left; another one may have its stored objects now
     return kept
@@ -216,10 +216,10 @@ def _is_unknown_to_endpoints(context: RouterContext) -> bool:
     return not is_everybody and not context.rules.passes_authorization
 
 
-async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
+async def _endpoint_of(context: RouterContext, id: str, path: str) -> EndpointId:
     if not may_be_id(id):  # a text from a body could change the path
-        raise _nothing(id)
-    kept = await _known(context, id)
+        raise _not_found(id)
+    kept = await _known_object(context, id)
     if kept is not None:
         return kept.endpoint
     for candidate in _candidates(context):
@@ -233,7 +233,7 @@ async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
                     return candidate
         except EndpointLost:
             continue
-    raise _nothing(id)
+    raise _not_found(id)
 
 
 async def _ask_all(context: RouterContext, id: str, body: bytes, *, has_endpoint_name: bool = False) -> None:
@@ -256,14 +256,14 @@ async def _ask_all(context: RouterContext, id: str, body: bytes, *, has_endpoint
             reason="no_endpoint",
             retry_after_seconds=5,
         )
-    raise _nothing(id)
+    raise _not_found(id)
 
 
 def _candidates(context: RouterContext) -> list[EndpointId]:
     return [state.id for state in context.fleet.dispatch.endpoints]
 
 
-def _home(context: RouterContext) -> EndpointId:
+def _home_endpoint(context: RouterContext) -> EndpointId:
     """Choose the caller's home endpoint by rendezvous hashing.
 
     When an endpoint comes or leaves, only callers whose home is this endpoint get another home.
@@ -330,7 +330,7 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, id: Endpoin
     await context.finish()
 
 
-def _nothing(id: str) -> Refusal:
+def _not_found(id: str) -> Refusal:
     return refusal("not_found", f'there is nothing with the id "{id[:160]}" here')
 
 

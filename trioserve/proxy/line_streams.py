@@ -73,7 +73,7 @@ class ClientLines(ClientEvents):
     takes_all = False
     keep_alive = LINE_KEEP_ALIVE
 
-    def of(self, events: bytes) -> bytes:
+    def convert(self, events: bytes) -> bytes:
         """Convert complete events to lines.
 
         Args:
@@ -91,7 +91,7 @@ class ClientLines(ClientEvents):
         Args:
             events: Complete events, or nothing.
         """
-        return self.of(events) if events else b""
+        return self.convert(events) if events else b""
 
     def head(self, headers: HeaderFields) -> HeaderFields:
         return [(name, LINES_TYPE if name == "content-type" else value) for name, value in headers]

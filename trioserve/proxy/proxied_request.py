@@ -84,7 +84,7 @@ async def _forward(context: RouterContext) -> None:
     if path == EDITS_PATH:
         context.form = await read_form(context, said)
     read = decode_body(said, RoutedBody) if context.form is None else context.form.body
-    raw, body = _in_callers_name(context, said, ollama_body(path, said, read, served))
+    raw, body = _for_caller(context, said, ollama_body(path, said, read, served))
     if not body.stream:
         context.exchange.fill_silence()
     before: EndpointId | None = None
@@ -111,13 +111,13 @@ async def _forward(context: RouterContext) -> None:
                 return
             context.stream = stream
         try:
-            request = await _named(context, raw, _routed(context, raw, body, model, clock, before))
+            request = await _with_block_names(context, raw, _routed(context, raw, body, model, clock, before))
             await _pass_through(context, raw, body, request, clock)
         finally:
             context.stream.close()
 
 
-def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
+def _for_caller(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
     """Adapt the body to its caller, and return it with its fields.
 
     The body gets the caller's cache salt. All callers of a router are one caller for an endpoint, so the salt separates
@@ -134,7 +134,7 @@ def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tu
     return without_transfer_params(raw, body, fields), msgspec.structs.replace(body, cache_salt=salt)
 
 
-async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:
+async def _with_block_names(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:
     """Add the names of the prompt's blocks to the request, if the routing policy needs them.
 
     Naming costs time, so the request counts as being prepared meanwhile.

@@ -176,7 +176,7 @@ async def handle_failure(
         EndpointLost: No endpoint takes over the request, and there is no error of the endpoint for the client.
     """
     if admission.has_token:
-        return await _go_on(context, admission, failure)
+        return await _resume_or_end(context, admission, failure)
     # The time at the endpoint does not count as waiting.
     clock.note_served(trio.current_time() - admission.leased_at)
     if isinstance(failure, Refused):
@@ -221,7 +221,7 @@ def _may_be_served_elsewhere(context: RouterContext, admission: AdmissionScope, 
     )
 
 
-async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Refused | EndpointLost) -> bool:
+async def _resume_or_end(context: RouterContext, admission: AdmissionScope, failure: Refused | EndpointLost) -> bool:
     """Decide how a request continues whose client has received a token. Returns like `handle_failure`."""
     fault = failure.fault or Fault.BUSY if isinstance(failure, Refused) else fault_of(failure)
     lost = failure
@@ -433,7 +433,7 @@ async def _relay(
         headers.append((RESUMABLE_HEADER, "1"))
     request = context.stream.request(endpoint, context.exchange.method, context.target, headers, body)
     try:
-        response = await _begun(context, admission, request)
+        response = await _head_of(context, admission, request)
         if response.status >= 400:
             if context.continuation is not None and admission.has_token:
                 await check_status(response, admission.stage)
@@ -458,7 +458,7 @@ async def _relay(
         if whole is not None:
             check_whole(id, context.exchange.path, whole)
             begin(is_last=True)
-            _learn(context, id, whole)
+            _remember_object(context, id, whole)
             await _pass_on(context, response, whole)
             return
         piece = await response.next_piece()
@@ -500,7 +500,7 @@ async def _relay_lines(
         raise InvalidAnswer(id, "no_end", "a stream without its last line")
 
 
-async def _begun(context: RouterContext, admission: AdmissionScope, request: EndpointRequest) -> RemoteResponse:
+async def _head_of(context: RouterContext, admission: AdmissionScope, request: EndpointRequest) -> RemoteResponse:
     """Wait for the head of the response.
 
     An endpoint that resumes a response sends its head shortly before its step. The client gets comments meanwhile,
@@ -508,33 +508,33 @@ async def _begun(context: RouterContext, admission: AdmissionScope, request: End
     """
     if not context.exchange.started:
         return await request.begin()
-    beginning = _Beginning(request)
+    awaited = _AwaitedHead(request)
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(beginning.run)
+            nursery.start_soon(awaited.run)
             # A comment that is being sent is completed after the head has arrived. Otherwise the client would get half
             # of it.
-            while not beginning.is_over.is_set():
+            while not awaited.is_over.is_set():
                 with trio.move_on_after(context.access.keep_alive_seconds):
-                    await beginning.is_over.wait()
+                    await awaited.is_over.wait()
                     break
                 await admission.tell(context.exchange.send(context.client_events.keep_alive))
-    return beginning.response()
+    return awaited.response()
 
 
-class _Beginning:
+class _AwaitedHead:
     """Task that waits for the head of a response."""
 
     def __init__(self, request: EndpointRequest) -> None:
         self.is_over = trio.Event()
         self._request = request
-        self._came: RemoteResponse | EndpointLost | None = None
+        self._result: RemoteResponse | EndpointLost | None = None
 
     async def run(self) -> None:
         try:
-            self._came = await self._request.begin()
+            self._result = await self._request.begin()
         except EndpointLost as lost:
-            self._came = lost
+            self._result = lost
         self.is_over.set()
 
     def response(self) -> RemoteResponse:
@@ -543,19 +543,19 @@ class _Beginning:
         Raises:
             EndpointLost: The attempt failed.
         """
-        assert self._came is not None
-        if isinstance(self._came, EndpointLost):
-            raise self._came
-        return self._came
+        assert self._result is not None
+        if isinstance(self._result, EndpointLost):
+            raise self._result
+        return self._result
 
 
-def _learn(context: RouterContext, id: EndpointId, said: bytes) -> None:
+def _remember_object(context: RouterContext, id: EndpointId, said: bytes) -> None:
     """Remember where a stored response is and who owns it."""
     if context.exchange.path != RESPONSES_PATH:
         return
     made, continuation = object_id_in(said), context.continuation
     if continuation is not None:  # an endpoint that resumes does not repeat the id
-        made = continuation.made_id = made or continuation.made_id
+        made = continuation.object_id = made or continuation.object_id
     if made is not None:
         context.kept.remember(made, KeptObject(id, owner_of(context)))
 
@@ -605,14 +605,14 @@ async def _relay_events(
             try:
                 checked.check(events)
             except InvalidAnswer:
-                stream.take_back(kept_bytes, was_answered=was_answered)
+                stream.undo_feed(kept_bytes, was_answered=was_answered)
                 raise
         if stream.is_answered and not has_begun:
             has_begun = True
             if admission.stage is Stage.DECODE:
                 _check_first_event(context, events)
             begin()
-            _learn(context, id, events)
+            _remember_object(context, id, events)
             if continuation is not None:
                 continuation.note_groups(context)
         if events:

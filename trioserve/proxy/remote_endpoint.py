@@ -491,7 +491,7 @@ class _Connection:
 
     @property
     def is_reusable(self) -> bool:
-        return self._is_sent and self._reader.can_go_on
+        return self._is_sent and self._reader.is_reusable
 
     @property
     def has_ended(self) -> bool:

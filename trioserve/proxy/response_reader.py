@@ -71,15 +71,15 @@ class ResponseReader:
         self._held = b""
         self._left_bytes = 0  # bytes left of the body, or of the chunk
         self._at_end = False
-        self._goes_on = True
+        self._is_persistent = True
         self._interim_count = 0
         self._trailer_count = 0
         self.interim: ResponseHead | None = None
 
     @property
-    def can_go_on(self) -> bool:
+    def is_reusable(self) -> bool:
         """True if the connection can be used for another request."""
-        return self._stage is _Stage.ENDED and self._goes_on and not self._held and not self._at_end
+        return self._stage is _Stage.ENDED and self._is_persistent and not self._held and not self._at_end
 
     @property
     def has_ended(self) -> bool:
@@ -88,7 +88,7 @@ class ResponseReader:
 
     def begin(self) -> None:
         """Expect a response, because a request is about to be sent."""
-        assert self.can_go_on
+        assert self.is_reusable
         self.interim = None
         self._stage = _Stage.HEAD
         self._interim_count = self._trailer_count = 0
@@ -177,7 +177,7 @@ class ResponseReader:
         ]
         # With two lengths, another server on the way may believe the other length (RFC 9112, 6.3). The connection is
         # not reused.
-        self._goes_on = is_1_1 and "close" not in options and not (codings and lengths)
+        self._is_persistent = is_1_1 and "close" not in options and not (codings and lengths)
         if status in _BODILESS:
             self._stage = _Stage.ENDED
         elif codings:
@@ -190,7 +190,7 @@ class ResponseReader:
             self._left_bytes = int(length)
             self._stage = _Stage.LENGTH if self._left_bytes else _Stage.ENDED
         else:
-            self._goes_on = False
+            self._is_persistent = False
             self._stage = _Stage.UNTIL_CLOSE
 
     def _next_of_length(self) -> bytes | None:

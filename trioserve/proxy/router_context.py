@@ -244,7 +244,7 @@ class RouterContext(Responder):
             Refusal: The stream differs from the part that the client has received (409).
         """
         try:
-            new = self.client_events.of(events)
+            new = self.client_events.convert(events)
         except NotTheSame as difference:
             raise not_the_same(difference) from None
         if not self.client_events.is_behind:

@@ -88,11 +88,11 @@ class _Chat:
             elif line.command == "/exit":
                 return
             elif line.command is not None:
-                await self._obey(line.command, line.text)
+                await self._run_command(line.command, line.text)
             elif line.text:
                 await self._answer(line.text)
 
-    async def _obey(self, command: str, text: str) -> None:
+    async def _run_command(self, command: str, text: str) -> None:
         conversation = self._conversation
         if command == "/help":
             for name, meaning in COMMANDS.items():

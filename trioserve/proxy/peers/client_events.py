@@ -41,7 +41,7 @@ class ClientEvents:
     shows_ids = False
     error = b""
 
-    def of(self, events: bytes) -> bytes:
+    def convert(self, events: bytes) -> bytes:
         """Convert events.
 
         Args:
@@ -95,7 +95,7 @@ class NumberedEvents(ClientEvents):
         self._known = known
         self._keeper = keeper or PositionKeeper()
 
-    def of(self, events: bytes) -> bytes:
+    def convert(self, events: bytes) -> bytes:
         if self._known is not None:
             events = self._rest_of(events)
         return _ID.sub(self._numbered, events) if b"id: " in events else events

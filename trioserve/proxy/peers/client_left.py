@@ -48,12 +48,12 @@ class ClientLeftNotices:
     """Sender of client-left notices.
 
     Attributes:
-        said_total: Notices that were accepted for sending.
+        sent_total: Notices that were accepted for sending.
         dropped_total: Notices that were dropped, because too many were waiting.
     """
 
     def __init__(self) -> None:
-        self.said_total = 0
+        self.sent_total = 0
         self.dropped_total = 0
         self._keepers: set[EndpointId] = set()
         self._pending_count = 0
@@ -73,7 +73,7 @@ class ClientLeftNotices:
             finally:
                 self._nursery = None
 
-    def keeps(self, id: EndpointId) -> bool:
+    def has_kept(self, id: EndpointId) -> bool:
         """Return True if the endpoint has kept a stream before.
 
         Args:
@@ -84,7 +84,7 @@ class ClientLeftNotices:
     def note_keeper(self, id: EndpointId) -> None:
         self._keepers.add(id)
 
-    def say(self, notice: ClientLeftNotice) -> None:
+    def send(self, notice: ClientLeftNotice) -> None:
         """Send a notice in the background. This never waits.
 
         Args:
@@ -94,7 +94,7 @@ class ClientLeftNotices:
             self.dropped_total += 1
             return
         self._pending_count += 1
-        self.said_total += 1
+        self.sent_total += 1
         self._nursery.start_soon(self._send, notice)
 
     async def _send(self, notice: ClientLeftNotice) -> None:

@@ -214,7 +214,7 @@ class KeptRequest:
         self._response = begun
         # Before the head arrives, it is unknown whether the endpoint keeps the stream. An endpoint that has kept others
         # may have begun to keep this one.
-        self._is_kept = notices.keeps(notice.endpoint.id)
+        self._is_kept = notices.has_kept(notice.endpoint.id)
 
     async def begin(self) -> RemoteResponse:
         response = self._response = self._response or await self._request.begin()
@@ -232,7 +232,7 @@ class KeptRequest:
         admission = self._context.admission
         is_leaving = admission is not None and isinstance(admission.end_reason, Draining)
         if notice is not None and self._is_kept and not has_ended and not is_leaving:
-            self._notices.say(notice)
+            self._notices.send(notice)
 
 
 def stream_name(*, owner: str | None, tenant: str | None, request_id: str, path: str, body: bytes) -> str:

@@ -30,7 +30,7 @@ def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams, notices
         totals = {
             "peers_lost_total": watch.lost_total,
             "streams_found_total": streams.found_total,
-            "streams_recomputed_total": streams.again_total,
+            "streams_recomputed_total": streams.recomputed_total,
             "farewells_dropped_total": notices.dropped_total,
         }
         for name, value in totals.items():

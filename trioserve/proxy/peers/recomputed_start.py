@@ -79,7 +79,7 @@ class RecomputedStart:
         resume = {**msgspec.json.decode(resume_values, type=dict[str, object]), **start.resume(_begun(self._body))}
         self._context.client_events = NumberedEvents(keeper=start.keeper())
         if self._context.continuation is not None:
-            self._context.continuation.know(msgspec.json.encode(resume))
+            self._context.continuation.set_known(msgspec.json.encode(resume))
         self._request = self._ask(rewritten(self._body, {"resume": resume}))
         return await self._request.begin()
 

@@ -71,12 +71,12 @@ class PeerStreams(NoPeers):
 
     Attributes:
         found_total: Repeated requests whose stream was found running.
-        again_total: Repeated requests whose stream is computed again.
+        recomputed_total: Repeated requests whose stream is computed again.
     """
 
     def __init__(self, notices: ClientLeftNotices, watch: PeerWatch) -> None:
         self.found_total = 0
-        self.again_total = 0
+        self.recomputed_total = 0
         self._notices = notices
         self._watch = watch
         self._searches = trio.CapacityLimiter(SEARCHES_MAX)
@@ -129,7 +129,7 @@ class PeerStreams(NoPeers):
         if last_seen is not None or self._may_be_retry(context):
             found = await self._find(context, name, model, takes_over=last_seen is not None)
             self.found_total += found is not None
-            self.again_total += found is None and known is not None
+            self.recomputed_total += found is None and known is not None
         # A stream that is computed again begins at the client's position.
         is_whole = found is not None or known is None or known.is_empty
         context.client_events = NumberedEvents(known if is_whole else None)
@@ -218,7 +218,7 @@ class _Search:
             response = await request.begin()
             if response.status == GONE:
                 # Otherwise the old stream would run beside the new one.
-                self._notices.say(ClientLeftNotice(endpoint, self._name, READER_MAX, self._headers))
+                self._notices.send(ClientLeftNotice(endpoint, self._name, READER_MAX, self._headers))
             elif response.status == 200 and self.found is None:
                 self.found, is_taken = Found(id, request, response), True
         except EndpointLost:
