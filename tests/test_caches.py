@@ -25,7 +25,9 @@ from trioserve.text.stop_strings import StopStringFinder
 PRODUCT = Path(__file__).parent.parent / "trioserve"
 OF_TESTS = {"testing", "simulation", "bench"}
 DECORATORS = {"lru_cache", "cache", "cached_property"}
-NAMES = re.compile(r"_?(cache|cached|memo|memoized|kept|known|seen|remembered|holders|forms|programs|outputs)$")
+NAMES = re.compile(
+    r"_?(cache|cached|memo|memoized|kept|known|seen|remembered|holders|forms|grammars|programs|outputs)$"
+)
 MAPPINGS = re.compile(r"\b(dict|OrderedDict|WeakValueDictionary|WeakKeyDictionary|defaultdict)\b")
 
 SALTED = "its keys hold the cache salt"
@@ -46,7 +48,7 @@ CACHES = {
     ("connectors/host/store.py", "_kept"): SALTED,
     ("connectors/host/shelf.py", "_sizes"): SALTED,
     ("text/chat_template.py", "_programs"): "of the model alone, those of requests are compiled each time",
-    ("text/chat_template.py", "places"): "of a program, as above",
+    ("text/chat_template.py", "support"): "of a program, as above",
     ("text/chat_template.py", "_environment"): OF_SERVER,
     ("proxy/kept_objects.py", "_objects"): OWNED,
     ("admission/ended_ids.py", "_owners"): OWNED,

@@ -14,8 +14,8 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentFormat, prepared_messages
 from trioserve.text.request_texts import RequestTexts
-from trioserve.text.template_places import TemplatePlaces, find_places, has_places_for, in_places
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
+from trioserve.text.template_support import TemplateSupport, find_support, supports_tools_of, with_supported_parts
 
 __all__ = ["ChatTemplate", "template_flaw"]
 
@@ -96,12 +96,12 @@ class ChatTemplate:
             _check_roles(prompt, program.roles)
             has_tools = _has_tools(prompt)
             if texts is not None:
-                are_text = has_tools and program.places.arguments_are_text
+                are_text = has_tools and program.support.arguments_are_text
                 if are_text and tool_family is not None:
-                    are_text = has_places_for(prompt, program.places)
+                    are_text = supports_tools_of(prompt, program.support)
                 prompt = texts.replaced_in(prompt, arguments_are_text=are_text)
             if has_tools or _has_system(prompt):
-                prompt = in_places(prompt, program.places, tool_family if has_tools else None)
+                prompt = with_supported_parts(prompt, program.support, tool_family if has_tools else None)
         except InvalidRequest:
             raise
         except Exception as error:  # an untrusted program that cannot be compiled
@@ -110,7 +110,7 @@ class ChatTemplate:
             prompt,
             program.content_format,
             final_end=_END_MARK,
-            arguments_are_text=has_tools and program.places.arguments_are_text,
+            arguments_are_text=has_tools and program.support.arguments_are_text,
         )
         arguments = {
             "documents": None,
@@ -170,14 +170,14 @@ class _Program:
         self.content_format = _content_format(tree)
 
     @functools.cached_property
-    def places(self) -> TemplatePlaces:
-        """Places of the template, found by rendering short chats."""
+    def support(self) -> TemplateSupport:
+        """Parts of a chat that the template shows, found by rendering short chats."""
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
             arguments = {"documents": None, **self._special_tokens, "messages": messages, "tools": tools}
             return render_within_bounds(self.template, {**arguments, "add_generation_prompt": True})
 
-        return find_places(render, variables=self._variables, source=self._source, content_format=self.content_format)
+        return find_support(render, variables=self._variables, source=self._source, content_format=self.content_format)
 
 
 def template_flaw(source: str) -> str | None:

@@ -70,7 +70,7 @@ class StandIns:
         letters: The characters, each once.
 
     Attributes:
-        mark_behind: A character of the plane that is no stand-in. It is written after a token to mark it.
+        mark_after: A character of the plane that is no stand-in. It is written after a token to mark it.
         mark_before: Another such character, which is written before a token.
     """
 
@@ -78,7 +78,7 @@ class StandIns:
         first = plane * PLANE
         self._to = {ord(letter): first + index for index, letter in enumerate(letters)}
         self._back = {stand_in: letter for letter, stand_in in self._to.items()}
-        self.mark_behind, self.mark_before = chr(first + len(letters)), chr(first + len(letters) + 1)
+        self.mark_after, self.mark_before = chr(first + len(letters)), chr(first + len(letters) + 1)
 
     def of(self, text: str) -> str:
         """Return a text with stand-ins in place of the characters.
@@ -111,7 +111,7 @@ class StandIns:
             character = json.loads(f'"{found[0]}"')
             letter = chr(self._back.get(ord(character), 0))
             if letter == "\0":
-                return character if character in (self.mark_behind, self.mark_before) else found[0]
+                return character if character in (self.mark_after, self.mark_before) else found[0]
             return character if letter.isascii() else json.dumps(letter)[1:-1]
 
         return _SURROGATES.sub(written, text)
@@ -198,7 +198,7 @@ class ControlTokens:
         found = Counter(self._pattern.tokens_in(text))
         if not found:
             return ChatText(text, is_kept=self._always_renamed)
-        texts = RequestTexts(found, self._pattern, said=_ASSISTANT_MARKERS, substitutions=template.substitutions)
+        texts = RequestTexts(found, self._pattern, exempt=_ASSISTANT_MARKERS, substitutions=template.substitutions)
         if not texts.are_risky(prompt):
             return ChatText(text, is_kept=self._always_renamed)
         stand_ins = self._stand_ins(prompt)
@@ -235,7 +235,7 @@ class ControlTokens:
         Such a template still finds the token, since the mark is not inside it.
         """
         return {
-            token: f"{stand_ins.mark_before}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark_behind}"
+            token: f"{stand_ins.mark_before}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark_after}"
             for token in texts.tokens
             if token in self._in_template
         }
@@ -301,7 +301,7 @@ def _settled(marked: str | None, beside: Mapping[str, str], stand_ins: StandIns)
         return None
     for token, written in beside.items():
         marked = marked.replace(written, stand_ins.of(token))
-    return marked.replace(stand_ins.mark_before, "").replace(stand_ins.mark_behind, "")
+    return marked.replace(stand_ins.mark_before, "").replace(stand_ins.mark_after, "")
 
 
 def _is_control(token: AddedToken, template: str) -> bool:

@@ -21,16 +21,12 @@ class IncrementalDecoder:
     """Turns the tokens of one sequence into text.
 
     The joined results of all `push` calls and `flush` equal Tokenizer.decode of all ids. Bytes that are not UTF-8
-    become
-    U+FFFD, one per maximal invalid part, as the Unicode standard recommends (section 3.9). The last character of a
-    sequence
-    is held back until it is complete or `flush` is called.
+    become U+FFFD, one per maximal invalid part, as the Unicode standard recommends (section 3.9). The last character of
+    a sequence is held back until it is complete or `flush` is called.
 
     The result differs from the `tokenizers` library in one case: vocabularies with byte fallback. If one byte of a run
-    of
-    byte tokens is wrong, the library replaces the whole run by U+FFFD, valid characters included. This is only known at
-    the
-    end of the run, and a stream cannot retract sent text. So only the invalid part is replaced here.
+    of byte tokens is wrong, the library replaces the whole run by U+FFFD, valid characters included. This is only known
+    at the end of the run, and a stream cannot retract sent text. So only the invalid part is replaced here.
 
     Args:
         pieces: Bytes of each token.

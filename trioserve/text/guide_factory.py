@@ -24,7 +24,7 @@ __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 PATH_TOKENS_MAX: Final = 32  # restraints that allow so many tokens at the beginning count as satisfiable
 TRIED_ROWS_MAX: Final = 64  # masks per request, each takes up to 15 ms for the most complex grammars
 TOKENS_SHOWN_MAX: Final = 4
-BEHIND_CHARACTERS_MAX: Final = 40
+SHOWN_CHARACTERS_MAX: Final = 40
 
 
 def is_guided(sampling: SamplingParams) -> bool:
@@ -101,7 +101,7 @@ class PreparedGuides:
         refusal: InvalidRequest | None = None  # error about the first dead end
         for _ in range(TRIED_ROWS_MAX):
             check()
-            row, may_end = self._row_behind(written, matcher)
+            row, may_end = self._row_after(written, matcher)
             if may_end:
                 return
             if refusal is None and not any(row):
@@ -119,7 +119,7 @@ class PreparedGuides:
             if len(written) >= tokens_max or (matcher is not None and not matcher.consume_token(token_id)):
                 return
 
-    def _row_behind(
+    def _row_after(
         self, written: Sequence[int], matcher: LLMatcher | None, *, is_restricted: bool = True
     ) -> tuple[bytes, bool]:
         """Fill a mask row with the tokens that are allowed next at the beginning of the response.
@@ -155,11 +155,11 @@ class PreparedGuides:
         tokenizer, sampling = self._compiler.tokenizer, self._sampling
         fields = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
         named = [name for name, value in fields.items() if value]
-        behind = tokenizer.decode(written, skip_special_tokens=False)[-BEHIND_CHARACTERS_MAX:]
-        place = f"after {behind!r}" if written else "at the beginning of the response"
+        written_text = tokenizer.decode(written, skip_special_tokens=False)[-SHOWN_CHARACTERS_MAX:]
+        place = f"after {written_text!r}" if written else "at the beginning of the response"
         if self._structured is None:
             return InvalidRequest(f"{' and '.join(named)} allow no token {place}: allow more tokens", param=named[0])
-        wanted = list(row_tokens(self._row_behind(written, matcher, is_restricted=False)[0]))
+        wanted = list(row_tokens(self._row_after(written, matcher, is_restricted=False)[0]))
         shown = ", ".join(f"{tokenizer.token_text(token_id)!r} ({token_id})" for token_id in wanted[:TOKENS_SHOWN_MAX])
         if len(wanted) > TOKENS_SHOWN_MAX:
             shown += f" and {len(wanted) - TOKENS_SHOWN_MAX} others"

@@ -232,9 +232,9 @@ class JsonKeys:
         Each is the beginning of some token.
         """
         begun, ends = self._key, self._tokens.ends
-        first, behind = bisect_left(keys, begun), bisect_left(keys, begun + b"\xff")  # UTF-8 never has byte 0xFF
-        if behind - first <= len(ends):
-            return (end for key in keys[first:behind] if (end := key[len(begun) :]) in ends)
+        first, after = bisect_left(keys, begun), bisect_left(keys, begun + b"\xff")  # UTF-8 never has byte 0xFF
+        if after - first <= len(ends):
+            return (end for key in keys[first:after] if (end := key[len(begun) :]) in ends)
         return (end for end in ends if _has(keys, begun + end))
 
     def _with_key(self, frame: Frame, key: bytes) -> Frame:

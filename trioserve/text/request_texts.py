@@ -69,7 +69,7 @@ class RequestTexts:
     Args:
         tokens: Control tokens that the rendered chat has.
         pattern: Finds these tokens, and possibly others.
-        said: Tokens that are not replaced in the content of the assistant's messages.
+        exempt: Tokens that are not replaced in the content of the assistant's messages.
         substitutions: Pairs of old and new text that the template substitutes in texts.
 
     Attributes:
@@ -84,14 +84,14 @@ class RequestTexts:
         tokens: Collection[str],
         pattern: TokenPattern,
         *,
-        said: Collection[str],
+        exempt: Collection[str],
         substitutions: Collection[tuple[str, str]] = (),
     ) -> None:
         self.tokens = frozenset(tokens)
         self.has_whole = False
 
         self._pattern = pattern
-        self._said = frozenset(said)
+        self._exempt = frozenset(exempt)
         self._substitutions = tuple(substitutions)
         self._replaced: Callable[[str], str] = _hidden
         self._beside: Mapping[str, str] = {}
@@ -151,7 +151,7 @@ class RequestTexts:
             if key == "tool_calls" and isinstance(value, list):
                 return _each(value, lambda call: self._call(call, arguments_are_text))
             if key == "content" and message.get("role") == "assistant":
-                return self._value(value, self._said)
+                return self._value(value, self._exempt)
             return self._value(value)
 
         changed = {key: new for key, value in message.items() if (new := replaced(key, value)) is not value}
@@ -181,22 +181,22 @@ class RequestTexts:
             return call
         return {**new_rest, "function": {**new_named, "arguments": arguments if new is parsed else new}}
 
-    def _value(self, value: Any, said: Collection[str] = ()) -> Any:
+    def _value(self, value: Any, exempt: Collection[str] = ()) -> Any:
         if isinstance(value, str):
-            return self._text(value, said)
+            return self._text(value, exempt)
         if isinstance(value, list | tuple):
-            return _each(value, lambda item: self._value(item, said))
+            return _each(value, lambda item: self._value(item, exempt))
         if not isinstance(value, dict):
             return value
-        changed = {key: new for key, inner in value.items() if (new := self._field(key, inner, said)) is not inner}
+        changed = {key: new for key, inner in value.items() if (new := self._field(key, inner, exempt)) is not inner}
         if any(self._key(key) is not key for key in value):
             return {self._key(key): changed.get(key, inner) for key, inner in value.items()}
         return {**value, **changed} if changed else value
 
-    def _field(self, key: Any, value: Any, said: Collection[str] = ()) -> Any:
+    def _field(self, key: Any, value: Any, exempt: Collection[str] = ()) -> Any:
         if key == "type" and isinstance(value, str) and value in _API_TYPES:
             return value
-        return self._value(value, said)
+        return self._value(value, exempt)
 
     def _named(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Replace whole tokens in template arguments.
@@ -218,19 +218,19 @@ class RequestTexts:
     def _key(self, key: Any) -> Any:
         return self._text(key, ()) if isinstance(key, str) and key not in _API_KEYS else key
 
-    def _text(self, text: str, said: Collection[str]) -> str:
-        new = self._parts_replaced(text, said)
+    def _text(self, text: str, exempt: Collection[str]) -> str:
+        new = self._parts_replaced(text, exempt)
         if new != text:
             return new
         substituted = text
         for old, written in self._substitutions:
             substituted = substituted.replace(old, written)
-        if substituted != text and self._parts_replaced(substituted, said) != substituted:
+        if substituted != text and self._parts_replaced(substituted, exempt) != substituted:
             return self._replaced(text)
         return text
 
-    def _parts_replaced(self, text: str, said: Collection[str]) -> str:
-        new = self._wholes_replaced(text, said)
+    def _parts_replaced(self, text: str, exempt: Collection[str]) -> str:
+        new = self._wholes_replaced(text, exempt)
         core = new.strip()
         if not core:
             return new
@@ -243,9 +243,9 @@ class RequestTexts:
             new = new.replace(end, self._replaced(end), 1)
         return new
 
-    def _wholes_replaced(self, text: str, said: Collection[str] = ()) -> str:
+    def _wholes_replaced(self, text: str, exempt: Collection[str] = ()) -> str:
         def replaced(token: str) -> str:
-            if token not in self.tokens or token in said:
+            if token not in self.tokens or token in exempt:
                 return token
             self.has_whole = True
             return self._beside.get(token) or self._replaced(token)

@@ -49,7 +49,7 @@ _LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # Replacement of the pattern that pydantic writes for a Decimal. Its look-ahead requires a digit.
 _PATTERNS: Final = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
-_UNKEPT: Final = (
+_UNENFORCEABLE: Final = (
     "contains",
     "unevaluatedItems",
     "unevaluatedProperties",
@@ -85,22 +85,22 @@ class KeptSchema:
         self._logic = SchemaLogic(schema)
         self._param = param
         self._is_lenient = lenient or _is_lenient(schema)
-        self._left = NODES_MAX
+        self._nodes_left = NODES_MAX
         self._patterns_left = PATTERNS_MAX
         self.ignored: list[str] = []
         try:
-            self.schema = self._kept(schema, "")
+            self.schema = self._rewritten(schema, "")
             if self._is_lenient and isinstance(self.schema, dict):
                 options = self.schema.get(OPTIONS)
                 self.schema[OPTIONS] = {**(options if isinstance(options, dict) else {}), LENIENT: True}
         except RecursionError:
             raise InvalidRequest("a schema is nested too deeply", param=param) from None
 
-    def _kept(self, schema: Any, path: str) -> Any:
+    def _rewritten(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, dict):
             return schema
-        self._left -= 1
-        if self._left < 0:
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
             raise InvalidRequest(
                 f"the schema, with its cases written out, has more than {NODES_MAX} parts: make it smaller",
                 param=self._param,
@@ -108,10 +108,10 @@ class KeptSchema:
         if "const" in schema or "enum" in schema:
             values = self._logic.values(schema)
             if values is not None:
-                return {"enum": values} | {key: value for key, value in schema.items() if key in _KEPT_BESIDE_VALUES}
+                return {"enum": values} | {key: value for key, value in schema.items() if key in _KEYS_BESIDE_VALUES}
         lists = self._lists_without_repeats(schema)
         if lists is not None:
-            return lists | {key: value for key, value in schema.items() if key in _KEPT_BESIDE_VALUES}
+            return lists | {key: value for key, value in schema.items() if key in _KEYS_BESIDE_VALUES}
         # Cases are made from the original schema. Their contents are rewritten below, together with the rest.
         node = dict(schema)
         cases: list[list[Any]] = []
@@ -125,15 +125,15 @@ class KeptSchema:
             node["allOf"] = [*(members if isinstance(members, list) else []), *added]
         for key in _SUBSCHEMAS:
             if key in node:
-                node[key] = self._kept(node[key], f"{path}.{key}")
+                node[key] = self._rewritten(node[key], f"{path}.{key}")
         if isinstance(node.get("items"), list):
-            node["items"] = [self._kept(one, f"{path}.items[{place}]") for place, one in enumerate(node["items"])]
+            node["items"] = [self._rewritten(one, f"{path}.items[{place}]") for place, one in enumerate(node["items"])]
         for key in _LISTS_OF_SCHEMAS:
             if isinstance(node.get(key), list):
-                node[key] = [self._kept(one, f"{path}.{key}[{place}]") for place, one in enumerate(node[key])]
+                node[key] = [self._rewritten(one, f"{path}.{key}[{place}]") for place, one in enumerate(node[key])]
         for key in _NAMED_SCHEMAS:
             if isinstance(node.get(key), dict):
-                node[key] = {name: self._kept(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
+                node[key] = {name: self._rewritten(one, f"{path}.{key}.{name}") for name, one in node[key].items()}
         return node
 
     # --- keywords that become cases ---
@@ -144,7 +144,7 @@ class KeptSchema:
             return
         del node["oneOf"]
         if len(members) > CASES_MAX and not self._is_lenient:
-            raise self._unkept("oneOf", path, "it has too many members")
+            raise self._unenforceable("oneOf", path, "it has too many members")
         exclusive = self._exclusive(node, members) if len(members) <= CASES_MAX else None
         if exclusive is None:
             self._ignore("oneOf", path, "two of its members may accept one value")
@@ -249,7 +249,7 @@ class KeptSchema:
             del node["unevaluatedItems"]
         self._names(node, path)
         self._listed_names(node)
-        for key in _UNKEPT:
+        for key in _UNENFORCEABLE:
             if key in node:
                 del node[key]
                 self._ignore(key, path, "no grammar can enforce it")
@@ -390,10 +390,10 @@ class KeptSchema:
 
     def _ignore(self, keyword: str, path: str, reason: str) -> None:
         if not self._is_lenient:
-            raise self._unkept(keyword, path, reason)
+            raise self._unenforceable(keyword, path, reason)
         self.ignored.append(f"{path}.{keyword}".removeprefix("."))
 
-    def _unkept(self, keyword: str, path: str, reason: str) -> InvalidRequest:
+    def _unenforceable(self, keyword: str, path: str, reason: str) -> InvalidRequest:
         place = f"{path}.{keyword}".removeprefix(".")
         return InvalidRequest(
             f'the schema has the keyword "{keyword}" at {place[:200]}, which cannot be enforced: {reason}; remove it, '
@@ -402,7 +402,7 @@ class KeptSchema:
         )
 
 
-_KEPT_BESIDE_VALUES: Final = ANNOTATIONS | {OPTIONS}
+_KEYS_BESIDE_VALUES: Final = ANNOTATIONS | {OPTIONS}
 
 
 def _type_in(schema: Any, around: dict[str, Any]) -> Any:

@@ -133,7 +133,7 @@ class SequenceGuide:
         is_consumed = self._opening is not None and self._open(token_id, self._opening)
         if self._reasoning is not None:
             self._reasoning = self._reasoning.after(token_id, piece, is_end_due=self._is_end_due)
-        self._written = self._written_behind(token_id, self._written)
+        self._written = self._bad_words_after(token_id, self._written)
         if self._gate is not None:
             self._pass_gate(self._gate.after(piece))
         elif self._matcher is not None and not is_consumed:
@@ -160,7 +160,7 @@ class SequenceGuide:
         matcher = self._matcher
         gate, reasoning, written = self._gate, self._reasoning, self._written
         for count, token_id in enumerate(token_ids):
-            if not self._may_come(token_id, reasoning, written):
+            if not self._is_allowed(token_id, reasoning, written):
                 return count
             if matcher is not None and gate is None:
                 # From here on the grammar decides, together with the other restraints.
@@ -168,8 +168,8 @@ class SequenceGuide:
                 valid = self._new_keys_count(token_ids[count : count + valid], is_draft=True)
                 return count + self._others_acceptable(token_ids[count : count + valid], reasoning, written)
             piece = self._tokenizer.token_bytes(token_id)
-            gate, reasoning = self._behind(token_id, piece, gate, reasoning)
-            written = self._written_behind(token_id, written)
+            gate, reasoning = self._states_after(token_id, piece, gate, reasoning)
+            written = self._bad_words_after(token_id, written)
             if gate is not None and gate.is_found:
                 return count  # tokens after it can be checked only once it was accepted
         return len(token_ids)
@@ -196,7 +196,7 @@ class SequenceGuide:
                     if filled_from is None:
                         filled_from = row
                         self._fill_grammar(self._matcher, at, row_bytes, draft[row:])
-                    may_end = self._let_end(at)
+                    may_end = self._allow_end(at)
                     if keys is not None:
                         self._prune_keys(keys, at, words_per_row, is_next=row == 0)
                 if self._allowed is not None or self._bad_words is not None:
@@ -204,8 +204,8 @@ class SequenceGuide:
             if row < len(draft):
                 token_id = draft[row]
                 piece = self._tokenizer.token_bytes(token_id)
-                gate, reasoning = self._behind(token_id, piece, gate, reasoning)
-                written = self._written_behind(token_id, written)
+                gate, reasoning = self._states_after(token_id, piece, gate, reasoning)
+                written = self._bad_words_after(token_id, written)
                 if keys is not None and filled_from is not None:
                     keys = keys.after(piece)
 
@@ -245,7 +245,7 @@ class SequenceGuide:
     def _fill_opening(self, matcher: LLMatcher, opening: Sequence[int], address: int, row_bytes: int) -> None:
         if self._may_be_grammar:
             self._fill_grammar(matcher, address, row_bytes, ())
-            self._let_end(address)
+            self._allow_end(address)
         else:
             ctypes.memset(address, 0, row_bytes)
         set_bits(address, (opening[0],))
@@ -268,7 +268,7 @@ class SequenceGuide:
                 if self._keys is not None:
                     self._keys = self._keys.after(gate.rest)
 
-    def _behind(
+    def _states_after(
         self, token_id: int, piece: bytes, gate: TextFinder | None, reasoning: ReasoningState | None
     ) -> tuple[TextFinder | None, ReasoningState | None]:
         """Return the finder of `free_until` and the reasoning state after one more token."""
@@ -278,11 +278,11 @@ class SequenceGuide:
             reasoning = reasoning.after(token_id, piece, is_end_due=self._is_end_due)
         return gate, reasoning
 
-    def _written_behind(self, token_id: int, written: int) -> int:
+    def _bad_words_after(self, token_id: int, written: int) -> int:
         """Return the state of the bad words after one more token."""
         return written if self._bad_words is None else self._bad_words.after(written, token_id)
 
-    def _may_come(self, token_id: int, reasoning: ReasoningState | None, written: int) -> bool:
+    def _is_allowed(self, token_id: int, reasoning: ReasoningState | None, written: int) -> bool:
         if reasoning is not None and reasoning.forced:
             return token_id == reasoning.forced[0]
         if self._allowed is not None and not has_bit(self._allowed, token_id):
@@ -291,13 +291,13 @@ class SequenceGuide:
 
     def _others_acceptable(self, token_ids: Sequence[int], reasoning: ReasoningState | None, written: int) -> int:
         for count, token_id in enumerate(token_ids):
-            if not self._may_come(token_id, reasoning, written):
+            if not self._is_allowed(token_id, reasoning, written):
                 return count
             if reasoning is not None:
                 reasoning = reasoning.after(
                     token_id, self._tokenizer.token_bytes(token_id), is_end_due=self._is_end_due
                 )
-            written = self._written_behind(token_id, written)
+            written = self._bad_words_after(token_id, written)
         return len(token_ids)
 
     def _fill_grammar(self, matcher: LLMatcher, address: int, row_bytes: int, draft: Sequence[int]) -> None:
@@ -313,7 +313,7 @@ class SequenceGuide:
             self._note_fault(matcher)
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 
-    def _let_end(self, address: int) -> bool:
+    def _allow_end(self, address: int) -> bool:
         """If the grammar may end here, allow every stop token, and clear the end tokens that do not end the sequence.
 
         Returns:

@@ -149,9 +149,9 @@ class StructuralTagGrammar:
         index = 0
         while index < len(elements):
             node = self._dict(elements[index], f"{param}[{index}]")
-            behind = elements[index + 1] if index + 1 < len(elements) else None
-            if node.get("type") == "any_text" and isinstance(behind, dict) and behind.get("type") == "const_string":
-                parts.append(self._text_until(self._text(behind, "value", f"{param}[{index + 1}]")))
+            after = elements[index + 1] if index + 1 < len(elements) else None
+            if node.get("type") == "any_text" and isinstance(after, dict) and after.get("type") == "const_string":
+                parts.append(self._text_until(self._text(after, "value", f"{param}[{index + 1}]")))
                 index += 2
             else:
                 parts.append(self._format(node, f"{param}[{index}]", depth + 1))

@@ -241,7 +241,7 @@ def _percent_size(text: str, values: Any) -> int:
     while start >= 0:
         position = start + 1
         if text[position : position + 1] == "(":
-            position = _behind_parentheses(text, position)
+            position = _after_parentheses(text, position)
         field = _PERCENT_FIELD.match(text, position)
         assert field is not None, "every part of the expression may be empty"
         for digits in (field[1], field[2] or ""):
@@ -255,7 +255,7 @@ def _percent_size(text: str, values: Any) -> int:
     return size
 
 
-def _behind_parentheses(text: str, position: int) -> int:
+def _after_parentheses(text: str, position: int) -> int:
     depth = 0
     for match in re.compile(r"[()]").finditer(text, position):
         depth += 1 if match[0] == "(" else -1

@@ -196,9 +196,9 @@ class Tokenizer:
             text = self.chat_template.render(ChatPrompt(messages=messages, add_generation_prompt=False))
         except InvalidRequest:  # the template requires other messages before these
             return None
-        _, found, behind = text.rpartition(TURN_TEXT)
-        behind = behind.lstrip()
-        written = [token for token in self._added_ids if found and token and behind.startswith(token)]
+        _, found, after = text.rpartition(TURN_TEXT)
+        after = after.lstrip()
+        written = [token for token in self._added_ids if found and token and after.startswith(token)]
         token_id = self._added_ids[max(written, key=len)] if written else None
         return token_id if token_id in self._special_ids else None
 

@@ -33,7 +33,7 @@ def read_section(reading: CallReading) -> Script[None]:
     """
     source = reading.source
     while True:
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         if (yield from source.take_whole((_CALLS_END,))):
             return
         if not (yield from source.take_whole((CALL_MARKER,))):
@@ -51,13 +51,13 @@ def read_call(reading: CallReading) -> Script[None]:
     """
     source = reading.source
     name, _ = yield from source.take_until((_SEPARATOR,), NAME_CHARACTERS_MAX)
-    is_fenced = (yield from source.need_behind_space()) != "{"
+    is_fenced = (yield from source.need_after_space()) != "{"
     if is_fenced:
         name, _ = yield from source.take_until(("\n", _FENCE), NAME_CHARACTERS_MAX)
-        if (yield from source.need_behind_space()) != "{":
+        if (yield from source.need_after_space()) != "{":
             yield from source.take_whole((_FENCE,))
             yield from source.take_while(_WORD, NAME_CHARACTERS_MAX)
-        if (yield from source.need_behind_space()) != "{":
+        if (yield from source.need_after_space()) != "{":
             raise NotACall
     reading.sink.begin_call(name.strip())
     yield from read_arguments(reading)

@@ -45,12 +45,12 @@ def read_gemma4_call(reading: CallReading) -> Script[None]:
         reading: State of the script.
     """
     source, sink = reading.source, reading.sink
-    if (yield from source.need_behind_space()) == "{":  # a forced call
+    if (yield from source.need_after_space()) == "{":  # a forced call
         yield from read_calls(reading, is_bare=False)
     else:
         yield from source.expect(_PREFIX)
         name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
-        if (yield from source.need_behind_space()) != "{":
+        if (yield from source.need_after_space()) != "{":
             raise NotACall
         sink.begin_call(name)
         yield from _read_object(reading)
@@ -64,7 +64,7 @@ def _read_object(reading: CallReading) -> Script[None]:
     objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
     at = _At.VALUE
     while True:
-        character = yield from source.need_behind_space()
+        character = yield from source.need_after_space()
         if at in (_At.VALUE, _At.VALUE_OR_END) and character in "{[":
             if len(objects) >= DEPTH_MAX:
                 raise NotACall
@@ -99,7 +99,7 @@ def _read_key(reading: CallReading) -> Script[None]:
         key, _ = yield from source.take_until((_QUOTE,), NAME_CHARACTERS_MAX)
     else:
         key = (yield from source.take_while(_KEY_OR_WORD, NAME_CHARACTERS_MAX)).strip().strip('"')
-    yield from source.need_behind_space()
+    yield from source.need_after_space()
     yield from source.expect(":")
     if not key:
         raise NotACall

@@ -40,25 +40,25 @@ def read_glm_call(reading: CallReading) -> Script[None]:
         reading: State of the script.
     """
     source = reading.source
-    if (yield from source.need_behind_space()) in "{[":
+    if (yield from source.need_after_space()) in "{[":
         yield from read_calls(reading, is_bare=False)
         if (yield from source.skip_space()) and not (yield from source.take_whole((_CALL_END,))):
             raise NotACall
         return
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
-    yield from source.need_behind_space()
+    yield from source.need_after_space()
     if not (yield from source.find((_KEY, _CALL_END))) and not source.over:
         raise NotACall
     reading.sink.begin_call(name)
     arguments = RawArguments(reading, name, unknown_is_text=False)
     while True:
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         if (yield from source.take_whole((_CALL_END,))):
             break
         if not (yield from source.take_whole((_KEY,))):
             raise NotACall
         key, _ = yield from source.take_until((_KEY_END,), NAME_CHARACTERS_MAX)
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         yield from source.expect(_VALUE)
         arguments.key(key.strip())
         closing = yield from read_raw_value(source, _CLOSINGS, arguments.text, trims_lines=False)

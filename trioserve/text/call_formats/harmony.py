@@ -113,7 +113,7 @@ def _read_call(reading: CallReading, name: str) -> Script[None]:
     """Read a call after its header. The source records the text from the header on."""
     source, sink = reading.source, reading.sink
     try:
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         sink.begin_call(name)
         yield from read_arguments(reading)
         reading.end_call()

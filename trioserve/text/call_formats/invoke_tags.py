@@ -93,7 +93,7 @@ def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
         reading.sink.begin_call(found[1])
         arguments = RawArguments(reading, found[1], unknown_is_text=True)
         while not found[3]:
-            yield from source.need_behind_space()
+            yield from source.need_after_space()
             if (yield from source.take_whole((invoke_end,))):
                 break
             if not (yield from source.take_whole((parameter,))):

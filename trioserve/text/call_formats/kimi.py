@@ -46,7 +46,7 @@ def read_call(reading: CallReading) -> Script[None]:
     source = reading.source
     call_id, _ = yield from source.take_until((_ARGUMENTS,), NAME_CHARACTERS_MAX)
     found = _ID.fullmatch(call_id.strip())
-    if found is None or (yield from source.need_behind_space()) != "{":
+    if found is None or (yield from source.need_after_space()) != "{":
         raise NotACall
     reading.sink.begin_call(found["name"], call_id.strip())
     yield from read_arguments(reading)

@@ -42,7 +42,7 @@ def _read_calls(reading: CallReading) -> Script[None]:
     """Read calls after the tag around them."""
     source = reading.source
     while True:
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         if (yield from source.take_whole((_TOOLS_END,))):
             return
         if not (yield from source.take_whole((_CALL,))):
@@ -58,7 +58,7 @@ def _read_call(reading: CallReading) -> Script[None]:
     reading.sink.begin_call(name)
     arguments = RawArguments(reading, name, unknown_is_text=True)
     while True:
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         if (yield from source.take_whole((_CALL_END,))):
             break
         if not (yield from source.take_whole((_ARGUMENT,))):

@@ -43,7 +43,7 @@ def read_mistral_calls(reading: CallReading) -> Script[None]:
         reading: State of the script.
     """
     source = reading.source
-    if (yield from source.need_behind_space()) in "[{":
+    if (yield from source.need_after_space()) in "[{":
         yield from read_calls(reading, is_bare=False)
         return
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
@@ -51,7 +51,7 @@ def read_mistral_calls(reading: CallReading) -> Script[None]:
     if (yield from source.take_whole((CALL_ID_MARKER,))):
         call_id = yield from source.take_while(_CALL_ID, NAME_CHARACTERS_MAX)
     yield from source.take_whole((ARGUMENTS_MARKER,))
-    if (yield from source.need_behind_space()) != "{":
+    if (yield from source.need_after_space()) != "{":
         raise NotACall
     reading.sink.begin_call(name, call_id)
     yield from read_arguments(reading)

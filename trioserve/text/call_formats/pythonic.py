@@ -44,14 +44,14 @@ def read_python_list(reading: CallReading) -> Script[None]:
         reading: State of the script.
     """
     source = reading.source
-    if (yield from source.need_behind_space()) == "{":
+    if (yield from source.need_after_space()) == "{":
         yield from read_opened_array(reading, is_bare=True)
         return
     while True:
         yield from _read_call(reading)
-        if (yield from source.need_behind_space()) == ",":
+        if (yield from source.need_after_space()) == ",":
             source.at += 1
-            if (yield from source.need_behind_space()) != "]":
+            if (yield from source.need_after_space()) != "]":
                 continue
         yield from source.expect("]")
         reading.end_closed_calls()
@@ -67,7 +67,7 @@ def tagged_list(closing: str) -> CallReader:
 
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         yield from source.expect("[")
         yield from read_python_list(reading)
         if (yield from source.skip_space()) and not (yield from source.take_whole((closing,))):
@@ -85,7 +85,7 @@ def python_lines(closing_tag: str) -> CallReader:
 
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
-        while (yield from source.need_behind_space()):
+        while (yield from source.need_after_space()):
             if (yield from source.take_whole((closing_tag,))):
                 return
             yield from _read_call(reading, needs_offer=False)
@@ -99,23 +99,23 @@ def python_lines(closing_tag: str) -> CallReader:
 def _read_call(reading: CallReading, *, needs_offer: bool = True) -> Script[None]:
     """Read name(argument=value, ...). The call is closed, and completed together with its list."""
     source, sink = reading.source, reading.sink
-    yield from source.need_behind_space()
+    yield from source.need_after_space()
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
     yield from source.expect("(")
     if needs_offer and name not in reading.tools:
         raise NotACall
     sink.begin_call(name)
     keys: set[str] = set()
-    while (yield from source.need_behind_space()) != ")":
+    while (yield from source.need_after_space()) != ")":
         key = yield from source.take_while(_IDENTIFIER, NAME_CHARACTERS_MAX)
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         yield from source.expect("=")
         if not key or key in keys:
             raise NotACall
         sink.arguments(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         keys.add(key)
         yield from read_json(source, PythonLiteral(), sink.arguments)
-        if (yield from source.need_behind_space()) == ",":
+        if (yield from source.need_after_space()) == ",":
             source.at += 1
         elif source.text[source.at] != ")":
             raise NotACall

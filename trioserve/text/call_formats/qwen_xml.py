@@ -37,7 +37,7 @@ def function_calls(closing_tag: str) -> CallReader:
 
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
-        character = yield from source.need_behind_space()
+        character = yield from source.need_after_space()
         if character == "{":
             yield from read_calls(reading, is_bare=False)
         else:
@@ -71,9 +71,9 @@ def read_bare_function(closing_tag: str) -> CallReader:
 
 
 def _closings(closing_tag: str) -> Sequence[Closing]:
-    behind = (_PARAMETER, _FUNCTION_END, closing_tag)
+    after = (_PARAMETER, _FUNCTION_END, closing_tag)
     return (
-        Closing(tag=_PARAMETER_END, followed_by=behind),
+        Closing(tag=_PARAMETER_END, followed_by=after),
         Closing(tag=_PARAMETER, at_line=True, is_read=False),
         Closing(tag=_FUNCTION_END, followed_by=(closing_tag,)),
         Closing(tag=_FUNCTION_END, at_line=True, followed_by=(closing_tag, FUNCTION_MARKER), ends_text=True),
@@ -90,7 +90,7 @@ def _read_function(reading: CallReading, closings: Sequence[Closing], *, is_bare
     reading.sink.begin_call(name)
     arguments = RawArguments(reading, name, unknown_is_text=True)
     while True:
-        yield from source.need_behind_space()
+        yield from source.need_after_space()
         if (yield from source.take_whole((_FUNCTION_END,))):
             break
         if not (yield from source.take_whole((_PARAMETER,))):

@@ -189,20 +189,20 @@ def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
     yield from source.expect("{")
     is_inside = False  # True within "function": {
     while True:
-        character = yield from source.need_behind_space()
+        character = yield from source.need_after_space()
         if character == "}":
             source.at += 1
         else:
             key = yield from _read_string(source, _KEY_CHARACTERS_MAX)
-            yield from source.need_behind_space()
+            yield from source.need_after_space()
             yield from source.expect(":")
-            character = yield from source.need_behind_space()
+            character = yield from source.need_after_space()
             if key == "function" and character == "{" and not is_inside and call.name is None:
                 is_inside = True
                 source.at += 1
                 continue
             yield from _read_member(call, key, character)
-            character = yield from source.need_behind_space()
+            character = yield from source.need_after_space()
             source.at += 1
             if character == ",":
                 continue
@@ -212,7 +212,7 @@ def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
             call.end()
             return
         is_inside = False
-        character = yield from source.need_behind_space()
+        character = yield from source.need_after_space()
         if character == ",":
             source.at += 1
         elif character != "}":
@@ -240,7 +240,7 @@ def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
             call.arguments("{}")
         elif character == "[":  # an empty array for no arguments
             source.at += 1
-            yield from source.need_behind_space()
+            yield from source.need_after_space()
             yield from source.expect("]")
             call.arguments("{}")
         else:
@@ -279,7 +279,7 @@ def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
         CutOff: The text ends within a call.
     """
     source = reading.source
-    if (yield from source.need_behind_space()) == "[":
+    if (yield from source.need_after_space()) == "[":
         source.at += 1
         yield from read_opened_array(reading, is_bare=is_bare)
     else:
@@ -297,7 +297,7 @@ def read_opened_array(reading: CallReading, *, is_bare: bool) -> Script[None]:
         NotACall: The text is not a call.
         CutOff: The text ends within a call.
     """
-    if (yield from reading.source.need_behind_space()) != "{":
+    if (yield from reading.source.need_after_space()) != "{":
         raise NotACall
     yield from _read_call_objects(reading, is_bare=is_bare, is_array=True)
 

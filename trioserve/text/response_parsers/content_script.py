@@ -40,7 +40,7 @@ def _read_fenced(reading: CallReading) -> Script[None]:
     source = reading.source
     if (yield from source.take_while(_WORD, _FENCE_WORD_CHARACTERS_MAX)) not in _FENCE_WORDS:
         raise NotACall
-    if (yield from source.need_behind_space()) not in _BARE_OPENERS:
+    if (yield from source.need_after_space()) not in _BARE_OPENERS:
         raise NotACall
     yield from read_calls(reading, is_bare=True)
     if (yield from source.skip_space()):
@@ -111,7 +111,7 @@ class ContentScript:
         self._quotation = Quotation()
         self._begins_line = True
         self._has_text = False  # text other than calls and white space
-        self._is_behind_call = False
+        self._is_after_call = False
         self.is_in_content = True
 
     def run(self) -> Script[None]:
@@ -129,7 +129,7 @@ class ContentScript:
                 continue
             is_quoted = not self._has_channels and self._quotation.includes(character)
             try:
-                marker = yield from (source.take_whole if self._is_behind_call else source.take)(self._markers())
+                marker = yield from (source.take_whole if self._is_after_call else source.take)(self._markers())
             except CutOff:  # the text ends within the marker of the next call
                 source.at = len(source.text)
                 break
@@ -142,7 +142,7 @@ class ContentScript:
                 yield from self._read_held(marker)
             else:
                 yield from self._read(marker)
-        if not self._is_behind_call:
+        if not self._is_after_call:
             self._sink.content("".join(self._pending))
 
     def _markers(self) -> list[str]:
@@ -157,11 +157,11 @@ class ContentScript:
         self._pending.clear()
         self._sink.content(text)
         self._quotation.take(text)
-        self._begins_line = self._is_behind_call = False
+        self._begins_line = self._is_after_call = False
         self._has_text = True
 
     def _space(self, text: str) -> None:
-        if self._drops_space or self._is_behind_call:
+        if self._drops_space or self._is_after_call:
             self._pending.append(text)
         else:
             self._sink.content(text)
@@ -189,7 +189,7 @@ class ContentScript:
         text = source.unmark()
         sink.give_up_call()
         if sink.calls_ended > ended or (was_cut_off and not refused):
-            self._behind_call()
+            self._note_call_end()
         if refused:
             self._content(text)
             self._begins_line = text.endswith("\n")
@@ -244,7 +244,7 @@ class ContentScript:
             self._content(text)
             self._begins_line = text.endswith("\n")
             return
-        self._behind_call()
+        self._note_call_end()
         for part in held.drain():
             if isinstance(part, ToolCallBegin):
                 self._sink.give_up_call()
@@ -257,10 +257,10 @@ class ContentScript:
                 self._sink.end_call()
         self._sink.give_up_call()
 
-    def _behind_call(self) -> None:
+    def _note_call_end(self) -> None:
         self._pending.clear()
         self._quotation.take_call()
-        self._is_behind_call = self._begins_line = True
+        self._is_after_call = self._begins_line = True
 
 
 def _longest_first(markers: Mapping[str, CallReader]) -> list[str]:

@@ -95,11 +95,11 @@ class LarkGrammar:
         Args:
             stop: The text.
         """
-        before, token, behind = self._at_special(stop)
+        before, token, after = self._at_special(stop)
         if not token:
             return self.rule(f"{self.any_text()} {self.text(stop)}", attributes="[lazy]")
         text = self.rule(rf"/(.|\n)*/ {self.text(before)}", is_terminal=True) if before else self.any_text()
-        return " ".join(filter(None, (text, self.text(token), self.text(behind))))
+        return " ".join(filter(None, (text, self.text(token), self.text(after))))
 
     def _at_special(self, text: str) -> tuple[str, str, str]:
         """Split a text at its first special token.

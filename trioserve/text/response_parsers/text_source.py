@@ -206,7 +206,7 @@ class TextSource:
                 return ""
             yield
 
-    def need_behind_space(self) -> Script[str]:
+    def need_after_space(self) -> Script[str]:
         """Read white space. Return the character after it without reading it.
 
         Raises:

@@ -18,7 +18,7 @@ from trioserve.text.chat_messages import ContentFormat, prepared_messages
 from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.tool_prompt import plain_messages
 
-__all__ = ["TemplatePlaces", "find_places", "has_places_for", "in_places"]
+__all__ = ["TemplateSupport", "find_support", "supports_tools_of", "with_supported_parts"]
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """Renders messages and tools to text. Raises any exception that the template raises."""
@@ -43,7 +43,7 @@ _HELP = {"role": "system", "content": "Help."}
 _ANSWER = {"role": "assistant", "content": "Yes?"}
 
 
-class TemplatePlaces(msgspec.Struct, frozen=True, kw_only=True):
+class TemplateSupport(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of a chat that a template shows, or refuses with an error.
 
     Attributes:
@@ -71,9 +71,9 @@ class TemplatePlaces(msgspec.Struct, frozen=True, kw_only=True):
     arguments_are_text: bool
 
 
-def find_places(
+def find_support(
     render: Render, *, variables: Collection[str], source: str, content_format: ContentFormat
-) -> TemplatePlaces:
+) -> TemplateSupport:
     """Render short chats to find which parts the template shows.
 
     Args:
@@ -115,7 +115,7 @@ def find_places(
     prompt = {"role": "system", "content": _SYSTEM}
     system = text_of(prompt, _USER)
     developer = text_of({"role": "developer", "content": _SYSTEM}, _USER) if "developer" in source else None
-    return TemplatePlaces(
+    return TemplateSupport(
         tools="tools" in variables and (with_tools is None or _TOOL in with_tools),
         history="tool_calls" in source if called is None else _shows_history(called),
         bare_history="tool_calls" in source if called is bare_called is None else _shows_history(bare_called),
@@ -129,47 +129,47 @@ def find_places(
     )
 
 
-def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str | None) -> ChatPrompt:
+def with_supported_parts(prompt: ChatPrompt, support: TemplateSupport, tool_family: str | None) -> ChatPrompt:
     """Convert the parts of a chat that the template does not show to plain messages.
 
     Args:
         prompt: The chat.
-        places: Parts that the template shows.
+        support: Parts that the template shows.
         tool_family: Format for tools and calls. If it is None, they are not converted.
     """
     messages = prompt.messages
-    if not places.developer and any(message.get("role") == "developer" for message in messages):
+    if not support.developer and any(message.get("role") == "developer" for message in messages):
         messages = [
             {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
         ]
-    messages = _kept_system(messages, places)
+    messages = _kept_system(messages, support)
     if messages is not prompt.messages:
         prompt = msgspec.structs.replace(prompt, messages=messages)
-    return prompt if tool_family is None else _with_plain_tools(prompt, places, tool_family)
+    return prompt if tool_family is None else _with_plain_tools(prompt, support, tool_family)
 
 
-def has_places_for(prompt: ChatPrompt, places: TemplatePlaces) -> bool:
+def supports_tools_of(prompt: ChatPrompt, support: TemplateSupport) -> bool:
     """Return True if the template shows the tools of a chat, and their calls and results.
 
     Args:
         prompt: The chat.
-        places: Parts that the template shows.
+        support: Parts that the template shows.
     """
-    shows_tools = places.tools or not prompt.tools
+    shows_tools = support.tools or not prompt.tools
     has_history = any(message.get("tool_calls") or message.get("role") == "tool" for message in prompt.messages)
-    shows_history = places.history if prompt.tools else places.bare_history
+    shows_history = support.history if prompt.tools else support.bare_history
     return shows_tools and (shows_history or not has_history)
 
 
-def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> ChatPrompt:
-    if has_places_for(prompt, places):
-        return prompt if places.keeps_said else _with_separate_content(prompt)
-    shows_tools = places.tools or not prompt.tools
+def _with_plain_tools(prompt: ChatPrompt, support: TemplateSupport, tool_family: str) -> ChatPrompt:
+    if supports_tools_of(prompt, support):
+        return prompt if support.keeps_said else _with_separate_content(prompt)
+    shows_tools = support.tools or not prompt.tools
     messages = prepared_messages(
         msgspec.structs.replace(prompt, continue_final_message=False), ContentFormat.STRING, final_end=""
     )
     plain = plain_messages(messages, [] if shows_tools else offered_tools(prompt.tools), tool_family)
-    if not shows_tools and not places.system:
+    if not shows_tools and not support.system:
         plain = _without_system(plain)
     return msgspec.structs.replace(prompt, messages=plain, tools=prompt.tools if shows_tools else None)
 
@@ -185,24 +185,24 @@ def _with_separate_content(prompt: ChatPrompt) -> ChatPrompt:
     return msgspec.structs.replace(prompt, messages=messages)
 
 
-def _kept_system(messages: list[dict[str, Any]], places: TemplatePlaces) -> list[dict[str, Any]]:
+def _kept_system(messages: list[dict[str, Any]], support: TemplateSupport) -> list[dict[str, Any]]:
     """Move system messages that the template would drop into the first system message or into the next user message."""
-    if places.keeps_system and places.keeps_second_system and places.keeps_later_system:
+    if support.keeps_system and support.keeps_second_system and support.keeps_later_system:
         return messages
     kept: list[dict[str, Any]] = []
     waiting: list[Any] = []  # content for the next message of the user
     for message in messages:
         role = message.get("role")
         follows_first = len(kept) == 1 and kept[0].get("role") == "system"
-        if role == "system" and not kept and not waiting and places.keeps_system:
+        if role == "system" and not kept and not waiting and support.keeps_system:
             kept.append(message)
         elif role == "system" and follows_first and not waiting:
-            if places.keeps_second_system:
+            if support.keeps_second_system:
                 kept.append(message)
             else:
                 kept[0] = {**kept[0], "content": _joined(kept[0].get("content"), message.get("content"))}
         elif role == "system":
-            if kept and places.keeps_later_system:
+            if kept and support.keeps_later_system:
                 kept.append(message)
             else:
                 waiting.append(message.get("content"))
