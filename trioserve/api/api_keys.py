@@ -30,7 +30,7 @@ class ApiKeys:
         rules: access rules, including the keys of gateways.
 
     Raises:
-        StartupError: a header cannot carry the key, or a rule needs keys that are not set.
+        StartupError: a key has characters that no header can carry, or a rule needs keys that are not set.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ApiKeys:
             owner: name of an owner. None: the administrator, or anybody if there are no keys.
 
         Returns:
-            None if the owner's key no longer exists.
+            The caller, or None if the owner's key no longer exists.
         """
         if owner is None:
             return next((caller for caller in self._callers.values() if caller.owner is None), self._nobody)
@@ -132,7 +132,7 @@ def _salt_key(digest: bytes) -> bytes:
 
 
 def _checked_digest(key: str) -> bytes:
-    """Return the key's digest. Raise StartupError if a header cannot carry the key."""
+    """Return the key's digest. Raise StartupError if the key has characters that no header can carry."""
     if not key or not all("!" <= character <= "~" for character in key):
         raise StartupError("an API key must be 1 or more printable ASCII characters without blanks")
     return _digest(key)

@@ -151,7 +151,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             path: path of a request.
 
         Returns:
-            None if the path does not exist.
+            The route, or None if the path does not exist.
         """
 
     @abc.abstractmethod

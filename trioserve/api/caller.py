@@ -31,7 +31,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
         gateway_api_keys: keys of callers that the operator trusts to name the tenant and the priority of a request.
         priority_min: lowest priority number that an ordinary caller may use. None: 0 if there are keys, otherwise any.
         shares_prefix_cache: True: a key's prompts may hit the blocks of other keys' prompts.
-        metrics_need_key: True: /metrics is closed to callers without a key.
+        metrics_need_key: True: /metrics is closed to callers without the admin's key.
         load_needs_key: True: /load is closed to callers without a key.
         model_is_required: True: a request that names no model is refused.
         loads_adapters: True: LoRA adapters may be loaded and unloaded while the server runs.
@@ -76,8 +76,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: how far the operator trusts the caller.
         owner: owner of the requests that the caller may see and abort, and of its new requests. None: the caller sees
-            all
-            requests, and its own have no owner.
+            all requests, and its own have no owner.
         priority_min: lowest priority number that the caller may use. None: any.
         salt_key: secret from which cache salts are derived, itself derived from the API key. None: a request's salt is
             used unchanged.

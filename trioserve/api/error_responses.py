@@ -64,7 +64,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
         type: class of the error.
         code: a key of TABLE. None: a request with an invalid field.
         message: a sentence for people. A long message is cut.
-        param: field or header with the fault. None: no single one.
+        param: field or header with the fault. None: no single field.
         headers: further header fields of the response.
     """
 
@@ -352,7 +352,7 @@ def coded_response(
     Args:
         code: a key of TABLE.
         message: what was received, what is allowed, what to do.
-        param: field or header with the fault. None: no single one.
+        param: field or header with the fault. None: no single field.
         reason: value of the header X-Trioserve-Reason. None: the code.
         headers: further header fields.
     """
@@ -376,7 +376,7 @@ def refusal(code: str, message: str, *, param: str | None = None, headers: tuple
     Args:
         code: a key of TABLE.
         message: what was received, what is allowed, what to do.
-        param: field or header with the fault. None: no single one.
+        param: field or header with the fault. None: no single field.
         headers: further header fields.
     """
     return Refusal(coded_response(code, message, param=param, headers=headers))

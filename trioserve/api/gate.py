@@ -47,9 +47,9 @@ class PageGate:
             name below example.org, and "*" every name. None: the Host header is not checked.
         origins: origins of web pages that may send requests, as in --cors-origin. "*" allows every page.
         has_network_names: True: the Host header may also have a name that only the local network can define. Such a
-            name
-            has no dot, as of a container or a Kubernetes Service, or ends with .local, .internal or .home.arpa. Nobody
-            on the internet can give such a name to a page. Use it for servers that the local network reaches anyway.
+            name has no dot, as of a container or a Kubernetes Service, or ends with .local, .internal or .home.arpa.
+            Nobody on the internet can give such a name to a page. Use it for servers that the local network reaches
+            anyway.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def host_name(host: str) -> str | None:
         host: value of the header.
 
     Returns:
-        None if the header is malformed.
+        The name, or None if the header is malformed.
     """
     match = _AUTHORITY.fullmatch(host.strip())
     return None if match is None else match[1].strip("[]").lower().removesuffix(".")

@@ -1,9 +1,9 @@
 """Heartbeats within a response. Routers ask for them, to detect a connection that went silent.
 
-A request has the header `x-trioserve-heartbeat: 5`. If nothing else was sent for five seconds, an interim response
-(102) goes out before the head of the response, or a comment between two events. The heads name the server process.
-The engine's own alarms send the heartbeats, and stop while a step hangs. So a front end beside a dead engine sends
-none. A slow prompt does not stop them.
+A request has the header `x-trioserve-heartbeat: 5`. If nothing was sent for five seconds, the server sends an interim
+response (102) before the head of its response, or a comment between two events. The heads name the server process.
+The engine's own alarms send the heartbeats, and stop while a step hangs. So a server whose engine hangs
+sends none. A slow prompt does not stop them.
 
 With `x-trioserve-heartbeat: 5, now`, one heartbeat is sent at once. It shows a router whether heartbeats arrive, since
 a proxy in between may drop interim responses.
@@ -86,7 +86,7 @@ class Heartbeat:
             engine: its alarms send the heartbeats.
 
         Returns:
-            None if the request asks for none, or its header cannot be read.
+            The heartbeats, or None if the request asks for none or its header is malformed.
         """
         asked = exchange.headers.get(HEARTBEAT_HEADER)
         match = None if asked is None else _ASKED.fullmatch(asked)

@@ -1,4 +1,4 @@
-"""Counts of HTTP requests, with few distinct labels whatever clients send."""
+"""Counts of HTTP requests. The number of labels is bounded, whatever paths and methods clients send."""
 
 from __future__ import annotations
 

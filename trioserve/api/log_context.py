@@ -30,7 +30,7 @@ def tenant_shown(request: Responder) -> str | None:
         request: any request.
 
     Returns:
-        None if the request has no tenant.
+        The name, or None if the request has no tenant.
     """
     name = request.caller.tenant_for_endpoint(request.named_tenant)
     return name[:TENANT_CHARACTERS_MAX] if name else None

@@ -74,7 +74,7 @@ class Responder:
         """Begin to send heartbeats within the response, if the request asks for them.
 
         Returns:
-            The heartbeats, which the caller must end with `end`. None: the request asks for none.
+            The heartbeats, which the caller must end with `end`, or None if the request asks for none.
         """
         return None
 

@@ -4,13 +4,13 @@ A client asks for this with a header. The response's head then holds everything 
 tokens. The tokens are in the `id:` lines of the events. A group is all events that one delta makes, and ends with one
 `id:` line:
 
-id: 0:12,7        the client has received the tokens 12 and 7 of choice 0. Tokens without an event are in the next id
+id: 0:12,7        the client has received the tokens 12 and 7 of choice 0, and tokens before them without an event
 id: 0:12!         and with this group the choice has ended
 id: 0:12 41       41 is state of the API
 id: .             the group of usage and [DONE]: nothing is left to resume
 
 The same request with `resume` in its body continues after the last group that arrived. Everything that a client sees
-depends only on the request, its id, and the fields in the head. So it is the same at every server.
+depends only on the request, its id, and the fields in the head. So the output is the same at every server.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Resumption:
 
     @property
     def is_on(self) -> bool:
-        """True if the response differs from one of a server without resumption."""
+        """True if the request is resumable, resumes a response, or asks for partial results."""
         return self.is_asked or self.body is not None or self.gives_partial
 
     @property
@@ -142,7 +142,7 @@ class Resumption:
             prompt_index: index of the prompt.
 
         Returns:
-            None if the response begins here.
+            The known output, or None if the response begins here.
 
         Raises:
             InvalidRequest: `resume` has a bad value.

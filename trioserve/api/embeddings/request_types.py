@@ -25,8 +25,7 @@ class PooledBody(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         user: accepted and ignored.
         truncate_prompt_tokens: largest number of tokens of an input. A longer input is truncated. -1: as many as the
-            model
-            accepts. null: a longer input is refused.
+            model accepts. null: a longer input is refused.
         truncation_side: side from which tokens are removed.
     """
 

@@ -48,7 +48,7 @@ def gap_of(tokenizer: Tokenizer, suffix: str | None) -> FillInMiddle | None:
         suffix: text after the gap. None or empty: no gap.
 
     Returns:
-        None if there is no gap.
+        The format, or None if there is no gap.
 
     Raises:
         InvalidRequest: the model was not trained to fill gaps.

@@ -328,8 +328,7 @@ class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         mode: how to treat running requests. "abort": end them. "in_place": keep their KV, and continue later.
-            "retract":
-            free their KV, and recompute it later.
+            "retract": free their KV, and recompute it later.
     """
 
     mode: Literal["abort", "in_place", "retract"] = "abort"

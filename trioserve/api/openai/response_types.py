@@ -283,7 +283,7 @@ class Completion(Response):
     """A whole text completion, or the data of one event of a streamed one.
 
     Attributes:
-        usage: token counts. In a stream, null or unset until the last event.
+        usage: token counts. In a stream without continuous_usage_stats, null or unset until the last event.
         kv_transfer_params: present with finish_reason if the KV is held for another engine.
     """
 
@@ -394,8 +394,7 @@ class PartialChoice(Response):
 
     Attributes:
         weight_versions: pairs of a weight version and the number of tokens that it sampled. Empty: the weights were
-            never
-            replaced.
+            never replaced.
     """
 
     index: int

@@ -47,7 +47,7 @@ def other_path(path: str) -> Refusal | None:
         path: path of a request.
 
     Returns:
-        None if the path is not one of these.
+        The error, or None if the path is not one of these.
     """
     instead = OTHER_PATHS.get(path)
     if instead is None:

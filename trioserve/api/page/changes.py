@@ -50,7 +50,7 @@ def change_between(before: PageSnapshot, after: PageSnapshot) -> Fields | None:
         after: later state.
 
     Returns:
-        Changed fields, for JSON. None if only the time differs.
+        Changed fields for JSON, or None if only the time differs.
     """
     change: Fields = {
         name: getattr(after, name) for name in WHOLE_FIELDS if getattr(before, name) != getattr(after, name)
