@@ -35,7 +35,7 @@ def in_memory(engine: FakeEngine) -> set[int]:
     return engine.executor.adapters
 
 
-async def test_each_adapter_says_something_else_and_its_blocks_are_its_own():
+async def test_each_adapter_has_its_own_output_and_blocks():
     async with opened() as engine:
         texts = {}
         for adapter in (None, "a", "b"):
@@ -48,7 +48,7 @@ async def test_each_adapter_says_something_else_and_its_blocks_are_its_own():
             assert cached > 0
 
 
-async def test_the_same_content_under_another_name_hits_the_same_blocks():
+async def test_equal_adapter_content_under_another_name_shares_blocks():
     async with opened() as engine:
         said, _ = await text_of(engine, "a")
         await engine.load_adapter("again", "/one")
@@ -59,7 +59,7 @@ async def test_the_same_content_under_another_name_hits_the_same_blocks():
         assert (other != said, cached) == (True, 0), "its name is not what blocks are known by"
 
 
-async def test_a_name_that_is_not_loaded_is_refused_on_entering():
+async def test_unknown_adapter_is_refused_on_entering():
     async with opened() as engine:
         stream = engine.generate(PROMPT, adapter="c")
         with pytest.raises(UnknownModel, match='the adapter "c" is not loaded'):
@@ -68,7 +68,7 @@ async def test_a_name_that_is_not_loaded_is_refused_on_entering():
 
 
 @pytest.mark.parametrize("phase", ["queued", "waiting", "preparing", "prefill", "forward", "decode", "ended"])
-async def test_whoever_leaves_gives_its_lease_back(phase: str):
+async def test_request_that_leaves_releases_its_adapter_lease(phase: str):
     options: dict[str, Any] = {"max_num_seqs": 1} if phase == "waiting" else {}
     if phase == "preparing":
         options = {"max_model_len": 100_000, "block_count": 25_000}
@@ -118,7 +118,7 @@ async def _forever(engine: FakeEngine) -> None:
             pass
 
 
-async def test_unloading_waits_for_its_users_and_takes_the_name_at_once():
+async def test_unload_waits_for_users_and_frees_the_name_at_once():
     async with opened(paused=True) as engine, trio.open_nursery() as nursery:  # noqa: SIM117
         async with engine.generate(PROMPT, TEN, adapter="a") as stream:
             await engine.step()
@@ -145,7 +145,7 @@ async def test_unloading_waits_for_its_users_and_takes_the_name_at_once():
             assert id not in in_memory(engine)
 
 
-async def test_unloading_with_a_deadline_ends_who_still_uses_it(autojump_clock: trio.testing.MockClock):
+async def test_unload_with_a_deadline_ends_remaining_users(autojump_clock: trio.testing.MockClock):
     async with (
         opened(step_seconds=1.0, max_model_len=1000, block_count=512) as engine,
         engine.generate("x", SamplingParams(max_tokens=500), adapter="a") as stream,
@@ -161,7 +161,7 @@ async def test_unloading_with_a_deadline_ends_who_still_uses_it(autojump_clock: 
         assert [delta async for delta in other][-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_deadline_holds_when_whoever_unloads_has_left(autojump_clock: trio.testing.MockClock):
+async def test_unload_deadline_applies_after_its_caller_has_left(autojump_clock: trio.testing.MockClock):
     async with opened(step_seconds=1.0, max_model_len=1000, block_count=512) as engine:
         async with engine.generate("x", SamplingParams(max_tokens=500), adapter="a") as stream:
             with trio.move_on_after(1):
@@ -172,7 +172,7 @@ async def test_a_deadline_holds_when_whoever_unloads_has_left(autojump_clock: tr
         assert in_memory(engine) == {2}
 
 
-async def test_who_runs_keeps_the_adapter_whose_name_another_one_takes():
+async def test_running_request_keeps_its_replaced_adapter():
     async with opened(paused=True) as engine:
         before, _ = await _unpaused(engine, "a")
         async with engine.generate(PROMPT, TEN, adapter="a") as stream:
@@ -195,7 +195,7 @@ async def _unpaused(engine: FakeEngine, adapter: str) -> tuple[str, int]:
     return found
 
 
-async def test_what_cannot_be_read_leaves_nothing():
+async def test_unreadable_adapter_leaves_no_memory():
     async with opened() as engine:
         with pytest.raises(ModelLoadError, match="missing"):
             await engine.load_adapter("c", "/missing")
@@ -207,7 +207,7 @@ async def test_what_cannot_be_read_leaves_nothing():
         assert in_memory(engine) == {1, 2}
 
 
-async def test_a_load_that_is_cancelled_or_unloaded_meanwhile_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+async def test_cancelled_or_unloaded_load_leaves_no_memory(monkeypatch: pytest.MonkeyPatch):
     async with opened() as engine:
         gate = trio.Event()
         place = engine.adapters._place
@@ -241,7 +241,7 @@ async def test_a_load_that_is_cancelled_or_unloaded_meanwhile_leaves_nothing(mon
         assert in_memory(engine) == {1, 2}, "what was put into memory behind its unloading is let go of"
 
 
-async def test_an_engine_that_is_opened_anew_has_its_adapters_and_goes_on_with_them():
+async def test_reopened_engine_keeps_its_adapters():
     async with opened(engine_restarts=2) as engine:
         said, _ = await text_of(engine, "a")
         async with engine.generate(PROMPT, TEN, adapter="a") as stream:
@@ -251,7 +251,7 @@ async def test_an_engine_that_is_opened_anew_has_its_adapters_and_goes_on_with_t
         assert (await text_of(engine, "b"))[0] != said
 
 
-async def test_one_that_breaks_for_good_gives_all_leases_back():
+async def test_final_fault_releases_all_adapter_leases():
     with pytest.raises(EngineFault):
         async with open_fake_engine(lora_modules=("a=/one",)) as engine:
             try:
@@ -263,7 +263,7 @@ async def test_one_that_breaks_for_good_gives_all_leases_back():
                 assert engine.adapters.book.lease_count == 0
 
 
-async def test_a_response_goes_on_only_with_the_same_adapter():
+async def test_response_resumes_only_with_the_same_adapter():
     async with opened() as engine:
         whole, _ = await text_of(engine, "a")
         async with engine.generate(PROMPT, TEN, adapter="a") as stream:
@@ -277,7 +277,7 @@ async def test_a_response_goes_on_only_with_the_same_adapter():
                     pass
 
 
-async def test_vectors_are_made_with_an_adapter_too():
+async def test_pooled_requests_can_use_an_adapter():
     async with opened() as engine:
         vectors = [(await engine.embed(["one", "two"], adapter=adapter)) for adapter in (None, "a", "b", "a")]
         assert vectors[1] == vectors[3]

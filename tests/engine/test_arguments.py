@@ -81,14 +81,14 @@ async def test_a_wrong_argument_is_refused_by_name_and_holds_nothing(arguments, 
         assert await response_of(fake) == expected
 
 
-async def test_token_ids_may_be_whole_numbers_of_any_library(autojump_clock):
+async def test_token_ids_may_be_integers_of_any_library(autojump_clock):
     async with open_fake_engine() as fake:
         expected = await response_of(fake, [104, 105, 106])
         for prompt in ((104, 105, 106), range(104, 107), np.arange(104, 107), [np.int32(104), np.uint8(105), 106]):
             assert await response_of(fake, prompt, priority=np.int64(1)) == expected
 
 
-async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(autojump_clock, monkeypatch):
+async def test_error_while_a_request_enters_releases_its_place(autojump_clock, monkeypatch):
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         for file, name in (
             (request_preparation, "ChoiceOutput"),
@@ -103,7 +103,7 @@ async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(au
 
 
 @pytest.mark.parametrize("arguments", [{"request_ids": [5]}, {"request_ids": ["r", None]}, {"reason": "abort"}])
-async def test_an_abort_with_a_wrong_argument_has_ended_nothing(arguments, autojump_clock):
+async def test_abort_with_a_wrong_argument_ends_no_request(arguments, autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate("a prompt", SamplingParams(max_tokens=3), request_id="r") as stream:
             with pytest.raises(InvalidRequest):
@@ -112,7 +112,7 @@ async def test_an_abort_with_a_wrong_argument_has_ended_nothing(arguments, autoj
         fake.assert_all_free()
 
 
-async def test_one_id_alone_is_an_id_and_not_its_letters(autojump_clock):
+async def test_single_string_is_one_request_id(autojump_clock):
     async with open_fake_engine(paused=True) as fake, fake.generate("a prompt", request_id="r-1"):
         assert fake.abort("r-1") == {"r-1": AbortOutcome.ABORTED}
 
@@ -120,7 +120,7 @@ async def test_one_id_alone_is_an_id_and_not_its_letters(autojump_clock):
 @pytest.mark.parametrize(
     ("arguments", "param"), [((math.nan, print), "at"), (("soon", print), "at"), ((5.0, None), "function")]
 )
-async def test_a_wrong_time_does_not_end_the_task_that_keeps_all_of_them(arguments, param, autojump_clock):
+async def test_wrong_time_does_not_end_the_deadline_task(arguments, param, autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(InvalidRequest) as raised:
             fake.call_at(*arguments)
@@ -131,7 +131,7 @@ async def test_a_wrong_time_does_not_end_the_task_that_keeps_all_of_them(argumen
             await rung.wait()
 
 
-async def test_what_is_tokenized_for_a_program_is_checked_as_well(autojump_clock):
+async def test_arguments_of_encode_and_decode_are_checked(autojump_clock):
     async with open_fake_engine() as fake:
         for wrong in (None, b"text", [1.5], {1}):
             with pytest.raises(InvalidRequest) as raised:
@@ -139,7 +139,7 @@ async def test_what_is_tokenized_for_a_program_is_checked_as_well(autojump_clock
             assert raised.value.param == "prompt"
 
 
-async def test_a_stream_of_a_refused_request_is_over(autojump_clock):
+async def test_stream_of_a_refused_request_has_ended(autojump_clock):
     async with open_fake_engine() as fake:
         stream = fake.generate([1.5])
         with pytest.raises(InvalidRequest):

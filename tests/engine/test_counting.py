@@ -31,7 +31,7 @@ async def ask(fake: FakeEngine, prompt: str, *, at: float = 0.0, **sampling: obj
             pass
 
 
-async def test_a_prompt_that_is_preempted_before_its_first_token_is_counted_once(autojump_clock):
+async def test_prompt_preempted_before_its_first_token_is_counted_once(autojump_clock):
     async with open_fake_engine(
         step_seconds=0.01, block_count=16, block_size=4, max_model_len=64, max_num_batched_tokens=8
     ) as fake:
@@ -61,7 +61,7 @@ async def test_a_prompt_that_is_preempted_before_its_first_token_is_counted_once
         assert count(fake, "aborts_total") == 0
 
 
-async def test_an_abort_during_a_step_and_the_leaving_after_it_are_one_abort(autojump_clock):
+async def test_abort_and_later_leaving_count_as_one_abort(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
         async with fake.generate("prompt", request_id="mine"):
@@ -82,7 +82,7 @@ async def test_an_abort_during_a_step_and_the_leaving_after_it_are_one_abort(aut
         assert count(fake, "cancel_to_free_steps_sum") == 1  # after the step in flight
 
 
-async def test_an_abort_between_two_steps_is_free_after_none_of_them(autojump_clock):
+async def test_abort_between_steps_frees_blocks_after_zero_steps(autojump_clock):
     async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
         async with fake.generate("running"), fake.generate("queued", request_id="mine"):
@@ -121,7 +121,7 @@ async def test_of_several_choices_only_those_that_still_run_are_aborted(autojump
         check_idle(fake.core)
 
 
-async def test_a_stop_string_in_the_last_token_is_counted_as_what_the_reader_is_told(autojump_clock):
+async def test_stop_string_in_the_last_token_is_counted_as_a_stop(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         shown: list[str] = []
         token_count = 0
@@ -142,7 +142,7 @@ async def test_a_stop_string_in_the_last_token_is_counted_as_what_the_reader_is_
         check_idle(fake.core)
 
 
-async def test_text_that_fails_with_the_last_token_is_counted_as_an_error(autojump_clock):
+async def test_text_error_with_the_last_token_is_counted_as_an_error(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate("prompt", SamplingParams(max_tokens=1)) as stream:
 
@@ -155,7 +155,7 @@ async def test_text_that_fails_with_the_last_token_is_counted_as_an_error(autoju
         assert count(fake, "request_success_total", "length") == 0
 
 
-async def test_latencies_are_those_of_the_clock(autojump_clock):
+async def test_latencies_are_measured_by_trios_clock(autojump_clock):
     async with open_fake_engine(step_seconds=0.5) as fake:
         await ask(fake, "prompt", at=10, max_tokens=4)
         assert count(fake, "time_to_first_token_seconds_sum") == pytest.approx(0.5)
@@ -164,13 +164,13 @@ async def test_latencies_are_those_of_the_clock(autojump_clock):
         assert count(fake, "step_seconds_sum") == pytest.approx(2.0)
 
 
-async def test_a_prompt_alone_counts_as_finished_by_length(autojump_clock):
+async def test_prompt_without_output_counts_as_finished_by_length(autojump_clock):
     async with open_fake_engine() as fake:
         await ask(fake, "prompt", max_tokens=0)
         assert count(fake, "request_success_total") == count(fake, "request_success_total", "length") == 1
 
 
-async def test_draining_counts_each_refusal(autojump_clock):
+async def test_each_refusal_of_a_drain_is_counted(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         async with (
             fake.generate("runs", SamplingParams(max_tokens=5)) as running,
@@ -198,7 +198,7 @@ async def test_prefix_hits_are_counted_once_however_often_they_are_read(autojump
         assert count(fake, "prefix_cache_hits_total") == 8
 
 
-def test_how_long_to_wait_follows_from_how_fast_requests_ended():
+def test_retry_delay_follows_from_the_rate_of_ended_requests():
     rate = DrainRate()
     assert rate.seconds_for(1, 100.0) == 5.0
     rate.note(100.0)
@@ -215,7 +215,7 @@ def test_how_long_to_wait_follows_from_how_fast_requests_ended():
     assert rate.seconds_for(32, 184.0) == pytest.approx(32.0)
 
 
-async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_clock):
+async def test_idle_time_does_not_raise_the_retry_delay(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1, max_queued_requests=0) as fake:
         for _ in range(3):
             await ask(fake, "prompt", max_tokens=2)
@@ -226,7 +226,7 @@ async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_
     assert refused.value.retry_after_seconds == 1.0  # the least that is said
 
 
-async def test_an_engine_is_awake(autojump_clock):
+async def test_new_engine_is_awake(autojump_clock):
     async with open_fake_engine() as fake:
         states = ("awake", "weights_offloaded", "discard_all")
         assert [count(fake, "engine_sleep_state", state) for state in states] == [1, 0, 0]

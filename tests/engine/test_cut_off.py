@@ -96,7 +96,7 @@ def check_given(partial: Partial, rollout: Rollout) -> None:
 
 @pytest.mark.parametrize("pause", [0.0, 0.04], ids=["fast reader", "slow reader"])
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_what_was_given_is_there_and_goes_on(autojump_clock, options, pause):
+async def test_partial_result_equals_the_delivered_output_and_can_be_resumed(autojump_clock, options, pause):
     expected = await undisturbed(**options)
     first, second = Rollout(), Rollout()
     async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
@@ -117,7 +117,7 @@ async def test_what_was_given_is_there_and_goes_on(autojump_clock, options, paus
     assert all(delta.finish_reason is FinishReason.LENGTH for delta in second.given.values())
 
 
-async def test_a_choice_whose_text_failed_has_log_probabilities_of_its_tokens(autojump_clock, monkeypatch):
+async def test_choice_with_a_text_error_keeps_log_probabilities_of_its_tokens(autojump_clock, monkeypatch):
     """Otherwise nothing could be said of the others."""
     rollout = Rollout()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
@@ -137,7 +137,7 @@ async def test_a_choice_whose_text_failed_has_log_probabilities_of_its_tokens(au
     fake.assert_all_free()
 
 
-async def test_what_the_step_in_flight_computes_is_nobodys(autojump_clock):
+async def test_tokens_of_the_step_in_flight_are_not_in_the_partial_result(autojump_clock):
     rollout = Rollout()
     async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(rollout.read, fake)
@@ -157,7 +157,7 @@ async def test_what_the_step_in_flight_computes_is_nobodys(autojump_clock):
         check_given(partial, rollout)
 
 
-async def test_of_one_in_the_queue_there_are_no_tokens_and_it_goes_on_all_the_same(autojump_clock):
+async def test_queued_request_has_an_empty_partial_result_that_can_be_resumed(autojump_clock):
     expected = await undisturbed()
     first, second = Rollout(), Rollout()
     async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
@@ -174,7 +174,7 @@ async def test_of_one_in_the_queue_there_are_no_tokens_and_it_goes_on_all_the_sa
     assert second.logprobs(1) == expected.logprobs(1)
 
 
-async def test_a_choice_that_was_complete_stays_so(autojump_clock):
+async def test_complete_choice_stays_complete_in_a_partial_result(autojump_clock):
     """Of a response that had ended there is all of it, as long as its reader has not left."""
     first, second = Rollout(), Rollout()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
@@ -192,7 +192,7 @@ async def test_a_choice_that_was_complete_stays_so(autojump_clock):
 
 
 @pytest.mark.parametrize("finished", [(True, False), (True, True)], ids=str)
-async def test_a_choice_that_had_ended_before_it_came_here_is_complete_in_the_queue(autojump_clock, finished):
+async def test_known_complete_choice_is_complete_while_the_request_is_queued(autojump_clock, finished):
     expected = await undisturbed()
     resume = Resume(token_ids=(expected.tokens(0), expected.tokens(1)[:4]), finished=(True, False), seed=3)
     if all(finished):
@@ -216,7 +216,7 @@ async def test_a_choice_that_had_ended_before_it_came_here_is_complete_in_the_qu
     fake.assert_all_free()
 
 
-async def test_nothing_is_said_of_those_that_left_are_pooled_or_are_anothers(autojump_clock):
+async def test_no_partial_result_of_requests_that_left_are_pooled_or_belong_to_others(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         await Rollout().read(fake)
         assert fake.cut_off("r")["r"].partials == ()
@@ -228,7 +228,7 @@ async def test_nothing_is_said_of_those_that_left_are_pooled_or_are_anothers(aut
         assert partial.choices[0].token_ids
 
 
-async def test_several_requests_of_one_id_each_have_a_partial(autojump_clock):
+async def test_each_request_with_the_same_id_has_a_partial_result(autojump_clock):
     rollouts = [Rollout(), Rollout()]
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         for rollout, prompt in zip(rollouts, ("one", "two"), strict=True):
@@ -241,7 +241,7 @@ async def test_several_requests_of_one_id_each_have_a_partial(autojump_clock):
         check_given(partial, rollout)
 
 
-async def test_log_probabilities_are_kept_only_where_that_was_asked_for(autojump_clock):
+async def test_log_probabilities_are_kept_only_if_requested(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: Rollout().read(fake, keep_logprobs=False))
         await trio.sleep(0.04)
@@ -251,7 +251,7 @@ async def test_log_probabilities_are_kept_only_where_that_was_asked_for(autojump
         assert partial.resume.logprobs is None
 
 
-async def test_versions_of_known_tokens_are_told_again_before_those_of_new_ones(autojump_clock):
+async def test_weight_versions_of_known_tokens_come_before_those_of_new_tokens(autojump_clock):
     expected = await undisturbed()
     tokens = tuple(expected.tokens(index)[:5] for index in range(2))
     runs = ((("a", 2), ("b", 3)), (("b", 5),))
@@ -287,13 +287,13 @@ async def test_versions_of_known_tokens_are_told_again_before_those_of_new_ones(
     ],
     ids=str,
 )
-def test_what_cannot_be_the_response_so_far_is_refused(fields, param):
+def test_invalid_known_output_is_refused(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         Resume(token_ids=((1, 2), ()), finished=(False, False), **fields)
     assert caught.value.param == param
 
 
-def test_a_resume_can_be_shortened():
+def test_resume_state_can_be_shortened():
     resume = Resume(
         token_ids=((1, 2, 3), (4,)),
         finished=(True, False),
@@ -365,7 +365,9 @@ async def roll_out(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_every_token_is_given_exactly_once_however_often_it_is_cut_off(autojump_clock: object, seed: int) -> None:
+async def test_every_token_is_delivered_once_over_repeated_aborts_and_resumes(
+    autojump_clock: object, seed: int
+) -> None:
     rng = Random(seed)
     options = KINDS[seed % len(KINDS)]
     prompts = ("a", "two blocks of it", "two blocks of it, and more", "another")
@@ -403,7 +405,7 @@ async def test_every_token_is_given_exactly_once_however_often_it_is_cut_off(aut
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_what_was_cut_off_goes_on_with_new_weights_again_and_again(autojump_clock, options):
+async def test_partial_results_resume_with_new_weights_repeatedly(autojump_clock, options):
     """Known tokens are of the weights that drew them, with the log probabilities of these, and computed by the new."""
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, n=2, logprobs=1, ignore_eos=True)
     expected = await undisturbed("one and a block", sampling, **options)

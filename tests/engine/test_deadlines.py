@@ -30,7 +30,7 @@ async def end_of(stream) -> tuple[object, object, float]:
         (Deadlines(queue_timeout=2, ttft_timeout=3, timeout=4), "queue_timeout"),
     ],
 )
-async def test_who_waits_in_the_queue_ends_at_any_deadline_and_never_runs(deadlines, reason, autojump_clock):
+async def test_queued_request_ends_at_any_deadline_without_running(deadlines, reason, autojump_clock):
     """S35, S37."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=1) as fake:
         async with (
@@ -45,7 +45,7 @@ async def test_who_waits_in_the_queue_ends_at_any_deadline_and_never_runs(deadli
         check_idle(fake.core)
 
 
-async def test_the_queue_timeout_is_over_when_it_runs_and_the_ttft_timeout_with_the_first_token(autojump_clock):
+async def test_queue_timeout_ends_at_the_start_and_ttft_timeout_at_the_first_token(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         deadlines = Deadlines(queue_timeout=0.05, ttft_timeout=0.15)
         async with fake.generate("prompt", LONG, deadlines=deadlines) as stream:
@@ -53,7 +53,7 @@ async def test_the_queue_timeout_is_over_when_it_runs_and_the_ttft_timeout_with_
         assert len(fake._deadline_keeper) == 0
 
 
-async def test_a_long_prefill_passes_its_ttft_timeout(autojump_clock):
+async def test_long_prefill_passes_its_ttft_timeout(autojump_clock):
     async with open_fake_engine(step_seconds=0.1, max_num_batched_tokens=8) as fake:
         async with fake.generate("p" * 100, deadlines=Deadlines(ttft_timeout=0.55)) as stream:
             assert await end_of(stream) == (FinishReason.DEADLINE, "ttft_timeout", pytest.approx(0.55))
@@ -61,7 +61,7 @@ async def test_a_long_prefill_passes_its_ttft_timeout(autojump_clock):
         check_idle(fake.core)
 
 
-async def test_a_total_timeout_ends_a_response_whose_reader_has_stopped_reading(autojump_clock):
+async def test_total_timeout_ends_a_response_that_is_not_read(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         async with fake.generate("prompt", LONG, deadlines=Deadlines(timeout=1.05)) as stream:
             await trio.sleep(5)
@@ -73,7 +73,7 @@ async def test_a_total_timeout_ends_a_response_whose_reader_has_stopped_reading(
         assert deltas[0].message == "the request's timeout of 1.05 s has passed"
 
 
-async def test_a_deadline_while_a_forward_pass_runs_frees_the_blocks_right_after_it(autojump_clock):
+async def test_deadline_during_a_forward_pass_frees_blocks_after_it(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
         async with fake.generate("prompt", LONG, deadlines=Deadlines(timeout=1)) as stream:
@@ -84,7 +84,7 @@ async def test_a_deadline_while_a_forward_pass_runs_frees_the_blocks_right_after
             check_idle(fake.core)
 
 
-async def test_several_choices_share_a_queue_timeout_until_the_last_of_them_runs(autojump_clock):
+async def test_queue_timeout_applies_until_the_last_choice_runs(autojump_clock):
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         sampling = SamplingParams(n=3, max_tokens=100)
         async with fake.generate("prompt", sampling, deadlines=Deadlines(queue_timeout=1)) as stream:
@@ -92,7 +92,7 @@ async def test_several_choices_share_a_queue_timeout_until_the_last_of_them_runs
         assert reasons == [FinishReason.DEADLINE] * 3
 
 
-async def test_defaults_and_limits_of_the_server_hold(autojump_clock):
+async def test_server_defaults_and_limits_of_deadlines_apply(autojump_clock):
     defaults, limits = Deadlines(queue_timeout=5, timeout=50), Deadlines(timeout=60, ttft_timeout=20)
     assert Deadlines().within(defaults, limits) == Deadlines(queue_timeout=5, timeout=50, ttft_timeout=20)
     asked = Deadlines(queue_timeout=9, ttft_timeout=1, timeout=1000)
@@ -101,13 +101,13 @@ async def test_defaults_and_limits_of_the_server_hold(autojump_clock):
 
 @pytest.mark.parametrize("field", ["queue_timeout", "ttft_timeout", "timeout"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), DEADLINE_SECONDS_MAX + 1])
-def test_a_deadline_out_of_range_is_refused_by_name(field, value):
+def test_deadline_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(InvalidRequest, match=field) as caught:
         Deadlines(**{field: value})
     assert caught.value.param == field
 
 
-async def test_live_requests_are_seen_by_their_owner_and_by_those_who_see_all(autojump_clock):
+async def test_live_requests_are_visible_to_their_owner_and_to_operators(autojump_clock):
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=1) as fake:
         async with (
             fake.generate("mine", LONG, request_id="a", owner="me", priority=-3),
@@ -135,7 +135,7 @@ async def test_live_requests_are_seen_by_their_owner_and_by_those_who_see_all(au
         assert outcomes == ["already_finished", "unknown", "already_finished"]
 
 
-async def test_a_step_that_nobody_waits_for_is_abandoned_and_leaves_nothing_findable(autojump_clock):
+async def test_step_without_waiting_requests_is_abandoned_and_caches_no_block(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
         async with fake.generate("a prompt of some length", LONG):
@@ -148,7 +148,7 @@ async def test_a_step_that_nobody_waits_for_is_abandoned_and_leaves_nothing_find
         assert fake.core.stats().blocks_cached == 0
 
 
-async def test_a_step_that_somebody_still_waits_for_is_finished(autojump_clock):
+async def test_step_with_a_waiting_request_is_finished(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
         async with fake.generate("the one who stays", SamplingParams(max_tokens=2)) as stays:

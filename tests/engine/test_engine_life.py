@@ -17,7 +17,7 @@ from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
 
 
-async def test_leaving_the_engine_ends_what_runs_and_leaves_no_task_and_no_thread(autojump_clock):
+async def test_closing_the_engine_ends_requests_and_leaves_no_task_or_thread(autojump_clock):
     tasks_before = trio.lowlevel.current_statistics().tasks_living
     threads_before = set(threading.enumerate())
     async with open_fake_engine(step_seconds=0.01, new_text_threads=TextThreads) as fake:
@@ -44,13 +44,13 @@ async def test_readers_of_a_closed_engine_get_a_last_delta(autojump_clock):
     check_idle(fake.core)
 
 
-async def test_an_error_of_the_owner_comes_out_as_it_is(autojump_clock):
+async def test_error_of_the_engines_owner_is_raised_unchanged(autojump_clock):
     with pytest.raises(KeyError, match="mine"):
         async with open_fake_engine():
             raise KeyError("mine")
 
 
-async def test_a_fault_of_a_step_reaches_every_reader_and_rises_where_the_engine_was_opened(autojump_clock):
+async def test_step_fault_reaches_every_reader_and_the_owner(autojump_clock):
     told: list[str] = []
     with pytest.raises(EngineFault, match="a step of the engine failed: MemoryError: no more") as caught:
         async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as readers:
@@ -73,7 +73,7 @@ async def test_a_fault_of_a_step_reaches_every_reader_and_rises_where_the_engine
     assert len(told) == 3
 
 
-async def test_fault_reaches_a_queued_request_that_resumes_behind_its_end(autojump_clock):
+async def test_fault_reaches_a_queued_request_that_resumes_an_ended_response(autojump_clock):
     resume = Resume(token_ids=((1, 2), (3, 4)), finished=(True, True))
     faults: list[str] = []
     with pytest.raises(EngineFault):
@@ -98,7 +98,7 @@ async def test_fault_reaches_a_queued_request_that_resumes_behind_its_end(autoju
     assert sorted(faults) == ["other"] * 12 + ["resumed"]
 
 
-async def test_clients_get_a_bounded_time_to_be_told(autojump_clock):
+async def test_on_fault_has_bounded_time(autojump_clock):
     async def never_done() -> None:
         await trio.sleep_forever()
 

@@ -86,7 +86,7 @@ async def running(stage: Stage) -> AsyncIterator[float]:
     stage.connector.check()
 
 
-async def test_a_load_that_never_comes_is_given_up_in_time(autojump_clock):
+async def test_kv_load_without_report_ends_at_its_deadline(autojump_clock):
     """S03."""
     stage = Stage(remote_kv_seconds_max=5.0, hold_seconds_max=3.0)
     async with running(stage) as begun_at:
@@ -100,7 +100,7 @@ async def test_a_load_that_never_comes_is_given_up_in_time(autojump_clock):
         assert stage.core.stats().blocks_held == 0
 
 
-async def test_a_request_that_may_not_go_on_without_its_kv_ends_without_a_step(autojump_clock):
+async def test_request_that_requires_loaded_kv_ends_without_a_step(autojump_clock):
     stage = Stage(remote_kv_seconds_max=5.0, load_failure_policy="fail")
     async with running(stage) as begun_at:
         stage.add()
@@ -121,7 +121,7 @@ async def test_kv_that_arrives_wakes_the_loop(autojump_clock):
         assert stage.events[-1][1].reason is FinishReason.LENGTH
 
 
-async def test_a_load_that_fails_passes_the_end_on_at_once(autojump_clock):
+async def test_failed_kv_load_is_reported_at_once(autojump_clock):
     stage = Stage(load_failure_policy="fail")
     async with running(stage):
         stage.add()
@@ -130,7 +130,7 @@ async def test_a_load_that_fails_passes_the_end_on_at_once(autojump_clock):
         assert [event.reason for _, event in stage.events] == [FinishReason.ERROR]
 
 
-async def test_a_hold_that_nobody_releases_ends_while_nothing_else_happens(autojump_clock):
+async def test_unreleased_hold_ends_at_its_deadline_in_an_idle_engine(autojump_clock):
     stage = Stage(hold_seconds_max=3.0)
     stage.holds = {A}
     async with running(stage):
@@ -160,7 +160,7 @@ class IdleStage(Stage):
         return self.began < 3
 
 
-async def test_what_is_done_when_idle_is_done_one_by_one_and_never_beside_a_step(autojump_clock):
+async def test_idle_work_runs_one_by_one_and_never_during_a_step(autojump_clock):
     stage = IdleStage()
     async with running(stage):
         assert stage.began == 1
@@ -185,7 +185,7 @@ async def test_what_is_done_when_idle_is_done_one_by_one_and_never_beside_a_step
         assert stage.began == 3
 
 
-async def test_leaving_waits_for_what_is_done_when_idle(autojump_clock):
+async def test_cancelled_loop_waits_for_idle_work(autojump_clock):
     stage = IdleStage()
 
     async def release_later() -> None:
@@ -232,7 +232,7 @@ class WrittenStage(Stage):
 
 
 @pytest.mark.parametrize("readers_first", (True, False))
-async def test_readers_come_before_the_next_step_or_while_it_runs(readers_first: bool, autojump_clock):
+async def test_readers_run_before_or_during_the_next_step(readers_first: bool, autojump_clock):
     stage = WrittenStage(readers_first=readers_first)
     async with running(stage), trio.open_nursery() as nursery:
         nursery.start_soon(stage.run_reader)

@@ -32,7 +32,7 @@ def handed_over(fake: FakeEngine, request_id: str = "r") -> HandOverOutcome:
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
-async def test_its_blocks_are_held_beyond_its_scope_and_let_go_once(autojump_clock, in_step, options):
+async def test_blocks_of_a_request_given_away_outlive_its_scope_and_are_released_once(autojump_clock, in_step, options):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045 if in_step else 0.04)
@@ -54,7 +54,7 @@ async def test_its_blocks_are_held_beyond_its_scope_and_let_go_once(autojump_clo
         fake.connector.check()
 
 
-async def test_nobody_who_fetches_it_is_waited_for_only_so_long(autojump_clock):
+async def test_hold_ends_at_its_timeout_if_no_engine_reads_the_blocks(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, kv_hold_timeout=7.0) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
@@ -80,7 +80,7 @@ async def test_the_hold_of_a_given_request_can_be_aborted_by_its_id(autojump_clo
         fake.assert_all_free()
 
 
-async def test_without_a_connector_it_ends_and_nothing_is_held(autojump_clock):
+async def test_hand_over_without_a_connector_ends_the_request_without_a_hold(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045)
@@ -97,7 +97,7 @@ async def test_without_a_connector_it_ends_and_nothing_is_held(autojump_clock):
         assert [*state.token_ids[0], *resumed] == whole
 
 
-async def test_of_several_choices_one_says_it_for_all(autojump_clock):
+async def test_last_delta_of_one_choice_reports_the_hand_over_for_all_choices(autojump_clock):
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=3)
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
@@ -112,7 +112,7 @@ async def test_of_several_choices_one_says_it_for_all(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_reader_that_leaves_before_it_knows_of_the_hold_ends_it(autojump_clock):
+async def test_hold_ends_if_the_reader_leaves_before_the_last_delta(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True):
             await trio.sleep(0.045)
@@ -124,7 +124,7 @@ async def test_a_reader_that_leaves_before_it_knows_of_the_hold_ends_it(autojump
         fake.assert_all_free()
 
 
-async def test_what_nobody_can_go_on_with_is_not_given_away(autojump_clock):
+async def test_requests_that_cannot_be_resumed_are_not_given_away(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         assert handed_over(fake) is HandOverOutcome.UNKNOWN
         async with fake.generate(PROMPT, LONG, request_id="r", owner="mine"):
@@ -137,7 +137,7 @@ async def test_what_nobody_can_go_on_with_is_not_given_away(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_an_engine_that_breaks_meanwhile_gives_it_away_without_its_kv(autojump_clock):
+async def test_request_is_given_away_without_kv_if_the_engine_breaks(autojump_clock):
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=3)
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, engine_restarts=1) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
@@ -157,7 +157,7 @@ async def groups_of(server: Any, body: dict[str, object]) -> tuple[int, dict[str
     return response.status, response.headers, (await response.read()).decode().split("\n\n")
 
 
-async def test_several_prompts_are_given_away_without_their_kv(autojump_clock):
+async def test_request_with_several_prompts_is_given_away_without_kv(autojump_clock):
     body = {"prompt": [PROMPT, "another one of some blocks"], "max_tokens": 60, "stream": True, "seed": 1}
     async with open_memory_server(connector=ScriptedConnector, step_seconds=0.01, block_count=200) as server:
         asked = {"x-request-id": "r", "x-trioserve-resumable": "1"}
@@ -172,7 +172,7 @@ async def test_several_prompts_are_given_away_without_their_kv(autojump_clock):
         server.engine.assert_all_free()
 
 
-async def test_over_http_a_stream_ends_with_a_group_that_says_it(autojump_clock):
+async def test_http_stream_ends_with_a_group_that_reports_the_hand_over(autojump_clock):
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "stream": True, "seed": 1}
     async with open_memory_server(
         connector=ScriptedConnector, step_seconds=0.01, block_count=200, max_model_len=400
@@ -207,7 +207,7 @@ async def test_over_http_a_stream_ends_with_a_group_that_says_it(autojump_clock)
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
-async def test_an_engine_that_leaves_gives_away_what_others_can_go_on_with(autojump_clock, in_step, options):
+async def test_abort_all_gives_resumable_requests_away(autojump_clock, in_step, options):
     """Twice, as a server does that is its own router: of nobody more is ended or held by the second time."""
     async with (
         open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake,
@@ -237,7 +237,7 @@ async def test_an_engine_that_leaves_gives_away_what_others_can_go_on_with(autoj
     fake.connector.check()
 
 
-async def test_an_engine_that_is_closed_holds_nothing_for_anybody(autojump_clock):
+async def test_closed_engine_holds_no_blocks(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
@@ -252,7 +252,7 @@ async def test_an_engine_that_is_closed_holds_nothing_for_anybody(autojump_clock
 
 
 @pytest.mark.parametrize("options", [{}, {"connector": ScriptedConnector, "step_timeout": 0.5}], ids=["alone", "hung"])
-async def test_what_would_not_be_given_away_in_time_is_ended_as_ever(autojump_clock, options):
+async def test_abort_all_aborts_requests_without_a_connector_or_in_a_hanging_step(autojump_clock, options):
     """Without a connector nothing is gained, and a step that hangs would tell nobody."""
     async with (
         open_fake_engine(step_seconds=0.01, **options) as fake,

@@ -52,7 +52,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-async def test_hostile_forms_harm_nobody_and_leave_nothing() -> None:
+async def test_hostile_grammars_do_not_affect_other_requests() -> None:
     ended: dict[str, FinishReason | None] = {}
     texts: dict[str, str] = {}
 
@@ -82,7 +82,7 @@ async def test_hostile_forms_harm_nobody_and_leave_nothing() -> None:
 
 
 @pytest.mark.slow
-async def test_a_client_that_leaves_while_a_hostile_form_is_compiled_leaves_nothing() -> None:
+async def test_client_that_leaves_while_a_hostile_grammar_compiles_frees_everything() -> None:
     grammar = StructuredOutput.grammar(
         "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40)) + '\nT40: "a"'
     )

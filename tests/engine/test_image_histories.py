@@ -87,7 +87,7 @@ async def answers() -> dict[tuple[int, ...], str]:
         return {colours: await said(fake, colours) for colours in asked}
 
 
-async def test_any_history() -> None:
+async def test_history_of_image_requests_frees_everything() -> None:
     expected = await answers()
     assert len(set(expected.values())) == len(expected)
     for seed in range(12):
@@ -95,7 +95,7 @@ async def test_any_history() -> None:
 
 
 @pytest.mark.parametrize("bug", ["never released", "released early", "values of another"])
-async def test_a_wrong_owner_is_found_out(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await answers()
     if bug == "never released":
         monkeypatch.setattr(ImageEncoding, "release", lambda self, request: None)

@@ -64,7 +64,7 @@ async def cached(fake: FakeEngine, prompt: ChatPrompt) -> int:
         return stream.cached_token_count
 
 
-async def test_an_image_changes_the_response_and_counts_its_tokens() -> None:
+async def test_image_changes_the_response_and_its_tokens_are_counted() -> None:
     async with seeing() as fake:
         texts = [await said(fake, chat(png(colour))) for colour in (0, 100, 0)]
         assert texts[0] == texts[2] != texts[1]
@@ -120,7 +120,7 @@ async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
         assert [texts[colour] for colour in range(3)] == expected
 
 
-async def test_an_image_is_encoded_once_for_all_who_ask_at_a_time() -> None:
+async def test_image_is_encoded_once_for_concurrent_requests() -> None:
     async with seeing() as fake:
         async with trio.open_nursery() as nursery:
             for _ in range(4):
@@ -133,7 +133,7 @@ async def test_an_image_is_encoded_once_for_all_who_ask_at_a_time() -> None:
         assert fake.image_outputs.cached_bytes == IMAGE_BYTES
 
 
-async def test_what_is_encoded_makes_room_for_what_is_asked() -> None:
+async def test_cached_embeddings_are_evicted_for_new_images() -> None:
     limits = ImageLimits(outputs_bytes_max=2 * IMAGE_BYTES)
     async with seeing(image_limits=limits) as fake:
         for colour in (0, 1, 0, 2):
@@ -148,7 +148,7 @@ async def test_what_is_encoded_makes_room_for_what_is_asked() -> None:
             await said(fake, chat(png(0), png(1), png(2)))
 
 
-async def test_who_has_no_room_waits_in_line_for_it() -> None:
+async def test_request_waits_for_image_memory_in_order() -> None:
     async with seeing(image_limits=ImageLimits(outputs_bytes_max=IMAGE_BYTES)) as fake:
         fake.pause()
         texts: list[str] = []
@@ -172,7 +172,7 @@ async def test_who_has_no_room_waits_in_line_for_it() -> None:
 
 @pytest.mark.parametrize("phase", ["waiting for room", "decoding", "encoding", "queued", "in a step", "decode"])
 @pytest.mark.parametrize("way", ["leaves", "aborted by id"])
-async def test_a_leaver_gives_everything_back_in_every_phase(phase: str, way: str) -> None:
+async def test_request_that_leaves_in_any_phase_frees_everything(phase: str, way: str) -> None:
     limits = ImageLimits(outputs_bytes_max=IMAGE_BYTES if phase == "waiting for room" else 4 * IMAGE_BYTES)
     async with seeing(image_limits=limits, paused=phase != "decode") as fake, trio.open_nursery() as nursery:
         scopes = ExitStack()
@@ -248,7 +248,7 @@ async def _hold_room(fake: FakeEngine, task_status: trio.TaskStatus[trio.CancelS
             await trio.sleep_forever()
 
 
-async def test_who_waits_for_the_same_image_goes_on_when_the_first_one_leaves() -> None:
+async def test_request_for_the_same_image_continues_when_the_first_one_leaves() -> None:
     async with seeing() as fake:
         fake.image_encoder.hold()
         first = trio.CancelScope()
@@ -273,7 +273,7 @@ async def test_who_waits_for_the_same_image_goes_on_when_the_first_one_leaves() 
         assert len(texts) == 1
 
 
-async def test_an_image_that_cannot_be_decoded_fails_its_request_alone() -> None:
+async def test_undecodable_image_fails_only_its_request() -> None:
     async with seeing() as fake:
         broken = png(5, (64, 64))[:-30]
         with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\] cannot be decoded") as refusal:
@@ -282,7 +282,7 @@ async def test_an_image_that_cannot_be_decoded_fails_its_request_alone() -> None
         assert await said(fake, chat(png(5)))
 
 
-async def test_a_fault_of_the_encoder_ends_its_request_alone() -> None:
+async def test_encoder_error_fails_only_its_request() -> None:
     async with seeing() as fake:
         fake.image_encoder.fault = RuntimeError("out of memory")
         with pytest.raises(Exception, match="could not be encoded"):
@@ -291,7 +291,7 @@ async def test_a_fault_of_the_encoder_ends_its_request_alone() -> None:
         assert await said(fake, chat(png()))
 
 
-async def test_an_engine_that_is_opened_anew_goes_on_with_images(autojump_clock: Any) -> None:
+async def test_reopened_engine_resumes_requests_with_images(autojump_clock: Any) -> None:
     async with seeing() as fake:
         expected = await said(fake, chat(png(1)))
     async with seeing(engine_restarts=2) as fake:
@@ -317,7 +317,7 @@ async def test_an_engine_that_is_opened_anew_goes_on_with_images(autojump_clock:
         assert len(texts) == 2
 
 
-async def test_an_engine_that_breaks_for_good_leaves_nobody_waiting_for_an_image() -> None:
+async def test_no_request_waits_for_an_image_after_a_final_fault() -> None:
     with pytest.raises(EngineFault):
         async with seeing(paused=True) as fake, trio.open_nursery() as nursery:
             nursery.start_soon(said, fake, chat(png(1)))
@@ -331,7 +331,7 @@ async def test_an_engine_that_breaks_for_good_leaves_nobody_waiting_for_an_image
             fake.resume()
 
 
-async def test_the_sign_of_an_image_in_a_text_is_no_image() -> None:
+async def test_image_placeholder_in_text_is_not_an_image() -> None:
     async with seeing() as fake:
         token_id = FAKE_IMAGES.image_token_id
         expected = await fake.encode(chat(png()))
@@ -352,14 +352,14 @@ async def test_the_sign_of_an_image_in_a_text_is_no_image() -> None:
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image", "image": "x"}]}]), "bytes of a file"),
     ],
 )
-async def test_refusals(prompt: ChatPrompt, sentence: str) -> None:
+async def test_invalid_images_are_refused(prompt: ChatPrompt, sentence: str) -> None:
     async with seeing(image_limits=ImageLimits(images_max=2, side_max=300)) as fake:
         with pytest.raises(InvalidRequest, match=sentence):
             await said(fake, prompt)
         assert fake.image_outputs.bytes_total == 0
 
 
-async def test_a_model_for_texts_refuses_images_before_they_have_a_place() -> None:
+async def test_text_model_refuses_images_before_admission() -> None:
     async with open_fake_engine() as fake:
         with pytest.raises(InvalidRequest, match="this model accepts only text") as refusal:
             await said(fake, chat(png()))
@@ -368,7 +368,7 @@ async def test_a_model_for_texts_refuses_images_before_they_have_a_place() -> No
             await fake.encode(chat(png()))
 
 
-async def test_images_count_for_the_context() -> None:
+async def test_images_count_toward_the_context() -> None:
     async with seeing(max_model_len=100) as fake:
         with pytest.raises(ContextTooLong):
             await said(fake, chat(png()))
@@ -383,7 +383,7 @@ async def test_images_are_not_cut_and_not_pooled() -> None:
             await fake.embed([chat(png())], PoolingParams())
 
 
-async def test_a_response_goes_on_behind_the_same_image_alone() -> None:
+async def test_response_resumes_only_with_the_same_image() -> None:
     async with seeing() as fake:
         async with fake.generate(chat(png(1)), TEN) as stream:
             whole = "".join([delta.text async for delta in stream])
@@ -407,7 +407,7 @@ async def test_several_choices_have_one_claim() -> None:
         assert fake.image_encoder.tile_count == 5
 
 
-async def test_an_image_that_is_elsewhere_is_fetched_within_the_request() -> None:
+async def test_image_url_is_fetched_within_the_request() -> None:
     class Media:
         def __init__(self) -> None:
             self.asked: list[str] = []
@@ -446,7 +446,7 @@ async def test_an_image_that_is_elsewhere_is_fetched_within_the_request() -> Non
             await said(fake, elsewhere)
 
 
-async def test_what_was_made_of_an_image_is_found_under_the_same_salt_alone() -> None:
+async def test_cached_embeddings_are_shared_only_under_the_same_salt() -> None:
     async with seeing() as fake:
         texts = [await said(fake, chat(png(7)), cache_salt=salt) for salt in ("a", "b", "a", None, "b", None)]
         assert fake.image_encoder.tile_count == 3 * 5, "once for each salt"
@@ -454,7 +454,7 @@ async def test_what_was_made_of_an_image_is_found_under_the_same_salt_alone() ->
         assert len(set(texts)) == 1
 
 
-async def test_a_slow_image_of_one_tenant_delays_none_of_another() -> None:
+async def test_slow_image_of_one_tenant_does_not_delay_other_tenants() -> None:
     async with seeing() as fake:
         decode = fake.image_decoder.tiles
         slow = trio.Event()

@@ -81,7 +81,7 @@ class Follower:
             self.resident -= set(event.hashes)
 
 
-def test_a_reader_gets_what_is_there_and_then_each_change_in_order():
+def test_subscriber_gets_a_snapshot_and_then_each_change_in_order():
     cache = Cache()
     cache.compute(1, 1, 2, 2, 0)
     with cache.events.reading() as reader:
@@ -112,7 +112,7 @@ def test_a_reader_gets_what_is_there_and_then_each_change_in_order():
     events_max=st.integers(1, 12),
     hashes_max=st.integers(1, 4),
 )
-def test_a_reader_that_falls_behind_knows_what_is_there_once_it_has_caught_up(moves, events_max, hashes_max):
+def test_slow_subscriber_knows_the_resident_blocks_after_catching_up(moves, events_max, hashes_max):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_events, "EVENT_HASHES_MAX", hashes_max)
         cache = Cache(block_count=5, events_max=events_max)
@@ -130,7 +130,7 @@ def test_a_reader_that_falls_behind_knows_what_is_there_once_it_has_caught_up(mo
         assert len(cache.events._ring) <= events_max
 
 
-def test_who_was_away_for_too_long_gets_another_snapshot():
+def test_subscriber_that_is_too_far_behind_gets_a_new_snapshot():
     cache = Cache(events_max=3)
     with cache.events.reading() as reader:
         follower = Follower(reader)
@@ -144,11 +144,11 @@ def test_who_was_away_for_too_long_gets_another_snapshot():
         assert follower.resident == cache.resident()
 
 
-def test_another_engine_is_another_epoch():
+def test_each_engine_has_its_own_epoch():
     assert Cache().events.epoch != Cache().events.epoch
 
 
-def test_only_so_many_may_read_and_who_leaves_makes_room(monkeypatch):
+def test_number_of_subscribers_is_limited(monkeypatch):
     monkeypatch.setattr(kv_events, "READERS_MAX", 1)
     cache = Cache()
     with cache.events.reading(), pytest.raises(Overloaded, match="1 clients read"), cache.events.reading():
@@ -157,7 +157,7 @@ def test_only_so_many_may_read_and_who_leaves_makes_room(monkeypatch):
         pass
 
 
-async def test_a_reader_is_woken_by_the_next_change_and_by_the_end():
+async def test_waiting_subscriber_wakes_at_the_next_change_and_at_the_end():
     cache = Cache()
     got = []
 
@@ -176,7 +176,7 @@ async def test_a_reader_is_woken_by_the_next_change_and_by_the_end():
         cache.events.end()
 
 
-async def test_readers_are_let_go_when_the_engine_breaks_and_before_its_clients_are_told():
+async def test_subscribers_wake_when_the_engine_breaks_before_clients_get_the_fault():
     were_let_go = []
     with pytest.raises(EngineFault):
         async with open_fake_engine(kv_events_max=10) as engine, engine.generate("hello"):

@@ -35,7 +35,7 @@ async def deltas_of(fake: FakeEngine, sampling: SamplingParams = FEW, **options)
         return [delta async for delta in stream]
 
 
-async def test_the_last_delta_says_how_to_get_at_the_blocks(autojump_clock):
+async def test_last_delta_says_how_to_read_the_held_blocks(autojump_clock):
     async with engine_with_connector() as fake:
         async with fake.generate(PROMPT, FEW, kv_transfer=HOLD) as stream:
             *earlier, last = [delta async for delta in stream]
@@ -61,7 +61,7 @@ async def test_the_last_delta_says_how_to_get_at_the_blocks(autojump_clock):
     ids=["nothing is shown", "length", "stop string", "end token"],
 )
 @pytest.mark.parametrize("paused", [False, True])
-async def test_however_a_response_ends_whole_its_blocks_are_held(sampling, response, paused, autojump_clock):
+async def test_blocks_of_every_complete_response_are_held(sampling, response, paused, autojump_clock):
     async with engine_with_connector(response=response, paused=paused) as fake:
         async with fake.generate(PROMPT, sampling, kv_transfer=HOLD) as stream:
             if paused:
@@ -75,7 +75,7 @@ async def test_however_a_response_ends_whole_its_blocks_are_held(sampling, respo
         fake.assert_all_free()
 
 
-async def test_steps_that_overlap_never_leave_a_hold_that_nobody_knows_of(autojump_clock):
+async def test_overlapping_steps_leave_no_unreported_hold(autojump_clock):
     """An end that was not foreseen is told before the blocks can be held: the hold that follows is given up."""
     async with engine_with_connector(overlap_steps=True, response="Hello", step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=8, stop=("ll",)), kv_transfer=HOLD) as stream:
@@ -101,7 +101,7 @@ async def test_an_aborted_response_is_not_held(autojump_clock):
         assert not fake.connector.sends
 
 
-async def test_waiting_for_the_release_inside_the_scope(autojump_clock):
+async def test_wait_until_released_inside_the_scope(autojump_clock):
     async with engine_with_connector() as fake, trio.open_nursery() as nursery:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
@@ -127,7 +127,7 @@ async def test_a_hold_ends_at_its_deadline(autojump_clock):
         assert len(fake.connector.expired) == 1
 
 
-async def test_a_hold_that_is_kept_outlives_the_scope_and_is_found_by_its_id(autojump_clock):
+async def test_kept_hold_outlives_the_scope_and_can_be_aborted_by_id(autojump_clock):
     async with engine_with_connector() as fake:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD, request_id="mine", owner="me") as stream:
             assert [delta async for delta in stream]
@@ -145,7 +145,7 @@ async def test_a_hold_that_is_kept_outlives_the_scope_and_is_found_by_its_id(aut
         fake.assert_all_free()
 
 
-async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
+async def test_held_request_uses_no_slot_and_no_lease(autojump_clock):
     async with (
         engine_with_connector(max_num_seqs=1, max_queued_requests=0) as fake,
         fake.generate(PROMPT, ONE, kv_transfer=HOLD) as held,
@@ -157,7 +157,7 @@ async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
         await held.wait_until_released()
 
 
-async def test_beyond_the_share_that_may_be_held_a_response_says_nothing_of_kv(autojump_clock):
+async def test_response_above_the_held_share_has_no_kv_transfer(autojump_clock):
     async with engine_with_connector(block_count=64, kv_held_share=0.2) as fake:  # a prompt has 6 blocks
         async with trio.open_nursery() as nursery:
             lasts = []
@@ -180,7 +180,7 @@ async def _hold_until_cancelled(fake: FakeEngine, lasts: list[Delta]) -> None:
         await trio.sleep_forever()
 
 
-async def test_kv_that_comes_from_elsewhere_gives_the_same_response(autojump_clock):
+async def test_loaded_kv_gives_an_equal_response(autojump_clock):
     async with engine_with_connector() as fake:
         computed = await deltas_of(fake, kv_transfer=None)
     async with engine_with_connector() as fake:
@@ -194,7 +194,7 @@ async def test_kv_that_comes_from_elsewhere_gives_the_same_response(autojump_clo
         fake.connector.check()
 
 
-async def test_of_several_choices_the_first_one_loads(autojump_clock):
+async def test_only_the_first_choice_loads_kv(autojump_clock):
     async with engine_with_connector() as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=4, n=3), kv_transfer=LOAD) as stream:
             await wait_all_tasks_blocked()
@@ -205,7 +205,7 @@ async def test_of_several_choices_the_first_one_loads(autojump_clock):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-async def test_kv_that_does_not_come(policy, autojump_clock):
+async def test_missing_kv_is_handled_by_the_failure_policy(policy, autojump_clock):
     async with engine_with_connector(kv_load_failure_policy=policy) as fake:
         async with fake.generate(PROMPT, FEW, kv_transfer=LOAD) as stream:
             await wait_all_tasks_blocked()
@@ -219,7 +219,7 @@ async def test_kv_that_does_not_come(policy, autojump_clock):
         fake.assert_all_free()
 
 
-async def test_without_a_connector_a_transfer_is_refused(autojump_clock):
+async def test_kv_transfer_without_a_connector_is_refused(autojump_clock):
     async with open_fake_engine() as fake:
         for asked in (HOLD, LOAD):
             with pytest.raises(InvalidRequest, match="--kv-transfer-config") as raised:
@@ -230,14 +230,14 @@ async def test_without_a_connector_a_transfer_is_refused(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_several_choices_cannot_be_held(autojump_clock):
+async def test_request_with_several_choices_cannot_be_held(autojump_clock):
     async with engine_with_connector() as fake:
         with pytest.raises(InvalidRequest, match="must be 1"):
             async with fake.generate(PROMPT, SamplingParams(n=2), kv_transfer=HOLD):
                 pass
 
 
-async def test_a_report_that_comes_while_the_core_asks_is_not_slept_through(autojump_clock):
+async def test_connector_report_during_start_load_wakes_the_loop(autojump_clock):
     """A connector that has loaded before start_load returns, and says so at once."""
 
     class Eager(ScriptedConnector):
@@ -263,7 +263,7 @@ async def test_a_connector_that_breaks_is_a_fault_of_the_engine(autojump_clock):
             await trio.sleep_forever()
 
 
-async def test_who_waits_for_a_release_hears_of_the_fault(autojump_clock):
+async def test_task_that_waits_for_a_release_gets_the_fault(autojump_clock):
     has_heard = False
     with pytest.raises(EngineFault):
         async with engine_with_connector() as fake, fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
@@ -276,7 +276,7 @@ async def test_who_waits_for_a_release_hears_of_the_fault(autojump_clock):
     assert has_heard
 
 
-async def test_a_connector_that_cannot_start_is_no_fault_but_a_sentence(autojump_clock):
+async def test_connector_that_cannot_start_raises_a_startup_error(autojump_clock):
     class Unstartable(ScriptedConnector):
         async def run(self, *, task_status):
             raise StartupError("port 5600 is in use")
@@ -286,7 +286,7 @@ async def test_a_connector_that_cannot_start_is_no_fault_but_a_sentence(autojump
             raise AssertionError("it was opened")
 
 
-async def test_a_connector_that_ends_by_itself_stops_nobody(autojump_clock, caplog):
+async def test_connector_that_ends_early_stops_no_request(autojump_clock, caplog):
     class Short(ScriptedConnector):
         async def run(self, *, task_status):
             task_status.started()
@@ -335,7 +335,7 @@ async def test_the_connector_runs_from_before_the_first_step_until_after_the_las
     assert not any(fake.stats().transfer_faults_total.values())
 
 
-async def test_draining_waits_for_what_is_held(autojump_clock):
+async def test_drain_waits_for_held_blocks(autojump_clock):
     async with engine_with_connector(kv_hold_timeout=7.0) as fake:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
@@ -346,7 +346,7 @@ async def test_draining_waits_for_what_is_held(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_kind_of_fault_has_one_line_in_the_log(autojump_clock, caplog):
+async def test_each_kind_of_transfer_fault_is_logged_once(autojump_clock, caplog):
     async with engine_with_connector(kv_hold_timeout=1.0) as fake:
         for _ in range(3):
             async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
@@ -357,7 +357,7 @@ async def test_a_kind_of_fault_has_one_line_in_the_log(autojump_clock, caplog):
     assert lines[0].startswith("transfer fault kind=hold_expired first=")
 
 
-async def test_what_a_connector_counts_is_shown_by_its_names(autojump_clock):
+async def test_connector_counts_become_metrics_by_name(autojump_clock):
     async with engine_with_connector() as fake:
         fake.connector.totals = {"blocks_sent_total": 3.0, "carrier_pigeons_total": 1.0}
         assert b'trioserve:kv_transfer_blocks_sent_total{engine="0",model_name="fake"} 3.0' in fake.metrics.expose()
@@ -367,7 +367,7 @@ async def test_what_a_connector_counts_is_shown_by_its_names(autojump_clock):
         assert b"pigeons" not in page
 
 
-async def test_a_connector_that_cannot_count_costs_nobody_else_a_metric(autojump_clock, caplog):
+async def test_failing_connector_counts_do_not_affect_other_metrics(autojump_clock, caplog):
     class Dumb(ScriptedConnector):
         def counts(self):
             raise ZeroDivisionError
@@ -378,7 +378,7 @@ async def test_a_connector_that_cannot_count_costs_nobody_else_a_metric(autojump
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
 
 
-async def test_a_load_report_has_a_role_only_with_a_connector(autojump_clock):
+async def test_load_report_has_a_role_only_with_a_connector(autojump_clock):
     async with open_fake_engine() as fake:
         assert not fake.load().role
     async with engine_with_connector(role="decode") as fake:
@@ -386,7 +386,7 @@ async def test_a_load_report_has_a_role_only_with_a_connector(autojump_clock):
 
 
 @pytest.mark.parametrize("odd", [None, "many", object()])
-def test_a_count_that_is_no_number_takes_no_metric_along(odd):
+def test_non_numeric_connector_count_does_not_affect_other_metrics(odd):
     metrics = Metrics("m")
     show_connector(metrics, lambda: {"blocks_sent_total": odd, "bytes_sent_total": 7})
     text = metrics.expose().decode()

@@ -94,7 +94,7 @@ class History:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_everything_is_back(seed):
+def test_history_of_kv_transfers_frees_everything(seed):
     history = History(seed)
     overlap_steps = seed % 2 == 1
 

@@ -83,7 +83,7 @@ def make_core(output_tokens_max: int) -> EngineCore:
     return core
 
 
-async def test_a_step_is_launched_before_the_one_before_it_is_waited_for():
+async def test_step_is_launched_before_the_previous_one_is_awaited():
     device, core, reader = Device(), make_core(4), Reader(4)
     async with WorkerThread("compute") as thread, trio.open_nursery() as nursery:
         nursery.start_soon(EngineLoop(core, LaunchedSteps(device, thread), reader).run)
@@ -97,7 +97,7 @@ async def test_a_step_is_launched_before_the_one_before_it_is_waited_for():
     check_idle(core)
 
 
-async def test_a_cancelled_loop_waits_for_all_that_was_launched():
+async def test_cancelled_loop_waits_for_all_launched_steps():
     core, reader = make_core(50), Reader(3)
     device = Device()
     async with WorkerThread("compute") as thread, trio.open_nursery() as nursery:
@@ -113,7 +113,7 @@ async def test_a_cancelled_loop_waits_for_all_that_was_launched():
 
 
 @pytest.mark.parametrize("what", ("launch", "finish"))
-async def test_steps_before_one_that_breaks_have_their_responses_and_none_behind_it_is_begun(what):
+async def test_steps_before_a_failed_one_have_results_and_later_ones_are_not_begun(what):
     device, core, reader = Device(breaks=(what, 2)), make_core(50), Reader(50)
     async with WorkerThread("compute") as thread:
         with pytest.raises(RuntimeError, match=f"cannot {what}"):
@@ -126,7 +126,7 @@ async def test_steps_before_one_that_breaks_have_their_responses_and_none_behind
 
 
 @pytest.mark.parametrize("breaks", ("launch", "finish"))
-async def test_what_is_handed_over_behind_a_broken_step_is_answered_with_nothing(breaks):
+async def test_plan_after_a_failed_step_has_no_result(breaks):
     device = Device(breaks=(breaks, 0))
     async with WorkerThread("compute") as thread:
         steps = LaunchedSteps(device, thread)

@@ -50,7 +50,7 @@ def test_rows_are_filled_one_step_after_another():
     assert maker.seconds_total > 0
 
 
-def test_a_guide_that_raises_leaves_its_rows_without_a_bit_and_the_others_are_filled(caplog):
+def test_failing_guide_leaves_empty_masks_and_others_are_filled(caplog):
     with MaskThread(VOCAB) as maker:
         masks = maker.begin([GuidedRows(Broken(GUIDE.automaton), 0), GuidedRows(GUIDE, 1)], 2)
         masks.wait()
@@ -58,7 +58,7 @@ def test_a_guide_that_raises_leaves_its_rows_without_a_bit_and_the_others_are_fi
     assert "a mask could not be filled" in caplog.text
 
 
-def test_a_panic_of_the_library_ends_neither_the_thread_nor_the_wait():
+def test_library_panic_does_not_end_the_mask_thread():
     class PanicException(BaseException):
         pass
 
@@ -73,7 +73,7 @@ def test_a_panic_of_the_library_ends_neither_the_thread_nor_the_wait():
             assert [bits(masks, row) for row in range(2)] == [set(), {1, 69}]
 
 
-def test_masks_that_were_given_up_keep_their_memory_until_they_are_filled():
+def test_abandoned_masks_keep_their_memory_until_filled():
     held = Held()
     with MaskThread(VOCAB) as maker:
         first = maker.begin([GuidedRows(held, 0), GuidedRows(GUIDE, 1)], 2)
@@ -93,7 +93,7 @@ def test_masks_that_were_given_up_keep_their_memory_until_they_are_filled():
     assert "trioserve-masks" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_memory_is_used_again_and_little_of_it_is_kept():
+def test_mask_memory_is_reused_and_bounded():
     buffers = MaskBuffers(VOCAB)
     taken = [buffers.take([GuidedRows(GUIDE, 0)], count) for count in (1, 2, 3, 8, 20, 64)]
     for rows in taken:

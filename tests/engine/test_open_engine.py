@@ -158,7 +158,7 @@ async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class
     assert not engine.ready
 
 
-async def test_a_seed_makes_the_seeds_of_requests_the_same_again(runner_class):
+async def test_engine_seed_makes_request_seeds_repeatable(runner_class):
     async def tokens() -> list[int]:
         async with assemble.open_engine("m", seed=5) as engine:
             found: list[int] = []
@@ -173,7 +173,7 @@ async def test_a_seed_makes_the_seeds_of_requests_the_same_again(runner_class):
     assert first[:8] != first[8:16]
 
 
-async def test_a_chat_template_of_ones_own_counts_instead_of_the_models(runner_class, tmp_path):
+async def test_given_chat_template_replaces_the_models(runner_class, tmp_path):
     for template in ("{{ messages[0].content }}!", str(tmp_path / "t.jinja")):
         (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
         async with assemble.open_engine("m", chat_template=template) as engine:
@@ -194,9 +194,7 @@ async def test_a_chat_template_of_ones_own_counts_instead_of_the_models(runner_c
         ("{{" + " " * 300_000 + "}}", "it has 300004 characters"),
     ],
 )
-async def test_a_chat_template_that_is_none_is_told_before_the_model_is_loaded(
-    runner_class, tmp_path, template, reason
-):
+async def test_invalid_chat_template_is_refused_before_the_model_is_loaded(runner_class, tmp_path, template, reason):
     path = tmp_path / "broken.jinja"
     path.write_text(template)
     with pytest.raises(StartupError, match=rf"--chat-template .*broken.jinja is not a valid template \({reason}"):
@@ -208,7 +206,7 @@ async def test_a_chat_template_that_is_none_is_told_before_the_model_is_loaded(
     assert runner_class.made == []
 
 
-async def test_a_model_that_makes_pictures_is_told_apart(runner_class, tmp_path):
+async def test_image_model_is_refused_by_open_engine(runner_class, tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(StartupError, match="generates images, but an engine for text was requested"):
         async with assemble.open_engine(str(tmp_path)):
@@ -216,7 +214,7 @@ async def test_a_model_that_makes_pictures_is_told_apart(runner_class, tmp_path)
     assert runner_class.made == []
 
 
-async def test_a_tokenizer_of_another_model_is_told(runner_class, monkeypatch):
+async def test_tokenizer_of_another_model_is_refused(runner_class, monkeypatch):
     monkeypatch.setattr(assemble, "load_tokenizer", lambda path: types.SimpleNamespace(vocab_size=10**6))
     monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
     with pytest.raises(StartupError, match="--tokenizer other has 1000000 tokens, but the model has"):
@@ -224,7 +222,7 @@ async def test_a_tokenizer_of_another_model_is_told(runner_class, monkeypatch):
             pass
 
 
-async def test_what_is_laid_over_the_defaults_counts_where_nothing_is_said_and_its_limit_for_all(runner_class):
+async def test_generation_config_override_sets_defaults_and_limits_every_request(runner_class):
     wanted = {"max_new_tokens": 3}
     async with assemble.open_engine("m", generation_config="vllm", override_generation_config=wanted) as engine:
         assert engine.default_sampling == SamplingParams(max_tokens=3, clamp_max_tokens=True)
@@ -235,7 +233,7 @@ async def test_what_is_laid_over_the_defaults_counts_where_nothing_is_said_and_i
             assert sum([len(delta.token_ids) async for delta in stream]) == 2
 
 
-async def test_a_limit_for_all_requests_is_clamped_to_the_room_beside_the_prompt(runner_class):
+async def test_token_limit_of_all_requests_is_clamped_to_the_context(runner_class):
     wanted = {"max_new_tokens": 1_000_000}
     async with assemble.open_engine("m", generation_config="vllm", override_generation_config=wanted) as engine:
         for sampling in (None, SamplingParams()):
@@ -247,7 +245,7 @@ async def test_a_limit_for_all_requests_is_clamped_to_the_room_beside_the_prompt
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-async def test_readers_come_first_where_steps_take_their_core(device, runner_class, monkeypatch):
+async def test_readers_come_first_if_steps_use_the_cpu(device, runner_class, monkeypatch):
     asked: list[bool] = []
 
     class Noted(assemble.Engine):
@@ -263,7 +261,7 @@ async def test_readers_come_first_where_steps_take_their_core(device, runner_cla
 
 @pytest.mark.parametrize("takes_every_cpu", (False, True))
 @pytest.mark.parametrize("overlap_steps", (False, True))
-async def test_steps_that_take_every_cpu_and_do_not_overlap_begin_on_the_loops_own(
+async def test_steps_that_use_every_cpu_begin_on_the_cpu_of_the_event_loop(
     overlap_steps, takes_every_cpu, runner_class, monkeypatch
 ):
     asked: list[bool] = []
@@ -281,7 +279,7 @@ async def test_steps_that_take_every_cpu_and_do_not_overlap_begin_on_the_loops_o
 
 @pytest.mark.parametrize("launches", (False, True))
 @pytest.mark.parametrize("overlap_steps", (False, True))
-async def test_steps_are_launched_where_they_overlap_and_a_device_computes_by_itself(
+async def test_overlapping_steps_are_launched_on_a_device_with_its_own_queue(
     overlap_steps, launches, runner_class, monkeypatch
 ):
     launched: list[int] = []
@@ -298,7 +296,7 @@ async def test_steps_are_launched_where_they_overlap_and_a_device_computes_by_it
         assert bool(launched) == (overlap_steps and launches)
 
 
-async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(runner_class):
+async def test_closing_waits_for_a_running_memory_claim(runner_class):
     token = trio.lowlevel.current_trio_token()
     begun, may_end = trio.Event(), threading.Event()
 
@@ -321,7 +319,7 @@ async def test_an_engine_that_is_left_while_memory_is_claimed_waits_for_that(run
     assert runner_class.made[0].claims_left == 2
 
 
-async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):
+async def test_idle_engine_claims_memory_until_all_is_claimed(runner_class):
     token = trio.lowlevel.current_trio_token()
     all_claimed = trio.Event()
 
@@ -338,7 +336,7 @@ async def test_an_idle_engine_claims_memory_until_nothing_is_left(runner_class):
     assert runner_class.made[0].claims_left == 0
 
 
-async def test_steps_are_prepared_for_what_may_run(runner_class):
+async def test_model_is_prepared_for_the_configured_number_of_sequences(runner_class):
     async with assemble.open_engine("m", max_num_seqs=5, max_model_len=40):
         assert runner_class.settings.max_num_seqs == 5
         assert runner_class.settings.context_tokens_max == 40
@@ -363,14 +361,14 @@ async def test_the_checkpoint_is_opened_for_the_context_that_is_served(runner_cl
     assert asked == [40, None]
 
 
-async def test_an_error_of_the_body_closes_the_runner_and_comes_out_as_it_is(runner_class):
+async def test_error_of_the_body_closes_the_runner_and_is_raised_unchanged(runner_class):
     with pytest.raises(KeyError, match="mine"):
         async with assemble.open_engine("m") as engine, engine.generate("prompt"):
             raise KeyError("mine")
     check_closed(runner_class)
 
 
-async def test_an_engine_in_somebody_elses_nursery_ends_with_it(runner_class):
+async def test_engine_in_an_outer_nursery_ends_with_it(runner_class):
     async with trio.open_nursery() as nursery:
 
         async def use_it() -> None:
@@ -384,21 +382,21 @@ async def test_an_engine_in_somebody_elses_nursery_ends_with_it(runner_class):
     check_closed(runner_class)
 
 
-async def test_what_is_wrong_with_the_settings_is_told_after_the_runner_is_closed(runner_class):
+async def test_wrong_settings_are_raised_after_the_runner_is_closed(runner_class):
     with pytest.raises(StartupError, match="max-model-len is 1000"):
         async with assemble.open_engine("m", max_model_len=1000):
             pytest.fail("was opened")
     check_closed(runner_class)
 
 
-async def test_an_error_of_whoever_shows_what_was_loaded_closes_the_runner(runner_class):
+async def test_error_of_on_loaded_closes_the_runner(runner_class):
     with pytest.raises(BrokenPipeError):
         async with assemble.open_configured_engine(make_config(model="m"), on_loaded=raising(BrokenPipeError())):
             pytest.fail("was opened")
     check_closed(runner_class)
 
 
-async def test_an_error_of_whoever_shows_progress_ends_the_loading(runner_class):
+async def test_error_of_on_progress_ends_the_loading(runner_class):
     runner_class.at["load"] = report_for_ever
     with pytest.raises(BrokenPipeError):
         async with assemble.open_configured_engine(make_config(model="m"), on_progress=raising(BrokenPipeError())):
@@ -406,7 +404,7 @@ async def test_an_error_of_whoever_shows_progress_ends_the_loading(runner_class)
     assert runner_class.made == []
 
 
-async def test_what_takes_long_is_told_step_by_step(runner_class, monkeypatch):
+async def test_progress_of_loading_is_reported(runner_class, monkeypatch):
     def fetched(name: str, *, progress: Report, **_options: object) -> Path:
         progress(5, 10)
         return Path(name)
@@ -424,7 +422,7 @@ async def test_what_takes_long_is_told_step_by_step(runner_class, monkeypatch):
     ]
 
 
-async def test_the_log_tells_once_that_kernels_are_compiled_where_nobody_else_does(runner_class, caplog):
+async def test_kernel_compilation_is_logged_once_without_on_progress(runner_class, caplog):
     def compile_slowly(on_compile: Compiling) -> None:
         on_compile("compiling it", 0.0)
         on_compile("compiling it", 1.0)
@@ -436,7 +434,7 @@ async def test_the_log_tells_once_that_kernels_are_compiled_where_nobody_else_do
     assert [record.message for record in caplog.records if "compiling" in record.message] == ["compiling it"]
 
 
-async def test_an_engine_that_is_left_while_kernels_are_compiled_ends_the_compiler(runner_class):
+async def test_cancelled_opening_ends_the_kernel_compiler(runner_class):
     token = trio.lowlevel.current_trio_token()
     begun = trio.Event()
 
@@ -458,14 +456,14 @@ async def test_an_engine_that_is_left_while_kernels_are_compiled_ends_the_compil
     assert runner_class.made == []
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_as_it_is(runner_class):
+async def test_load_error_is_raised_unchanged(runner_class):
     runner_class.at["load"] = raising(ModelLoadError("no weights"))
     with pytest.raises(ModelLoadError, match="no weights"):
         async with assemble.open_engine("m"):
             pytest.fail("was opened")
 
 
-async def test_a_tokenizer_that_cannot_be_loaded_ends_the_loading_of_the_weights(runner_class, monkeypatch):
+async def test_tokenizer_error_ends_the_loading_of_the_weights(runner_class, monkeypatch):
     loading = threading.Event()
 
     def load(report: Report) -> None:
@@ -500,7 +498,7 @@ async def test_loading_ends_when_it_is_cancelled(runner_class):
     assert runner_class.made == []
 
 
-async def test_weights_and_tokenizer_that_both_cannot_be_loaded_are_one_error(runner_class, monkeypatch):
+async def test_errors_of_weights_and_tokenizer_are_raised_as_one(runner_class, monkeypatch):
     loading = threading.Event()
 
     def load(report: Report) -> None:
@@ -532,7 +530,7 @@ async def test_a_runner_that_fails_before_it_is_ready_is_closed(stage, runner_cl
 
 
 @pytest.mark.parametrize("stage", ["allocate", "warm"])
-async def test_a_runner_that_is_not_wanted_any_more_is_closed(stage, runner_class, monkeypatch):
+async def test_runner_is_closed_if_the_opening_fails_elsewhere(stage, runner_class, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def make_tokenizer(_checkpoint: object) -> None:
@@ -597,14 +595,14 @@ def check_all_closed(runner_class: type[FakeRunner]) -> None:
     assert {tuple(runner.closed_in) for runner in runner_class.made} == {("trioserve-compute",)}
 
 
-async def test_a_connector_that_does_not_exist_is_told_before_a_model_is_loaded(with_connector):
+async def test_unknown_connector_is_refused_before_the_model_is_loaded(with_connector):
     with pytest.raises(StartupError, match='no connector "pigeon"'):
         async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "pigeon"}):
             pass
     assert with_connector.made == []
 
 
-async def test_a_connector_that_refuses_its_options_leaves_nothing_behind(with_connector):
+async def test_connector_that_refuses_its_options_leaves_no_thread(with_connector):
     config = {"kv_connector": "mine", "kv_connector_extra_config": {"wrong": 1}}
     with pytest.raises(StartupError, match="the option wrong is wrong"):
         async with assemble.open_engine("m", kv_transfer_config=config):
@@ -612,7 +610,7 @@ async def test_a_connector_that_refuses_its_options_leaves_nothing_behind(with_c
     check_closed(with_connector)
 
 
-async def test_the_limits_of_holds_reach_the_core(with_connector):
+async def test_hold_limits_reach_the_core(with_connector):
     async with assemble.open_engine(
         "m",
         kv_transfer_config={"kv_connector": "mine", "kv_load_failure_policy": "fail"},
@@ -625,7 +623,7 @@ async def test_the_limits_of_holds_reach_the_core(with_connector):
         assert core.load_failure_policy == "fail"
 
 
-async def test_keys_that_only_vllm_knows_are_told_in_the_log(with_connector, caplog):
+async def test_ignored_vllm_keys_are_logged(with_connector, caplog):
     async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "mine", "kv_rank": 0}):
         assert any("ignored=kv_rank" in record.getMessage() for record in caplog.records)
 
@@ -643,7 +641,7 @@ def options_read(source: str) -> set[str]:
 OF_THE_SERVER = {"drain_timeout", "drain_delay", "allowed_lora_path"}
 
 
-def test_the_parameters_are_the_options_that_an_engine_reads():
+def test_parameters_of_open_engine_equal_the_options_of_an_engine():
     """In name, type and default: an option that an engine reads, and that is not a parameter here, can be reached only
     by a server."""
     readers = (assemble, engine_settings, drafts_of, image_limits)
@@ -694,14 +692,14 @@ async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
         ({"override_generation_config": {"top_q": 1}}, "has 'top_q', which it does not accept: did you mean top_p?"),
     ],
 )
-async def test_a_parameter_of_another_type_is_told_before_anything_is_loaded(options, words, runner_class):
+async def test_parameter_of_a_wrong_type_is_refused_before_the_model_is_loaded(options, words, runner_class):
     with pytest.raises(StartupError, match=words):
         async with assemble.open_engine(**options):
             pass
     assert runner_class.made == []
 
 
-async def test_an_option_of_a_server_is_none_of_an_engine():
+async def test_server_option_is_not_a_parameter_of_open_engine():
     with pytest.raises(TypeError, match="port"):
         assemble.open_engine(port=8000)
 
@@ -715,7 +713,7 @@ async def test_an_option_of_a_server_is_none_of_an_engine():
         (True, {"kv_transfer_config": {"kv_connector": "mine"}, "batch_invariant": True}, True),
     ),
 )
-async def test_an_engine_promises_the_same_bits_where_it_can(
+async def test_engine_reports_batch_invariance_if_possible(
     computes_so: bool, options: dict[str, object], promised: bool, with_connector, monkeypatch
 ):
     monkeypatch.setattr(with_connector, "is_batch_invariant", computes_so)

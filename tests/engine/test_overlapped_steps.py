@@ -73,7 +73,7 @@ class Nobody:
 
 
 @pytest.mark.parametrize("step_seconds", [0.0, 0.01])
-async def test_responses_are_those_without_overlap(step_seconds, autojump_clock):
+async def test_overlapping_steps_give_equal_responses(step_seconds, autojump_clock):
     asked = [
         (f"prompt {index}" * (index % 4 + 1), SamplingParams(max_tokens=count, seed=index, n=index % 2 + 1, stop=stop))
         for index, (count, stop) in enumerate(
@@ -98,7 +98,7 @@ async def test_responses_are_those_without_overlap(step_seconds, autojump_clock)
     assert responses[True] == responses[False]
 
 
-async def test_the_next_step_is_with_the_thread_before_the_result_of_the_last_one_is_taken():
+async def test_next_step_is_handed_over_before_the_last_result_is_processed():
     begun = threading.Event()
     taken: list[bool] = []
     all_taken = trio.Event()
@@ -126,7 +126,7 @@ async def test_the_next_step_is_with_the_thread_before_the_result_of_the_last_on
     check_idle(core)
 
 
-async def test_who_leaves_with_two_steps_in_flight_has_its_blocks_until_the_second_is_over(autojump_clock):
+async def test_request_that_leaves_keeps_its_blocks_until_both_steps_have_ended(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         async with fake.generate("leaves", LONG, request_id="leaves"):
             await trio.sleep(2.5)
@@ -141,7 +141,7 @@ async def test_who_leaves_with_two_steps_in_flight_has_its_blocks_until_the_seco
         assert value(fake, "trioserve:cancel_to_free_steps_sum") == 2
 
 
-async def test_an_aborted_reader_gets_its_end_at_once_and_no_token_after_it(autojump_clock):
+async def test_aborted_reader_gets_its_last_delta_at_once_and_no_further_token(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         async with fake.generate("aborted", LONG, request_id="aborted") as stream:
             await trio.sleep(2.5)
@@ -155,7 +155,7 @@ async def test_an_aborted_reader_gets_its_end_at_once_and_no_token_after_it(auto
         fake.assert_all_free()
 
 
-async def test_a_stop_string_ends_a_response_and_the_token_behind_it_is_nobodys(autojump_clock):
+async def test_token_computed_after_a_stop_string_is_dropped(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1, response=TEXT) as fake:
         async with fake.generate("say", SamplingParams(stop=("three",), temperature=0)) as stream:
             deltas = [delta async for delta in stream]
@@ -172,7 +172,7 @@ async def test_a_stop_string_ends_a_response_and_the_token_behind_it_is_nobodys(
         assert value(fake, "trioserve:request_success_total") == 1
 
 
-async def test_an_end_token_is_told_with_its_step_and_not_a_step_later(autojump_clock):
+async def test_end_token_is_delivered_with_its_own_step(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1, response=TEXT) as fake:
         (response,) = await read(fake, "say", SamplingParams(temperature=0))
         assert (response[0], response[2]) == (TEXT, FinishReason.STOP)
@@ -182,7 +182,7 @@ async def test_an_end_token_is_told_with_its_step_and_not_a_step_later(autojump_
         assert fake.executor.plans == len(TEXT) + 2
 
 
-async def test_a_response_whose_length_is_known_has_no_step_too_many(autojump_clock):
+async def test_response_of_known_length_has_no_extra_step(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         await read(fake, "say", SamplingParams(max_tokens=5))
         assert fake.executor.plans == 5
@@ -231,7 +231,7 @@ async def test_a_cancelled_loop_plans_no_further_step(autojump_clock):
     assert not core.flights
 
 
-async def test_nothing_is_computed_behind_a_step_that_broke_and_everybody_is_told(autojump_clock):
+async def test_no_step_is_computed_after_a_failed_one_and_every_reader_gets_the_fault(autojump_clock):
     told = []
     with pytest.raises(EngineFault, match="broken"):
         async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, trio.open_nursery() as nursery:
@@ -253,7 +253,7 @@ async def test_nothing_is_computed_behind_a_step_that_broke_and_everybody_is_tol
     assert fake.steps.plan is None
 
 
-async def test_what_breaks_between_two_steps_waits_for_the_one_that_runs(autojump_clock):
+async def test_error_between_steps_waits_for_the_step_in_flight(autojump_clock):
     with pytest.raises(EngineFault, match="no such thing"):
         async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, fake.generate("prompt", LONG):
             await trio.sleep(2.5)
@@ -267,7 +267,7 @@ async def test_what_breaks_between_two_steps_waits_for_the_one_that_runs(autojum
     assert fake.steps.plan is None
 
 
-async def test_the_thread_computes_nothing_behind_a_step_that_raised():
+async def test_thread_computes_no_step_after_one_that_raised():
     computed = []
 
     class Breaking:
@@ -284,7 +284,7 @@ async def test_the_thread_computes_nothing_behind_a_step_that_raised():
     assert computed == [0]
 
 
-async def test_draining_lets_those_that_run_finish(autojump_clock):
+async def test_drain_lets_running_requests_finish_with_overlapping_steps(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1, max_num_seqs=1) as fake:
         ends: dict[str, object] = {}
 
@@ -305,7 +305,7 @@ async def test_draining_lets_those_that_run_finish(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_step_of_a_paused_engine_has_none_behind_it(autojump_clock):
+async def test_pause_plans_no_step_ahead(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1, paused=True) as fake, fake.generate("a", LONG):
         for _ in range(3):
             assert not (await fake.step()).is_ahead
@@ -316,7 +316,7 @@ async def test_a_step_of_a_paused_engine_has_none_behind_it(autojump_clock):
         assert len(fake.core.flights) == 2
 
 
-async def test_a_step_lasts_from_the_end_of_the_one_before(autojump_clock):
+async def test_overlapping_step_time_begins_at_the_end_of_the_previous_step(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         await read(fake, "say", SamplingParams(max_tokens=8))
         assert value(fake, "trioserve:step_seconds_count") == 8

@@ -70,7 +70,7 @@ async def read(fake: FakeEngine, reader: Reader, prompt: str, begins: float, sta
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_every_token_is_the_right_one_and_every_block_comes_back(autojump_clock: object, seed: int) -> None:
+async def test_history_of_pauses_keeps_tokens_right_and_frees_every_block(autojump_clock: object, seed: int) -> None:
     rng = Random(seed)
     options = KINDS[seed % len(KINDS)]
     readers: list[tuple[str, bool, Reader]] = []

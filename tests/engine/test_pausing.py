@@ -56,7 +56,7 @@ async def undisturbed(prompt: str, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_what_is_kept_goes_on_as_if_nothing_had_happened(autojump_clock, options):
+async def test_kept_requests_continue_with_equal_output(autojump_clock, options):
     expected = await undisturbed("one", **options)
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
@@ -82,7 +82,7 @@ async def test_what_is_kept_goes_on_as_if_nothing_had_happened(autojump_clock, o
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_an_abort_gives_what_there_is_and_leaves_those_alone_that_have_not_begun(autojump_clock, options):
+async def test_pause_with_abort_ends_begun_requests_with_partial_results_and_keeps_queued_ones(autojump_clock, options):
     expected = await undisturbed("one", **options)
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
@@ -102,7 +102,7 @@ async def test_an_abort_gives_what_there_is_and_leaves_those_alone_that_have_not
     assert late.end[0] is FinishReason.LENGTH
 
 
-async def test_a_drain_waits_for_what_has_begun_and_begins_nothing_new(autojump_clock):
+async def test_pause_with_wait_lets_begun_requests_finish_and_begins_no_new_one(autojump_clock):
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, fake, "one", SamplingParams(max_tokens=20, n=3, seed=1))
@@ -123,13 +123,13 @@ async def test_a_drain_waits_for_what_has_begun_and_begins_nothing_new(autojump_
     assert late.end[0] is FinishReason.LENGTH
 
 
-async def test_a_drain_of_nobody_is_a_pause_at_once(autojump_clock):
+async def test_pause_with_wait_takes_effect_at_once_without_requests(autojump_clock):
     async with open_fake_engine() as fake:
         await fake.pause_generation("wait")
         assert fake.is_paused
 
 
-async def test_a_pause_during_a_drain_takes_effect_at_once_and_both_callers_return(autojump_clock):
+async def test_second_pause_ends_a_waiting_pause_and_both_callers_return(autojump_clock):
     one = Reader()
     returned: list[str] = []
 
@@ -151,7 +151,7 @@ async def test_a_pause_during_a_drain_takes_effect_at_once_and_both_callers_retu
     assert one.end[0] is FinishReason.LENGTH
 
 
-async def test_the_caller_returns_after_the_step_in_flight_or_when_it_is_resumed(autojump_clock):
+async def test_pause_returns_after_the_step_in_flight_or_at_a_resume(autojump_clock):
     async with open_fake_engine(step_seconds=5.0) as fake, fake.generate("one", LONG), trio.open_nursery() as nursery:
         await trio.sleep(1)
         await fake.pause_generation("keep")
@@ -169,7 +169,7 @@ async def test_the_caller_returns_after_the_step_in_flight_or_when_it_is_resumed
 
 
 @pytest.mark.parametrize("overlap_steps", [False, True])
-async def test_who_leaves_during_a_pause_is_out_at_once_with_every_block(autojump_clock, overlap_steps):
+async def test_request_that_leaves_during_a_pause_frees_its_blocks_at_once(autojump_clock, overlap_steps):
     async with open_fake_engine(step_seconds=0.01, overlap_steps=overlap_steps) as fake:
         kept = fake.generate("kept", LONG, request_id="kept")
         async with kept:
@@ -187,7 +187,7 @@ async def test_who_leaves_during_a_pause_is_out_at_once_with_every_block(autojum
         fake.assert_all_free()
 
 
-async def test_deadlines_count_for_those_that_are_kept_and_those_that_wait(autojump_clock):
+async def test_deadlines_continue_for_kept_and_waiting_requests(autojump_clock):
     kept, waits = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: kept.read(fake, "kept", deadlines=Deadlines(timeout=5)))
@@ -201,7 +201,7 @@ async def test_deadlines_count_for_those_that_are_kept_and_those_that_wait(autoj
         fake.assert_all_free()
 
 
-async def test_no_watch_takes_a_pause_for_a_hang(autojump_clock):
+async def test_pause_does_not_count_as_a_hanging_step(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, fake.generate("one", LONG) as stream:
         await anext(stream)
         await fake.pause_generation("keep")
@@ -218,7 +218,7 @@ async def test_no_watch_takes_a_pause_for_a_hang(autojump_clock):
         assert fake.ready
 
 
-async def test_an_engine_that_drains_ends_what_it_keeps_and_refuses_a_pause(autojump_clock):
+async def test_drain_ends_kept_requests_and_refuses_a_pause(autojump_clock):
     kept, waits = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(kept.read, fake, "kept")
@@ -235,7 +235,7 @@ async def test_an_engine_that_drains_ends_what_it_keeps_and_refuses_a_pause(auto
         fake.assert_all_free()
 
 
-async def test_leaving_a_paused_engine_ends_everybody(autojump_clock):
+async def test_closing_a_paused_engine_ends_every_request(autojump_clock):
     kept, waits = Reader(), Reader()
     async with trio.open_nursery() as nursery, open_fake_engine(step_seconds=0.01) as fake:
         nursery.start_soon(kept.read, fake, "kept")
@@ -248,7 +248,7 @@ async def test_leaving_a_paused_engine_ends_everybody(autojump_clock):
     fake.assert_all_free()
 
 
-async def test_an_engine_opened_anew_is_still_paused(autojump_clock):
+async def test_reopened_engine_is_still_paused(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=1.0, engine_restarts=1, opening_seconds=2.0) as fake:
         async with trio.open_nursery() as nursery:
@@ -265,7 +265,7 @@ async def test_an_engine_opened_anew_is_still_paused(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_mode_that_does_not_exist_is_refused_and_pauses_nothing(autojump_clock):
+async def test_unknown_pause_mode_is_refused_without_a_pause(autojump_clock):
     async with open_fake_engine() as fake:
         wrong: Any = "freeze"
         with pytest.raises(InvalidRequest, match="mode is 'freeze'"):
@@ -276,7 +276,7 @@ async def test_a_mode_that_does_not_exist_is_refused_and_pauses_nothing(autojump
 # --- over HTTP ---
 
 
-async def test_the_paths_of_vllm_and_of_sglang(autojump_clock):
+async def test_pause_endpoints_of_vllm_and_sglang(autojump_clock):
     async with open_memory_server(step_seconds=0.01) as server:
         client = server.client()
 
@@ -318,7 +318,7 @@ async def test_the_paths_of_vllm_and_of_sglang(autojump_clock):
         assert not await is_paused()
 
 
-async def test_vllms_older_name_of_waiting_ends_nothing(autojump_clock):
+async def test_older_vllm_parameter_for_waiting_aborts_no_request(autojump_clock):
     body = {"prompt": "a prompt", "max_tokens": 20, "ignore_eos": True}
     answers: list[Any] = []
     async with open_memory_server(step_seconds=0.01) as server:
@@ -336,7 +336,7 @@ async def test_vllms_older_name_of_waiting_ends_nothing(autojump_clock):
         assert answers == [20]
 
 
-async def test_they_are_the_admins(autojump_clock):
+async def test_endpoints_need_the_admin_key(autojump_clock):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for path, method in (
             ("/pause", "POST"),
@@ -354,7 +354,7 @@ async def test_they_are_the_admins(autojump_clock):
         assert server.engine.ready
 
 
-async def test_a_stream_that_is_ended_by_a_pause_says_so(autojump_clock):
+async def test_stream_ended_by_a_pause_has_the_stop_reason(autojump_clock):
     async with open_memory_server(step_seconds=0.01) as server:
         body = {"prompt": "one", "max_tokens": 60, "temperature": 0}
         statuses = []
@@ -376,7 +376,7 @@ RETRACTING: list[tuple[str, bool]] = [("retract", False), ("retract", True), ("k
 
 @pytest.mark.parametrize(("mode", "clear_cache"), RETRACTING, ids=str)
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_what_is_retracted_has_no_blocks_and_goes_on_with_the_same_tokens(
+async def test_retracted_requests_have_no_blocks_and_continue_with_equal_tokens(
     autojump_clock, options, mode, clear_cache
 ):
     expected = await undisturbed("one and a block", **options)
@@ -398,7 +398,7 @@ async def test_what_is_retracted_has_no_blocks_and_goes_on_with_the_same_tokens(
     fake.assert_all_free()
 
 
-async def test_a_caller_that_leaves_takes_no_retraction_back(autojump_clock):
+async def test_retraction_happens_even_if_its_caller_stops_waiting(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, fake, "one and a block")
@@ -413,7 +413,7 @@ async def test_a_caller_that_leaves_takes_no_retraction_back(autojump_clock):
     assert one.end[0] is FinishReason.LENGTH
 
 
-async def test_a_pause_that_is_resumed_before_the_step_ends_retracts_nobody(autojump_clock):
+async def test_resume_before_the_end_of_the_step_cancels_the_retraction(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, fake, "one")
@@ -426,7 +426,7 @@ async def test_a_pause_that_is_resumed_before_the_step_ends_retracts_nobody(auto
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-async def test_the_cache_is_cleared_when_what_had_begun_is_over(autojump_clock, mode):
+async def test_prefix_cache_is_cleared_when_begun_requests_have_ended(autojump_clock, mode):
     one, again = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -440,7 +440,7 @@ async def test_the_cache_is_cleared_when_what_had_begun_is_over(autojump_clock, 
         assert fake.stats().prefix_hit_tokens_total == 0
 
 
-async def test_the_cache_can_be_reset_while_requests_run(autojump_clock):
+async def test_prefix_cache_can_be_reset_while_requests_run(autojump_clock):
     expected = await undisturbed("one and a block")
     one, again = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
@@ -462,7 +462,7 @@ async def test_the_cache_can_be_reset_while_requests_run(autojump_clock):
 
 
 @pytest.mark.parametrize(("query", "cached"), [("", 0), ("&clear_cache=true", 0), ("&clear_cache=false", 1)])
-async def test_a_pause_over_http_empties_the_cache_unless_it_is_told_not_to(autojump_clock, query, cached):
+async def test_http_pause_clears_the_cache_unless_disabled(autojump_clock, query, cached):
     one = Reader()
     async with open_memory_server(step_seconds=0.01) as server, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, server.engine, "one and a block")
@@ -479,7 +479,7 @@ KNOWN = Resume(token_ids=((1, 2), (3, 4)), finished=(True, True))
 KNOWN_SAMPLING = SamplingParams(n=2, max_tokens=2)
 
 
-async def test_a_response_that_is_known_whole_and_waits_for_too_long_says_so(autojump_clock):
+async def test_queued_complete_response_reports_its_passed_deadline(autojump_clock):
     reader, others = Reader(), Reader()
     async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         for _ in range(12):  # so that it gets no lease
@@ -493,7 +493,7 @@ async def test_a_response_that_is_known_whole_and_waits_for_too_long_says_so(aut
     fake.assert_all_free()
 
 
-async def test_a_response_that_is_known_whole_does_not_wait_for_a_pause_to_end(autojump_clock):
+async def test_complete_resumed_response_does_not_wait_for_the_end_of_a_pause(autojump_clock):
     async with open_fake_engine() as fake:
         await fake.pause_generation("keep")
         with trio.fail_after(1):

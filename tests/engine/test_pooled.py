@@ -36,7 +36,7 @@ def expected(text: str, **asked: object) -> Pooled:
     return model.pooled(Pooling(**pooling), model.digest(list(text.encode())))
 
 
-async def test_a_decoder_without_a_head_makes_vectors_alone(autojump_clock):
+async def test_decoder_without_a_head_computes_only_vectors(autojump_clock):
     async with open_fake_engine() as fake:
         model = fake.model
         headless = structs.replace(model, pooled=structs.replace(model.pooled, continues_texts=False))
@@ -59,7 +59,7 @@ async def test_every_input_has_its_own_vector_in_the_order_of_the_inputs(autojum
         fake.assert_all_free()
 
 
-async def test_one_input_may_come_alone_as_text_tokens_or_chat(autojump_clock):
+async def test_single_input_may_be_text_tokens_or_chat(autojump_clock):
     chat = ChatPrompt(messages=[{"role": "user", "content": "hi"}], add_generation_prompt=False)
     async with open_fake_engine() as fake:
         assert await fake.embed("one") == (expected("one"),)
@@ -69,14 +69,14 @@ async def test_one_input_may_come_alone_as_text_tokens_or_chat(autojump_clock):
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_what_is_asked_of_the_vector_reaches_the_model(encoder, autojump_clock):
+async def test_pooling_options_reach_the_model(encoder, autojump_clock):
     async with open_fake_engine(encoder=encoder) as fake:
         asked = {"method": "mean", "normalize": False, "dimensions": 3}
         assert await fake.embed("one", PoolingParams(**asked)) == (expected("one", **asked),)
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_more_inputs_than_may_run_at_a_time_are_one_request(encoder, autojump_clock):
+async def test_request_may_have_more_inputs_than_run_at_a_time(encoder, autojump_clock):
     texts = [f"text {index}" for index in range(50)]
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, max_queued_requests=4, paused=True) as fake:
         async with fake.embed(texts) as stream:
@@ -94,7 +94,7 @@ async def test_more_inputs_than_may_run_at_a_time_are_one_request(encoder, autoj
         fake.assert_all_free()
 
 
-async def test_another_request_runs_beside_one_of_very_many_inputs(autojump_clock):
+async def test_request_with_many_inputs_does_not_block_others(autojump_clock):
     async with open_fake_engine(max_num_seqs=4, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         done: list[str] = []
 
@@ -114,7 +114,7 @@ async def test_another_request_runs_beside_one_of_very_many_inputs(autojump_cloc
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-async def test_leaving_between_steps_gives_everything_back_at_once(encoder, steps_before, autojump_clock):
+async def test_leaving_between_steps_frees_everything_at_once(encoder, steps_before, autojump_clock):
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, max_num_batched_tokens=16, paused=True) as fake:
         async with fake.embed(["fourteen bytes"] * 20):
             await fake.step(steps_before)
@@ -122,7 +122,7 @@ async def test_leaving_between_steps_gives_everything_back_at_once(encoder, step
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_leaving_during_a_step_gives_everything_back_right_after_it(encoder, autojump_clock):
+async def test_leaving_during_a_step_frees_everything_after_it(encoder, autojump_clock):
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, paused=True) as fake:
         stream = fake.embed(["text"] * 20)
         await stream.__aenter__()
@@ -150,7 +150,7 @@ async def test_leaving_while_inputs_are_tokenized(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_an_input_that_is_too_long_is_named_and_nothing_is_computed(autojump_clock):
+async def test_too_long_input_is_named_and_nothing_is_computed(autojump_clock):
     async with open_fake_engine(max_model_len=20) as fake:
         with pytest.raises(ContextTooLong, match=r"input\[2\] has 49: shorten it") as caught:
             await fake.embed(TEXTS)
@@ -171,7 +171,7 @@ async def test_a_prompt_may_be_as_long_as_the_context(autojump_clock):
         assert await fake.embed("x" * 20) == (expected("x" * 20),)
 
 
-async def test_what_is_computed_whole_is_as_long_as_a_step_has_room_for(autojump_clock):
+async def test_input_computed_in_one_step_is_limited_by_the_step(autojump_clock):
     mean = PoolingParams(method="mean")
     async with open_fake_engine(max_num_batched_tokens=32, max_num_seqs=8) as fake:
         assert await fake.embed("x" * 25, mean) == (expected("x" * 25, method="mean"),)
@@ -186,7 +186,7 @@ async def test_what_is_computed_whole_is_as_long_as_a_step_has_room_for(autojump
             await fake.embed("x" * 65)
 
 
-async def test_one_input_that_fails_fails_the_request_and_nobody_else(autojump_clock):
+async def test_failed_input_fails_only_its_request(autojump_clock):
     async with open_fake_engine(paused=True) as fake:
         async with fake.embed(["one"]) as other, fake.embed(TEXTS, request_id="r") as stream:
             fake.fail_request("r", "broken")
@@ -197,7 +197,7 @@ async def test_one_input_that_fails_fails_the_request_and_nobody_else(autojump_c
         fake.assert_all_free()
 
 
-async def test_aborting_by_id_ends_all_of_it(autojump_clock):
+async def test_abort_by_id_ends_all_inputs(autojump_clock):
     async with open_fake_engine(paused=True, max_num_seqs=2) as fake:
         async with fake.embed(TEXTS, request_id="r") as stream:
             await fake.step()
@@ -221,7 +221,7 @@ async def test_deadlines(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_draining_refuses_what_has_not_begun_and_finishes_what_has(autojump_clock):
+async def test_drain_refuses_queued_pooled_requests_and_finishes_begun_ones(autojump_clock):
     async with open_fake_engine(paused=True, max_num_seqs=1) as fake:
         async with fake.embed(TEXTS) as running, fake.embed(TEXTS) as queued:
             await fake.step()
@@ -236,14 +236,14 @@ async def test_draining_refuses_what_has_not_begun_and_finishes_what_has(autojum
         fake.assert_all_free()
 
 
-async def test_a_fault_of_the_engine_ends_it(autojump_clock):
+async def test_engine_fault_ends_a_pooled_request(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(max_num_seqs=2) as fake:
             fake.break_next_step()
             await fake.embed(TEXTS)
 
 
-async def test_a_better_priority_goes_first(autojump_clock):
+async def test_lower_priority_number_runs_first(autojump_clock):
     order: list[int] = []
 
     async def embed(fake: FakeEngine, priority: int) -> None:
@@ -270,7 +270,7 @@ async def test_the_prefix_cache_serves_vectors_of_the_last_token(autojump_clock)
             assert stream.cached_token_count == 0
 
 
-async def test_an_encoder_continues_no_text_and_scores_are_for_those_that_give_them(autojump_clock):
+async def test_encoder_does_not_generate_and_scores_need_a_scoring_model(autojump_clock):
     pair = TextPair("query", "document")
     async with open_fake_engine(encoder="embed") as fake:
         with pytest.raises(InvalidRequest, match="encoder and does not generate text: ask it for embeddings"):
@@ -326,13 +326,13 @@ async def test_arguments_of_a_wrong_type_are_named(arguments, words, autojump_cl
         ({"dimensions": 1.5}, "dimensions is 1.5"),
     ],
 )
-def test_what_no_model_could_do_is_refused_when_it_is_asked(fields, words):
+def test_impossible_pooling_options_are_refused_when_made(fields, words):
     with pytest.raises(InvalidRequest, match=words):
         PoolingParams(**fields)
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_steps_that_overlap(encoder, autojump_clock):
+async def test_pooled_requests_with_overlapping_steps(encoder, autojump_clock):
     texts = [f"text {index}" * (1 + index % 4) for index in range(18)]
     async with open_fake_engine(encoder=encoder, overlap_steps=True, step_seconds=0.01, max_num_seqs=4) as fake:
         async with fake.generate("beside them", SamplingParams(max_tokens=30)) if encoder is None else fake.embed("x"):

@@ -82,7 +82,7 @@ async def test_two_tasks_may_read_one_stream(autojump_clock):
         assert len(token_ids) == 30
 
 
-async def test_two_tasks_may_wait_until_it_is_idle(autojump_clock):
+async def test_two_tasks_may_wait_until_the_engine_is_idle(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         with trio.fail_after(10):
             async with (
@@ -153,7 +153,7 @@ async def test_a_prompt_that_was_being_prepared_when_draining_began_is_refused()
         check_idle(fake.core)
 
 
-async def test_who_is_being_prepared_when_the_engine_is_closed_gets_a_last_delta():
+async def test_request_in_preparation_gets_a_last_delta_when_the_engine_closes():
     deltas = []
     async with trio.open_nursery() as readers, open_fake_engine(**LONG) as fake:
         held = HeldTokenizing(fake)
@@ -169,7 +169,7 @@ async def test_who_is_being_prepared_when_the_engine_is_closed_gets_a_last_delta
     assert fake.live_requests() == []
 
 
-async def test_a_closed_engine_refuses_and_lets_nobody_wait():
+async def test_closed_engine_refuses_requests_at_once():
     async with open_fake_engine(new_text_threads=TextThreads) as fake:
         pass
     await refused_draining(fake)
@@ -178,7 +178,7 @@ async def test_a_closed_engine_refuses_and_lets_nobody_wait():
     assert await fake.encode("short") == list(b"short")
 
 
-async def test_jobs_of_others_are_done_before_the_thread_ends_and_later_ones_are_refused():
+async def test_thread_finishes_queued_jobs_and_refuses_later_ones():
     go_on = threading.Event()
     done: list[object] = []
 
@@ -227,7 +227,7 @@ async def test_closing_waits_for_the_step_in_flight_even_when_cancelled(autojump
     check_idle(fake.core)
 
 
-async def test_an_abort_that_waits_for_a_step_that_then_fails_is_told_as_an_abort(autojump_clock):
+async def test_aborted_request_of_a_failing_step_ends_as_aborted(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine() as fake:
             fake.steps.hold()
@@ -246,7 +246,7 @@ async def test_an_abort_that_waits_for_a_step_that_then_fails_is_told_as_an_abor
             await trio.sleep_forever()
 
 
-async def test_an_error_of_the_owner_and_a_fault_of_the_last_step_come_out_together(autojump_clock):
+async def test_owner_error_and_fault_of_the_last_step_are_raised_together(autojump_clock):
     with pytest.raises(BaseExceptionGroup) as caught:
         async with open_fake_engine(step_seconds=0.01) as fake, fake.generate("prompt"):
             await trio.sleep(0.005)
@@ -255,7 +255,7 @@ async def test_an_error_of_the_owner_and_a_fault_of_the_last_step_come_out_toget
     assert sorted(type(error).__name__ for error in caught.value.exceptions) == ["EngineFault", "KeyError"]
 
 
-async def test_engines_live_side_by_side_and_one_that_breaks_does_not_touch_the_other(autojump_clock):
+async def test_fault_of_one_engine_does_not_affect_another(autojump_clock):
     """S30: in one process, for a start."""
     async with open_fake_engine(step_seconds=0.01) as first:
         async with first.generate("prompt", SamplingParams(max_tokens=20)) as stream:
@@ -271,7 +271,7 @@ async def test_engines_live_side_by_side_and_one_that_breaks_does_not_touch_the_
         assert second.metrics.request_success_total.labels("length")._value.get() == 0
 
 
-def test_ctrl_c_in_the_body_ends_everything():
+def test_ctrl_c_in_the_body_ends_the_engine():
     opened = []
 
     async def main() -> None:
@@ -290,7 +290,7 @@ def test_ctrl_c_in_the_body_ends_everything():
     check_idle(opened[0].core)
 
 
-async def test_prompts_that_are_being_prepared_have_their_places():
+async def test_prompts_in_preparation_count_against_the_queue():
     """S14."""
     async with (
         open_fake_engine(
@@ -319,7 +319,7 @@ async def test_prompts_that_are_being_prepared_have_their_places():
         held.let_go()
 
 
-async def test_draining_lets_a_request_go_on_of_which_one_choice_runs(autojump_clock):
+async def test_drain_lets_a_request_with_one_running_choice_continue(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         async with fake.generate("prompt", SamplingParams(n=2, max_tokens=5)) as stream:
             await trio.sleep(0.015)

@@ -50,14 +50,14 @@ async def test_a_chat_is_read_as_its_parts() -> None:
         engine.assert_all_free()
 
 
-async def test_a_call_that_was_cut_off_has_no_end() -> None:
+async def test_incomplete_tool_call_has_no_end() -> None:
     async with open_fake_engine(response=CALL, **OPTIONS) as engine:
         [parts] = (await parts_of(engine, SamplingParams(max_tokens=len(CALL) - 20))).values()
         assert any(isinstance(part, ToolCallBegin) for part in parts)
         assert not any(isinstance(part, ToolCallEnd) for part in parts)
 
 
-async def test_an_abort_ends_it_without_what_was_held_back() -> None:
+async def test_abort_drops_text_that_the_parser_held_back() -> None:
     async with open_fake_engine(response=CALL, paused=True, **OPTIONS) as engine:
         async with engine.generate(PROMPT, request_id="mine") as stream:
             await engine.step(len(CALL) - 15)
@@ -69,7 +69,7 @@ async def test_an_abort_ends_it_without_what_was_held_back() -> None:
 
 
 @pytest.mark.parametrize("tools", [[3], [{}], [{"function": {}}], [{"function": {"name": 3}}]])
-async def test_tools_of_another_shape_are_refused(tools: Any) -> None:
+async def test_tools_of_a_wrong_format_are_refused(tools: Any) -> None:
     async with open_fake_engine(response="x") as engine, engine.generate("x") as stream:
         with pytest.raises(InvalidRequest, match="tools holds"):
             engine.read_parts(stream, tools=tools)

@@ -57,7 +57,7 @@ async def ask(fake: FakeEngine, prompt: str, **sampling: object) -> None:
             pass
 
 
-async def test_each_stage_of_a_request_has_its_time(autojump_clock):
+async def test_time_of_each_stage_is_observed(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_batched_tokens=8) as fake:
         await ask(fake, "p" * 20, max_tokens=6)  # three steps of prompt, whose last one gives the first token
         assert shown(fake, "request_queue_time_seconds_sum") == pytest.approx(0.0)
@@ -71,7 +71,7 @@ async def test_each_stage_of_a_request_has_its_time(autojump_clock):
         assert shown(fake, "step_tokens_sum") == shown(fake, "iteration_tokens_total_sum") == 20 + 5
 
 
-async def test_each_size_is_counted_once_whether_it_was_asked_for_or_not(autojump_clock):
+async def test_each_size_is_observed_once(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_model_len=128) as fake:
         await ask(fake, "seven..", max_tokens=3)
         async with fake.generate("four", SamplingParams(ignore_eos=True)) as stream:
@@ -99,7 +99,7 @@ async def test_choices_are_sequences_of_one_request(autojump_clock):
         assert shown(fake, "request_params_max_tokens_sum") == 9
 
 
-async def test_of_an_abort_sizes_are_counted_and_no_times(autojump_clock):
+async def test_aborted_request_is_counted_by_size_but_not_by_time(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate("prompt", SamplingParams(max_tokens=50, ignore_eos=True)):
             await trio.sleep(0.055)
@@ -109,7 +109,7 @@ async def test_of_an_abort_sizes_are_counted_and_no_times(autojump_clock):
         assert counts(fake, TIMES) == [0] * 5
 
 
-async def test_what_never_ran_is_not_counted(autojump_clock):
+async def test_request_that_never_ran_is_not_counted(autojump_clock):
     async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
         async with fake.generate("runs", SamplingParams(max_tokens=1)):
@@ -122,7 +122,7 @@ async def test_what_never_ran_is_not_counted(autojump_clock):
             fake.steps.release()
 
 
-async def test_one_token_has_no_time_between_two(autojump_clock):
+async def test_response_of_one_token_has_no_time_per_token(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         await ask(fake, "prompt", max_tokens=1)
         await ask(fake, "another", max_tokens=0)  # one is sampled, and not shown
@@ -132,7 +132,7 @@ async def test_one_token_has_no_time_between_two(autojump_clock):
         assert shown(fake, "request_generation_tokens_sum") == shown(fake, "generation_tokens_total") == 2
 
 
-async def test_what_is_pooled_has_a_prompt_and_no_response(autojump_clock):
+async def test_pooled_request_is_counted_by_its_prompt_only(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         await fake.embed(["one", "four"])
         assert counts(fake, SIZES) == [2, 0, 0, 0]
@@ -141,7 +141,7 @@ async def test_what_is_pooled_has_a_prompt_and_no_response(autojump_clock):
         assert shown(fake, "request_decode_time_seconds_count") == 0
 
 
-async def test_of_a_response_that_began_elsewhere_only_what_was_sampled_here_counts(autojump_clock):
+async def test_resumed_response_is_counted_by_its_new_tokens_only(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         resume = Resume(token_ids=(tuple(b"known"),), finished=(False,))
         sampling = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -162,7 +162,7 @@ async def test_prompt_tokens_are_counted_by_where_their_kv_came_from(autojump_cl
         assert shown(fake, "request_prefill_kv_computed_tokens_sum") == 25 + 14
 
 
-async def test_prompt_tokens_that_were_loaded_are_counted_apart(autojump_clock):
+async def test_loaded_prompt_tokens_are_counted_separately(autojump_clock):
     load = KVTransferParams(do_remote_prefill=True, remote_request_id="there")
     async with open_fake_engine(connector=ScriptedConnector, role="decode", block_size=4) as fake:
         async with fake.generate("a prompt of some 25 bytes", SamplingParams(max_tokens=2), kv_transfer=load) as stream:
@@ -178,7 +178,7 @@ async def test_prompt_tokens_that_were_loaded_are_counted_apart(autojump_clock):
         assert computed == 25 - loaded
 
 
-async def test_who_waits_for_room_is_told_apart_and_the_reasons_add_up(autojump_clock):
+async def test_waiting_gauges_by_reason_add_up(autojump_clock):
     async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
         async with fake.generate("runs"), fake.generate("waits"), fake.generate("waits, too"):
@@ -190,7 +190,7 @@ async def test_who_waits_for_room_is_told_apart_and_the_reasons_add_up(autojump_
             fake.steps.release()
 
 
-async def test_what_is_preempted_or_carried_over_a_fault_is_counted_once(autojump_clock):
+async def test_preempted_or_resumed_request_is_counted_once(autojump_clock):
     async with open_fake_engine(
         step_seconds=0.01, block_count=16, block_size=4, max_model_len=64, max_num_batched_tokens=8, engine_restarts=1
     ) as fake:
@@ -207,7 +207,7 @@ async def test_what_is_preempted_or_carried_over_a_fault_is_counted_once(autojum
         assert sum(sources(fake)) == 21
 
 
-async def test_every_metric_of_a_request_is_looked_at_here():
+async def test_every_request_metric_is_covered_by_these_tests():
     looked_at = {*SIZES, *TIMES, "request_queue_time_seconds", "request_params_max_tokens"}
     looked_at.add("request_prefill_kv_computed_tokens")
     of_requests = {metric.name for metric in CATALOGUE if metric.kind == "histogram" and "request_" in metric.name}

@@ -112,7 +112,7 @@ async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it
         assert 'trioserve:cancel_to_free_seconds_count{engine="0",model_name="fake",phase="prefill"} 1.0' in metrics
 
 
-async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_clock):
+async def test_request_that_leaves_the_queue_frees_its_place_and_never_runs(autojump_clock):
     """S32."""
     async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
@@ -129,7 +129,7 @@ async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.015, 0.025, 0.035])
-async def test_a_deadline_around_a_request_ends_it_at_any_phase(seconds, autojump_clock):
+async def test_outer_deadline_ends_a_request_in_any_phase(seconds, autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_batched_tokens=8) as fake:
         with trio.move_on_after(seconds) as scope:
             await response_of(fake, max_tokens=100)
@@ -138,7 +138,7 @@ async def test_a_deadline_around_a_request_ends_it_at_any_phase(seconds, autojum
         check_all_free(fake)
 
 
-async def test_an_error_in_the_body_ends_the_request_and_comes_out_as_it_is(autojump_clock):
+async def test_error_in_the_body_ends_the_request_and_is_raised_unchanged(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         with pytest.raises(ZeroDivisionError):
             async with fake.generate(PROMPT) as stream:
@@ -148,7 +148,7 @@ async def test_an_error_in_the_body_ends_the_request_and_comes_out_as_it_is(auto
         check_all_free(fake)
 
 
-async def test_others_do_not_notice_who_leaves(autojump_clock):
+async def test_leaving_does_not_affect_other_requests(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         expected = await response_of(fake, max_tokens=40, temperature=0)
 
@@ -170,7 +170,7 @@ async def test_others_do_not_notice_who_leaves(autojump_clock):
         check_all_free(fake)
 
 
-async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did(autojump_clock):
+async def test_abort_by_id_gives_a_last_delta_and_returns_the_outcome(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         assert fake.abort(["mine"]) == {"mine": AbortOutcome.UNKNOWN}
         async with fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="mine") as stream:
@@ -189,7 +189,7 @@ async def test_abort_by_id_gives_the_reader_a_last_delta_and_answers_what_it_did
         check_all_free(fake)
 
 
-async def test_an_abort_after_the_end_changes_nothing_for_a_reader_who_is_late(autojump_clock):
+async def test_abort_after_the_end_does_not_affect_a_late_reader(autojump_clock):
     async with (
         open_fake_engine(step_seconds=0.01) as fake,
         fake.generate(PROMPT, SamplingParams(max_tokens=3), request_id="mine") as stream,
@@ -201,7 +201,7 @@ async def test_an_abort_after_the_end_changes_nothing_for_a_reader_who_is_late(a
         assert [(len(delta.token_ids), delta.finish_reason) async for delta in stream] == [(3, FinishReason.LENGTH)]
 
 
-async def test_two_requests_may_bear_the_same_id(autojump_clock):
+async def test_two_requests_may_have_the_same_id(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
             fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="same") as first,
@@ -223,7 +223,7 @@ async def test_an_id_that_is_named_twice_is_aborted_once(autojump_clock):
         assert fake.abort(iter(["mine", "mine"])) == {"mine": AbortOutcome.ABORTED}
 
 
-async def test_late_aborts_are_told_of_the_last_requests_and_no_more(autojump_clock, monkeypatch):
+async def test_late_abort_knows_a_limited_number_of_ended_requests(autojump_clock, monkeypatch):
     monkeypatch.setattr("trioserve.admission.ended_ids.ENDED_IDS_MAX", 2)
     async with open_fake_engine() as fake:
         for request_id in ("one", "two", "one", "three"):
@@ -261,7 +261,7 @@ async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_cl
         assert responses[0] == responses[1] != responses[2]
 
 
-async def test_usage_is_known_when_the_response_is_complete(autojump_clock):
+async def test_token_counts_are_available_at_the_end(autojump_clock):
     async with open_fake_engine() as fake:
         for cached in (0, len(PROMPT) // 4 * 4 - (len(PROMPT) % 4 == 0) * 4):
             async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=7, ignore_eos=True)) as stream:
@@ -277,7 +277,7 @@ async def test_without_max_tokens_the_response_ends_where_the_context_does(autoj
         assert len(await response_of(fake, ignore_eos=True)) == 64 - len(PROMPT)
 
 
-async def test_the_one_with_the_lower_priority_number_goes_first(autojump_clock):
+async def test_request_with_the_lower_priority_number_runs_first(autojump_clock):
     order = []
     async with (
         open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake,
@@ -309,7 +309,7 @@ async def test_prefixes_are_shared_only_between_equal_salts(autojump_clock):
         assert hits == [False, True, False, False, True]
 
 
-async def test_end_tokens_end_the_response_unless_they_are_to_be_ignored(autojump_clock):
+async def test_end_tokens_end_the_response_unless_ignored(autojump_clock):
     async with open_fake_engine(model=FakeModel(vocab_size=257, stop_token_id=256, stop_period=8)) as fake:
         ended = await response_of(fake, max_tokens=100, temperature=0)
         assert ended[-1] == 256
@@ -320,7 +320,7 @@ async def test_end_tokens_end_the_response_unless_they_are_to_be_ignored(autojum
         assert stopped == ended[:1]
 
 
-async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
+async def test_full_queue_refuses_before_tokenizing(autojump_clock, monkeypatch):
     """S14."""
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=2) as fake:
         fake.steps.hold()
@@ -457,7 +457,7 @@ WAYS_TO_WAIT = {
 
 
 @pytest.mark.parametrize("wait", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT)
-async def test_whoever_waits_for_a_stream_that_is_left_elsewhere_is_told(wait, autojump_clock):
+async def test_waiting_task_gets_already_ended_when_the_stream_is_left(wait, autojump_clock):
     async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
         told = trio.Event()
 
@@ -477,13 +477,13 @@ async def test_whoever_waits_for_a_stream_that_is_left_elsewhere_is_told(wait, a
         check_all_free(fake)
 
 
-async def test_a_stream_that_is_not_entered_has_nothing_to_wait_for(autojump_clock):
+async def test_waiting_on_a_stream_that_is_not_entered_is_refused(autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(AlreadyEnded):
             await fake.generate(PROMPT).wait_until_begun()
 
 
-async def test_of_several_readers_each_delta_has_one_and_all_see_the_end(autojump_clock):
+async def test_each_delta_goes_to_one_of_several_readers_and_all_see_the_end(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         alone = await response_of(fake, max_tokens=30, temperature=0)
         read: list[list[Delta]] = []
@@ -504,7 +504,7 @@ async def test_of_several_readers_each_delta_has_one_and_all_see_the_end(autojum
         check_all_free(fake)
 
 
-async def test_whoever_waits_for_the_begin_is_told_the_end_although_another_has_read_it(autojump_clock):
+async def test_wait_until_begun_returns_the_end_even_if_another_task_has_read_it(autojump_clock):
     async with open_fake_engine(paused=True) as fake, fake.generate(PROMPT) as stream:
         fake.abort([stream.id])
         assert [delta.finish_reason for delta in await read_all(stream)] == [FinishReason.ABORT]
@@ -550,7 +550,7 @@ async def test_max_tokens_zero_computes_the_prompt_and_shows_nothing(autojump_cl
         assert stream.completion_token_count == 0
 
 
-async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
+async def test_error_of_one_request_does_not_affect_others(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
             fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,
@@ -565,7 +565,7 @@ async def test_the_fault_of_one_request_stays_with_it(autojump_clock):
         check_all_free(fake)
 
 
-async def test_text_that_cannot_be_made_fails_that_request_alone(autojump_clock, caplog):
+async def test_text_error_fails_only_its_request(autojump_clock, caplog):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
             fake.generate("unlucky", SamplingParams(max_tokens=20)) as unlucky,

@@ -110,13 +110,13 @@ async def told_by(fault_at: float | None, **options: Any) -> list[object]:
 @pytest.mark.parametrize(
     "options", [{}, {"overlap_steps": True}, {"speculative_ngram": 4}, {"draft_model_tokens": 4}], ids=str
 )
-async def test_streams_go_on_as_if_nothing_had_happened(autojump_clock, options):
+async def test_streams_resume_with_equal_output_after_a_fault(autojump_clock, options):
     undisturbed = await told_by(None, **options)
     for fault_at in (0.0, 0.005, 0.015, 0.035, 0.105, 0.205):
         assert await told_by(fault_at, **options) == undisturbed, fault_at
 
 
-async def test_a_form_goes_on_where_it_was(autojump_clock):
+async def test_grammar_state_is_restored_after_a_fault(autojump_clock):
     from trioserve.contracts.structured_output import FormKind, StructuredOutput
 
     sampling = SamplingParams(
@@ -138,7 +138,7 @@ async def test_a_form_goes_on_where_it_was(autojump_clock):
     assert texts[0] == texts[1] == texts[2]
 
 
-async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(autojump_clock, caplog):
+async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_resume(autojump_clock, caplog):
     readers = {name: Reader() for name in ("a", "b", "poison", "c", "d")}
     async with open_fake_engine(step_seconds=0.01, engine_restarts=3, model=PoisonedModel()) as fake:
         async with trio.open_nursery() as nursery:
@@ -169,7 +169,7 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
     assert not [record for record in caplog.records if "id-a" in record.message]
 
 
-async def test_poison_requests_that_were_found_do_not_use_up_the_restarts(autojump_clock):
+async def test_restarts_that_found_a_poison_request_do_not_count_against_the_budget(autojump_clock):
     """Finding each takes three restarts, all that there are within ten minutes."""
     async with open_fake_engine(step_seconds=0.01, engine_restarts=3, model=PoisonedModel()) as fake:
         for _ in range(3):
@@ -184,7 +184,7 @@ async def test_poison_requests_that_were_found_do_not_use_up_the_restarts(autoju
         fake.assert_all_free()
 
 
-async def test_over_http_a_stream_goes_on_and_a_poisoned_one_says_so(autojump_clock):
+async def test_http_stream_resumes_after_a_fault_and_a_poison_request_gets_an_error(autojump_clock):
     bodies: dict[str, str] = {}
     for model in (None, PoisonedModel()):
         async with open_memory_server(step_seconds=0.01, engine_restarts=3, model=model) as server:
@@ -215,7 +215,7 @@ def text_of(line: str) -> str:
     return "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
 
 
-async def test_a_suspect_that_leaves_does_not_keep_the_others_waiting(autojump_clock):
+async def test_other_requests_begin_when_a_suspect_leaves(autojump_clock):
     readers = [Reader(), Reader()]
     async with (
         open_fake_engine(step_seconds=0.01, engine_restarts=1, paused=True, opening_seconds=1.0) as fake,
@@ -241,7 +241,7 @@ async def test_a_suspect_that_leaves_does_not_keep_the_others_waiting(autojump_c
     assert reasons == sorted([str(FinishReason.ABORT), str(FinishReason.LENGTH)])
 
 
-async def test_meanwhile_it_is_not_ready_and_who_waits_goes_on_waiting(autojump_clock):
+async def test_engine_that_reopens_is_not_ready_and_queued_requests_keep_waiting(autojump_clock):
     queued, late = Reader(), Reader()
     async with (
         open_memory_server(step_seconds=0.01, engine_restarts=1, opening_seconds=5.0, max_num_seqs=1) as server,
@@ -274,7 +274,7 @@ async def test_meanwhile_it_is_not_ready_and_who_waits_goes_on_waiting(autojump_
     assert first.end.finish_reason is queued.end.finish_reason is FinishReason.LENGTH
 
 
-async def test_deadlines_aborts_and_leaving_work_while_there_is_no_engine(autojump_clock):
+async def test_deadlines_aborts_and_leaving_work_while_the_engine_reopens(autojump_clock):
     late, aborted, stays = Reader(), Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=10.0) as fake:
         async with trio.open_nursery() as nursery:
@@ -301,7 +301,7 @@ async def test_deadlines_aborts_and_leaving_work_while_there_is_no_engine(autoju
         fake.assert_all_free()
 
 
-async def test_draining_refuses_who_has_not_begun_and_the_others_finish(autojump_clock):
+async def test_drain_while_reopening_refuses_queued_requests_and_begun_ones_finish(autojump_clock):
     first, queued = Reader(), Reader()
     async with (
         open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=5.0, max_num_seqs=1) as fake,
@@ -320,7 +320,7 @@ async def test_draining_refuses_who_has_not_begun_and_the_others_finish(autojump
     assert first.end.finish_reason is FinishReason.LENGTH
 
 
-async def test_closing_it_meanwhile_ends_every_reader_and_leaves_nothing(autojump_clock):
+async def test_closing_while_reopening_ends_every_reader_and_frees_everything(autojump_clock):
     threads, tasks = set(threading.enumerate()), trio.lowlevel.current_statistics().tasks_living
     reader = Reader()
     async with (
@@ -338,7 +338,7 @@ async def test_closing_it_meanwhile_ends_every_reader_and_leaves_nothing(autojum
     assert trio.lowlevel.current_statistics().tasks_living == tasks
 
 
-async def test_faults_in_a_row_end_it_with_the_reason(autojump_clock):
+async def test_repeated_faults_without_progress_end_the_engine_with_the_reason(autojump_clock):
     class Broken(FakeModel):
         def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
             raise InjectedFault("the memory is bad")
@@ -376,7 +376,7 @@ async def test_three_faults_of_the_machine_end_no_request(autojump_clock, pauses
     assert [reader.end.finish_reason for reader in readers] == [FinishReason.LENGTH] * 8
 
 
-async def test_requests_that_come_while_a_suspect_is_alone_wait_for_its_first_token(autojump_clock):
+async def test_new_requests_wait_for_the_first_token_of_a_suspect_that_runs_alone(autojump_clock):
     suspects, late = [Reader(), Reader()], Reader()
     async with (
         open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=1.0) as fake,
@@ -398,7 +398,7 @@ async def test_requests_that_come_while_a_suspect_is_alone_wait_for_its_first_to
     assert [reader.end.finish_reason for reader in (*suspects, late)] == [FinishReason.LENGTH] * 3
 
 
-async def test_a_newcomer_that_leaves_while_a_suspect_is_alone_leaves_nothing(autojump_clock):
+async def test_new_request_that_leaves_while_a_suspect_runs_alone_frees_everything(autojump_clock):
     suspect = Reader()
     async with (
         open_fake_engine(step_seconds=0.01, engine_restarts=1, opening_seconds=1.0) as fake,
@@ -420,7 +420,7 @@ async def test_a_newcomer_that_leaves_while_a_suspect_is_alone_leaves_nothing(au
     fake.assert_all_free()
 
 
-async def test_an_opening_that_fails_is_tried_again(autojump_clock):
+async def test_failed_reopening_is_retried(autojump_clock):
     reader = Reader()
     async with open_fake_engine(step_seconds=0.01, engine_restarts=5) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(reader.read, fake, "first")
@@ -434,7 +434,7 @@ async def test_an_opening_that_fails_is_tried_again(autojump_clock):
     assert reader.end.finish_reason is FinishReason.LENGTH
 
 
-async def test_an_opening_that_fails_for_good_ends_it(autojump_clock):
+async def test_engine_ends_after_repeated_failed_reopenings(autojump_clock):
     reader = Reader()
     message = "could not be reopened: InjectedFault: a test made the restart fail; 3 times"
     with pytest.raises(EngineFault, match=message):
@@ -447,7 +447,7 @@ async def test_an_opening_that_fails_for_good_ends_it(autojump_clock):
     assert isinstance(reader.error, EngineFault)
 
 
-async def test_nothing_keeps_the_engine_that_broke(autojump_clock, caplog):
+async def test_no_reference_to_the_broken_engine_remains(autojump_clock, caplog):
     caplog.set_level(logging.CRITICAL)  # what is captured has the frames of the step
     import gc
     import weakref
@@ -483,7 +483,7 @@ async def pooled(fault_at: float | None) -> AsyncIterator[list[object]]:
     yield got
 
 
-async def test_vectors_go_on_too(autojump_clock):
+async def test_pooled_requests_resume_after_a_fault(autojump_clock):
     async with pooled(None) as undisturbed, pooled(0.035) as disturbed:
         assert disturbed == undisturbed
 
@@ -494,13 +494,13 @@ def check_budget(restarts_max: int, faults: Sequence[tuple[float, bool]], expect
     return budget.ended_by
 
 
-def test_a_budget_is_of_a_period():
+def test_restart_budget_counts_restarts_of_the_last_period():
     assert check_budget(0, [(0, True)], [None]) == ""
     assert "2 times within 600 s" in check_budget(2, [(0, True), (1, True), (2, True)], [0.0, 0.0, None])
     later = PERIOD_SECONDS + 0.5
     assert check_budget(2, [(0, True), (1, True), (later, True)], [0.0, 0.0, 0.0]) == ""
 
 
-def test_openings_that_bring_nothing_wait_longer_each_time():
+def test_delay_before_reopening_grows_while_there_is_no_progress():
     faults = [(0.0, True), *[(float(index), False) for index in range(1, FAULTS_IN_A_ROW_MAX + 1)]]
     assert "3 times in a row" in check_budget(100, faults, [0.0, 1.0, 2.0, None])

@@ -90,7 +90,7 @@ engines = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields=sampling_params, first=engines, second=engines)
-async def test_behind_any_piece_another_engine_goes_on(
+async def test_another_engine_resumes_after_any_delta(
     fields: dict[str, Any], first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> None:
     if fields.get("structured") is not None:
@@ -118,7 +118,7 @@ async def test_behind_any_piece_another_engine_goes_on(
         fake.assert_all_free()
 
 
-async def test_behind_any_token_the_text_is_the_same() -> None:
+async def test_resumed_text_is_equal_after_any_token() -> None:
     sampling = SamplingParams(max_tokens=200, temperature=0.0, stop=("STOP", "Schl"))
     async with open_fake_engine(**SMALL, response=TEXT) as fake:
         async with fake.generate(PROMPT, sampling) as stream:
@@ -132,7 +132,7 @@ async def test_behind_any_token_the_text_is_the_same() -> None:
                 assert (read.texts, read.token_ids, read.ends) == (whole.texts, whole.token_ids, whole.ends)
 
 
-async def test_a_response_goes_on_after_a_fault_of_its_engine() -> None:
+async def test_response_resumes_after_a_fault_of_its_engine() -> None:
     sampling = SamplingParams(max_tokens=12, n=2, ignore_eos=True)
     read = Read()
     with pytest.raises(EngineFault):
@@ -158,7 +158,7 @@ async def test_a_response_goes_on_after_a_fault_of_its_engine() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "closed"])
-async def test_what_is_ended_by_another_hand_says_nothing_twice(end: str) -> None:
+async def test_resumable_request_ended_from_outside_repeats_no_text(end: str) -> None:
     sampling = SamplingParams(max_tokens=60, temperature=0.0, stop=("and SO",))
     read = Read()
     async with open_fake_engine(**SMALL, response="one and two", paused=True) as fake:
@@ -184,7 +184,7 @@ async def test_what_is_ended_by_another_hand_says_nothing_twice(end: str) -> Non
     assert read.texts == {0: "one and two"}
 
 
-async def test_where_all_has_been_said_nothing_is_computed() -> None:
+async def test_complete_known_response_needs_no_computation() -> None:
     sampling = SamplingParams(max_tokens=5, n=2)
     async with open_fake_engine(**SMALL, paused=True) as fake:
         resume = Resume(token_ids=((65, 66), (67,)), finished=(True, True), prompt_digest=digest_of(list(b"say it")))
@@ -198,7 +198,7 @@ async def test_where_all_has_been_said_nothing_is_computed() -> None:
         fake.assert_all_free()
 
 
-async def test_only_choices_that_go_on_take_a_place() -> None:
+async def test_only_unfinished_choices_use_a_slot() -> None:
     async with open_fake_engine(**SMALL, paused=True) as fake:
         resume = Resume(token_ids=((65,), (66,), ()), finished=(True, False, False))
         async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=5), resume=resume) as stream:
@@ -222,9 +222,7 @@ async def test_only_choices_that_go_on_take_a_place() -> None:
         (b"a" * 600, {}, "maximum context length"),
     ],
 )
-async def test_what_cannot_be_the_response_so_far_is_refused(
-    token_ids: Any, fields: dict[str, Any], message: str
-) -> None:
+async def test_invalid_known_output_is_refused(token_ids: Any, fields: dict[str, Any], message: str) -> None:
     known = tuple(token_ids.encode() if isinstance(token_ids, str) else token_ids)
     async with open_fake_engine(**SMALL) as fake:
         with pytest.raises(InvalidRequest, match=message) as refused:
@@ -236,7 +234,7 @@ async def test_what_cannot_be_the_response_so_far_is_refused(
         fake.assert_all_free()
 
 
-def test_the_tokens_of_all_choices_together_are_bounded() -> None:
+def test_known_tokens_of_all_choices_are_limited() -> None:
     def check(token_count: int, context_tokens_max: int) -> None:
         half = (7,) * (token_count // 2)
         resume = Resume(token_ids=(half, half), finished=(True, True))
@@ -249,7 +247,7 @@ def test_the_tokens_of_all_choices_together_are_bounded() -> None:
     assert refused.value.param == "resume.token_ids"
 
 
-async def test_another_prompt_is_refused() -> None:
+async def test_resume_with_another_prompt_is_refused() -> None:
     async with open_fake_engine(**SMALL) as fake:
         resume = Resume(token_ids=((65,),), finished=(False,), prompt_digest=digest_of([1, 2]))
         with pytest.raises(ResumeMismatch) as refused:
@@ -275,13 +273,13 @@ async def test_another_prompt_is_refused() -> None:
         ({"end_thinking": 1}, "resume.end_thinking"),
     ],
 )
-def test_values_of_other_types_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_resume_fields_of_wrong_types_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Resume(**{"token_ids": ((1,),), "finished": (False,), **fields})
     assert refused.value.param == param
 
 
-async def test_generate_takes_nothing_else_for_it() -> None:
+async def test_generate_accepts_only_a_resume_object() -> None:
     async with open_fake_engine(**SMALL) as fake:
         with pytest.raises(InvalidRequest, match="resume is"):
             fake.generate(PROMPT, resume={"token_ids": []})
@@ -297,7 +295,7 @@ def joined(parts: list[Any]) -> list[Any]:
     return whole
 
 
-async def test_a_thought_that_was_ended_by_hand_does_not_go_on_elsewhere() -> None:
+async def test_ended_reasoning_stays_ended_after_a_resume() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>"))
     response = "abcdefghijklmnopqrstuvwxyz"
     async with open_fake_engine(**SMALL, response=response, paused=True) as fake:
@@ -315,7 +313,7 @@ async def test_a_thought_that_was_ended_by_hand_does_not_go_on_elsewhere() -> No
         fake.assert_all_free()
 
 
-async def test_parts_go_on_behind_those_that_were_given() -> None:
+async def test_parts_of_a_resumed_response_follow_the_earlier_parts() -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     response = 'Well.\n<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
     sampling = SamplingParams(max_tokens=200, temperature=0.0)
@@ -331,7 +329,7 @@ async def test_parts_go_on_behind_those_that_were_given() -> None:
             assert joined(before + rest) == joined(whole)
 
 
-async def test_long_known_output_does_not_hold_up_the_event_loop(autojump_clock: trio.testing.MockClock) -> None:
+async def test_long_known_output_does_not_block_the_event_loop(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(
         block_count=4096, max_model_len=8192, max_num_batched_tokens=4096, max_num_seqs=2
     ) as fake:

@@ -103,7 +103,7 @@ async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) 
     "more",
     [{}, {"overlap_steps": True}, {"speculative_ngram": 3}, {"speculative_tokens": 3}, {"cpu_kernels": "torch"}],
 )
-async def test_random_weights_write_valid_json(random_model: Path, more: dict[str, Any]) -> None:
+async def test_model_with_random_weights_writes_valid_json(random_model: Path, more: dict[str, Any]) -> None:
     """Texts end because what ends them is made more probable. Drafts come from what was written before, or from the
     model itself."""
     if "speculative_tokens" in more:

@@ -54,7 +54,7 @@ async def test_an_opening_is_left_once(autojump_clock, name):
     await check_left_once(scope)
 
 
-def test_the_openings_of_real_engines_are_the_same_kind():
+def test_real_engines_are_opened_by_the_same_kind_of_scope():
     for opening in (
         trioserve.open_engine,
         trioserve.open_image_engine,

@@ -19,10 +19,10 @@ from trioserve.engine.settings import EngineSettings
         {"grace_seconds_max": 86_401},
     ],
 )
-def test_a_setting_out_of_range_is_named(setting):
+def test_setting_out_of_range_is_named(setting):
     with pytest.raises(StartupError, match=next(iter(setting))):
         EngineSettings(**setting)
 
 
-def test_nothing_waits_and_nothing_is_awaited_at_zero():
+def test_zero_is_allowed_for_queue_limits_and_times():
     EngineSettings(waiting_requests_max=0, drain_seconds_max=0, grace_seconds_max=0)

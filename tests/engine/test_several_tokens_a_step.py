@@ -24,7 +24,7 @@ async def read(fake: FakeEngine, **sampling: object) -> tuple[list, object]:
         return [delta async for delta in stream], stream
 
 
-async def test_right_draft_tokens_come_as_one_delta_and_count_as_the_tokens_they_are(autojump_clock):
+async def test_accepted_draft_tokens_are_one_delta_and_are_counted_each(autojump_clock):
     async with open_fake_engine(response=TEXT, speculative_ngram=8, step_seconds=0.1) as fake:
         deltas, stream = await read(fake)
         assert "".join(delta.text for delta in deltas) == TEXT
@@ -46,7 +46,7 @@ async def test_right_draft_tokens_come_as_one_delta_and_count_as_the_tokens_they
 
 @pytest.mark.parametrize("drafts", SOURCES, ids=str)
 @pytest.mark.parametrize("stop", ["two th", "four. one", "e fou", " ", "three four. one two three four. one two"])
-async def test_a_stop_string_ends_the_response_in_the_middle_of_right_draft_tokens(stop, drafts, autojump_clock):
+async def test_stop_string_ends_the_response_within_accepted_draft_tokens(stop, drafts, autojump_clock):
     async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, **drafts) as fake:
         expected, expected_stream = await read(plain, stop=(stop,))
         deltas, stream = await read(fake, stop=(stop,))
@@ -61,7 +61,7 @@ async def test_a_stop_string_ends_the_response_in_the_middle_of_right_draft_toke
 
 
 @pytest.mark.parametrize("drafts", SOURCES, ids=str)
-async def test_each_token_of_right_draft_tokens_has_its_logprobs(drafts, autojump_clock):
+async def test_each_accepted_draft_token_has_logprobs(drafts, autojump_clock):
     async with open_fake_engine(response=TEXT) as plain, open_fake_engine(response=TEXT, **drafts) as fake:
         expected, _ = await read(plain, logprobs=2)
         deltas, _ = await read(fake, logprobs=2)
@@ -71,7 +71,7 @@ async def test_each_token_of_right_draft_tokens_has_its_logprobs(drafts, autojum
 
 
 @pytest.mark.parametrize("drafts", SOURCES, ids=str)
-async def test_a_client_that_leaves_during_a_step_with_drafts_gives_everything_back(drafts):
+async def test_client_that_leaves_during_a_step_with_drafts_frees_everything(drafts):
     async with open_fake_engine(response=TEXT, block_count=128, block_size=1, paused=True, **drafts) as fake:
         leaving = trio.CancelScope()
 

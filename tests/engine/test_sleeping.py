@@ -28,7 +28,7 @@ def sleep_states(fake: FakeEngine) -> list[float]:
 
 @LEVELS
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_what_is_kept_goes_on_as_if_nothing_had_happened(autojump_clock, level, options):
+async def test_kept_requests_continue_with_equal_output(autojump_clock, level, options):
     expected = await undisturbed("one", **options)
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, opening_seconds=3.0, **options) as fake:
@@ -60,7 +60,7 @@ async def test_what_is_kept_goes_on_as_if_nothing_had_happened(autojump_clock, l
 
 
 @LEVELS
-async def test_an_abort_gives_what_there_is_and_the_prefix_cache_is_empty_afterwards(autojump_clock, level):
+async def test_sleep_with_abort_ends_requests_with_partial_results_and_empties_the_cache(autojump_clock, level):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -79,7 +79,7 @@ async def test_an_abort_gives_what_there_is_and_the_prefix_cache_is_empty_afterw
 
 
 @LEVELS
-async def test_sleeping_and_waking_up_several_times_and_twice_at_a_time(autojump_clock, level):
+async def test_engine_can_sleep_repeatedly_and_concurrently(autojump_clock, level):
     async with open_fake_engine(opening_seconds=1.0) as fake:
         for _ in range(3):
             async with trio.open_nursery() as nursery:
@@ -103,7 +103,7 @@ async def test_sleeping_and_waking_up_several_times_and_twice_at_a_time(autojump
 
 
 @LEVELS
-async def test_one_that_was_paused_is_paused_when_it_wakes_up(autojump_clock, level):
+async def test_engine_paused_before_sleep_is_paused_after_it(autojump_clock, level):
     async with open_fake_engine() as fake:
         await fake.pause_generation("keep")
         await fake.sleep(level)
@@ -123,7 +123,7 @@ async def test_one_that_was_paused_is_paused_when_it_wakes_up(autojump_clock, le
 
 
 @LEVELS
-async def test_deadlines_and_leavers_count_while_it_sleeps(autojump_clock, level):
+async def test_deadlines_and_leaving_work_while_the_engine_sleeps(autojump_clock, level):
     kept, waits = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -142,7 +142,7 @@ async def test_deadlines_and_leavers_count_while_it_sleeps(autojump_clock, level
 
 
 @LEVELS
-async def test_leaving_an_engine_that_sleeps_ends_everybody(autojump_clock, level):
+async def test_closing_a_sleeping_engine_ends_every_request(autojump_clock, level):
     kept, waits = Reader(), Reader()
     async with trio.open_nursery() as nursery, open_fake_engine(step_seconds=0.01) as fake:
         nursery.start_soon(kept.read, fake, "kept")
@@ -155,7 +155,7 @@ async def test_leaving_an_engine_that_sleeps_ends_everybody(autojump_clock, leve
 
 
 @LEVELS
-async def test_an_engine_that_sleeps_can_be_drained(autojump_clock, level):
+async def test_sleeping_engine_can_be_drained(autojump_clock, level):
     kept, waits = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(kept.read, fake, "kept")
@@ -172,7 +172,7 @@ async def test_an_engine_that_sleeps_can_be_drained(autojump_clock, level):
 
 
 @LEVELS
-async def test_who_leaves_before_it_sleeps_takes_the_pause_back(autojump_clock, level):
+async def test_cancelled_sleep_undoes_its_pause(autojump_clock, level):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, fake, "one")
@@ -184,7 +184,7 @@ async def test_who_leaves_before_it_sleeps_takes_the_pause_back(autojump_clock, 
     assert one.end[0] is FinishReason.LENGTH
 
 
-async def test_an_opening_that_fails_is_tried_again(autojump_clock):
+async def test_failed_reopening_is_retried(autojump_clock):
     async with open_fake_engine(engine_restarts=3, opening_seconds=1.0) as fake:
         await fake.sleep(2)
         fake.break_openings(1)
@@ -194,7 +194,7 @@ async def test_an_opening_that_fails_is_tried_again(autojump_clock):
 
 
 @LEVELS
-async def test_an_engine_with_a_connector_gets_another_one(autojump_clock, level):
+async def test_engine_gets_a_new_connector_after_sleep(autojump_clock, level):
     async with open_fake_engine(connector=ScriptedConnector) as fake:
         connector = fake.connector
         await fake.sleep(level)
@@ -206,14 +206,14 @@ async def test_an_engine_with_a_connector_gets_another_one(autojump_clock, level
         fake.assert_all_free()
 
 
-async def test_a_level_that_does_not_exist_is_refused(autojump_clock):
+async def test_unknown_sleep_level_is_refused(autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(InvalidRequest, match="level is 3"):
             await fake.sleep(3)
         assert fake.ready
 
 
-async def test_the_paths_of_vllm(autojump_clock):
+async def test_sleep_endpoints_of_vllm(autojump_clock):
     async with open_memory_server(step_seconds=0.01) as server:
         client = server.client()
 
@@ -236,7 +236,7 @@ async def test_the_paths_of_vllm(autojump_clock):
         assert await ask("/is_sleeping", "GET") == awake
 
 
-async def test_they_are_the_admins(autojump_clock):
+async def test_endpoints_need_the_admin_key(autojump_clock):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for path, method in (("/sleep", "POST"), ("/is_sleeping", "GET"), ("/wake_up", "POST")):
             for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):

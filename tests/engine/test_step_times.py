@@ -19,7 +19,7 @@ async def answer(fake, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("overlap_steps", [False, True])
-async def test_each_step_has_its_plan_and_its_times(overlap_steps, autojump_clock):
+async def test_each_step_records_its_plan_and_its_times(overlap_steps, autojump_clock):
     async with open_fake_engine(step_seconds=2, overlap_steps=overlap_steps) as fake:
         await answer(fake, 3)
         steps = fake.step_times.latest()
@@ -37,7 +37,7 @@ async def test_each_step_has_its_plan_and_its_times(overlap_steps, autojump_cloc
         assert not any(step.is_dropped for step in steps)
 
 
-async def test_a_step_that_nobody_waits_for_is_told_from_the_others(autojump_clock):
+async def test_dropped_step_is_marked(autojump_clock):
     async with open_fake_engine(step_seconds=2) as fake:
         async with fake.generate("p", SamplingParams(max_tokens=5)):
             await trio.sleep(3)
@@ -45,7 +45,7 @@ async def test_a_step_that_nobody_waits_for_is_told_from_the_others(autojump_clo
         assert [step.is_dropped for step in fake.step_times.latest()] == [False, True]
 
 
-async def test_the_last_thousand_are_kept_and_all_are_counted(autojump_clock):
+async def test_last_thousand_steps_are_kept_and_all_are_counted(autojump_clock):
     async with open_fake_engine(step_seconds=1, block_count=300, max_model_len=STEPS_MAX + 50) as fake:
         await answer(fake, STEPS_MAX + 7)
         steps = fake.step_times.latest()
@@ -54,7 +54,7 @@ async def test_the_last_thousand_are_kept_and_all_are_counted(autojump_clock):
         assert fake.step_times.count == STEPS_MAX + 7
 
 
-async def test_they_go_on_when_the_engine_is_opened_anew(autojump_clock):
+async def test_step_times_continue_after_a_reopening(autojump_clock):
     async with open_fake_engine(step_seconds=1, engine_restarts=1) as fake:
         await answer(fake, 2)
         fake.break_next_step(RuntimeError("broken"))
@@ -62,5 +62,5 @@ async def test_they_go_on_when_the_engine_is_opened_anew(autojump_clock):
         assert fake.step_times.count == 4
 
 
-def test_nothing_was_computed_yet():
+def test_step_times_are_empty_before_the_first_step():
     assert list(StepTimes().latest()) == []

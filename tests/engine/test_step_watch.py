@@ -49,19 +49,19 @@ def check(steps: list[float], expect: float, *, seconds_max: float | None = None
     assert watch.seconds_max == pytest.approx(expect)
 
 
-def test_a_step_may_take_ten_times_the_longest_one_so_far_and_a_minute_at_least():
+def test_step_limit_is_ten_times_the_longest_step_and_at_least_a_minute():
     check([], 60)
     check([0.01, 3.0, 0.01], 60)
     check([0.01, 30.0, 0.01], 300)
     check([30.0, 7.0], 300)
 
 
-def test_a_step_that_took_too_long_counts_only_as_long_as_it_might():
+def test_overdue_step_counts_only_up_to_the_limit():
     check([3600.0], 600)
     check([3600.0, 3600.0], 6000)
 
 
-def test_a_timeout_that_is_given_is_kept_whatever_steps_take():
+def test_configured_step_timeout_does_not_adapt():
     check([30.0, 300.0], 5, seconds_max=5)
 
 
@@ -74,7 +74,7 @@ def test_a_timeout_out_of_range_is_refused():
         EngineSettings(step_seconds_max=-1)
 
 
-def test_a_step_planned_ahead_is_as_old_as_the_end_of_the_one_before_it():
+def test_age_of_a_step_planned_ahead_begins_at_the_end_of_the_previous_step():
     watch = StepWatch()
     watch.begin(0.0)
     watch.begin(1.0)
@@ -85,7 +85,7 @@ def test_a_step_planned_ahead_is_as_old_as_the_end_of_the_one_before_it():
     assert watch.age_seconds(9.0) == 0
 
 
-async def test_honest_long_steps_of_a_slow_machine_do_not_turn_readiness(autojump_clock):
+async def test_long_steps_of_a_slow_machine_do_not_make_it_unready(autojump_clock):
     async with open_fake_engine(step_seconds=50.0) as fake, fake.generate("prompt", LONG) as stream:
         await anext(stream)
         fake.step_seconds = 400.0
@@ -99,7 +99,7 @@ async def test_honest_long_steps_of_a_slow_machine_do_not_turn_readiness(autojum
 # --- readiness ---
 
 
-async def test_ready_turns_while_a_step_is_too_old_and_back_when_it_ends(autojump_clock, caplog):
+async def test_engine_is_unready_while_a_step_is_overdue(autojump_clock, caplog):
     async with open_memory_server(paused=True) as server:
         fake = server.engine
         async with fake.generate("prompt", LONG):
@@ -127,7 +127,7 @@ async def test_ready_turns_while_a_step_is_too_old_and_back_when_it_ends(autojum
     ]
 
 
-async def test_health_turns_only_when_nobody_should_wait_any_more(autojump_clock):
+async def test_health_fails_only_when_a_step_hangs(autojump_clock):
     async with open_memory_server(step_timeout=10, paused=True) as server, server.engine.generate("prompt", LONG):
         async with server.engine.held_step():
             await trio.sleep(49)
@@ -137,7 +137,7 @@ async def test_health_turns_only_when_nobody_should_wait_any_more(autojump_clock
         assert await asked(server, "/health") == (200, None)
 
 
-async def test_without_a_limit_nothing_turns(autojump_clock):
+async def test_without_step_limit_the_engine_stays_ready(autojump_clock):
     async with open_memory_server(step_timeout=0, paused=True) as server:
         fake = server.engine
         async with fake.generate("prompt", LONG), fake.held_step():
@@ -147,7 +147,7 @@ async def test_without_a_limit_nothing_turns(autojump_clock):
             assert value(fake, "step_age_seconds_max") == math.inf
 
 
-async def test_an_overlapped_step_that_hangs_turns_readiness(autojump_clock):
+async def test_hanging_overlapped_step_makes_the_engine_unready(autojump_clock):
     overlapping = open_fake_engine(overlap_steps=True, step_seconds=0.01)
     async with overlapping as fake, fake.generate("prompt", LONG) as stream:
         await anext(stream)
@@ -161,7 +161,7 @@ async def test_an_overlapped_step_that_hangs_turns_readiness(autojump_clock):
 # --- requests ---
 
 
-async def test_new_requests_are_refused_while_a_step_is_too_old(autojump_clock):
+async def test_new_requests_are_refused_while_a_step_is_overdue(autojump_clock):
     async with open_memory_server(paused=True) as server:
         fake = server.engine
         async with fake.generate("prompt", LONG), fake.held_step():
@@ -183,7 +183,7 @@ async def test_new_requests_are_refused_while_a_step_is_too_old(autojump_clock):
         await server.assert_all_free()
 
 
-async def test_who_came_before_the_step_was_too_old_keeps_its_place(autojump_clock):
+async def test_request_queued_before_the_step_was_overdue_keeps_its_place(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, paused=True) as fake, trio.open_nursery() as nursery:
         reasons = []
 
@@ -201,7 +201,7 @@ async def test_who_came_before_the_step_was_too_old_keeps_its_place(autojump_clo
     assert reasons == [FinishReason.LENGTH] * 3
 
 
-async def test_an_abort_in_a_step_that_hangs_is_told_at_once_and_frees_when_the_step_ends(autojump_clock):
+async def test_abort_in_a_hanging_step_is_reported_at_once_and_frees_blocks_at_its_end(autojump_clock):
     async with open_fake_engine(paused=True) as fake, fake.generate("prompt", LONG, request_id="a") as stream:
         async with fake.held_step():
             await trio.sleep(100)
@@ -216,7 +216,7 @@ async def test_an_abort_in_a_step_that_hangs_is_told_at_once_and_frees_when_the_
     fake.assert_all_free()
 
 
-async def test_a_deadline_rings_while_a_step_hangs(autojump_clock):
+async def test_deadline_passes_while_a_step_hangs(autojump_clock):
     async with open_fake_engine(paused=True) as fake:
         entered_at = trio.current_time()
         async with fake.generate("prompt", LONG, deadlines=Deadlines(timeout=70)) as stream, fake.held_step():
@@ -228,7 +228,7 @@ async def test_a_deadline_rings_while_a_step_hangs(autojump_clock):
 # --- metrics ---
 
 
-async def test_the_age_of_a_step_and_the_time_without_progress_are_shown(autojump_clock):
+async def test_step_age_and_time_without_progress_are_metrics(autojump_clock):
     async with open_fake_engine(paused=True, response="some words") as fake:
         assert [value(fake, name) for name in ("step_age_seconds", "no_progress_seconds")] == [0, 0]
         await trio.sleep(5)
@@ -250,7 +250,7 @@ async def test_the_age_of_a_step_and_the_time_without_progress_are_shown(autojum
         assert value(fake, "no_progress_seconds") == 0
 
 
-async def test_to_wait_for_a_connector_is_no_progress(autojump_clock):
+async def test_waiting_for_a_connector_counts_as_no_progress(autojump_clock):
     with_connector = open_fake_engine(connector=ScriptedConnector)
     async with with_connector as fake, fake.generate("a prompt of some blocks", LONG, kv_transfer=LOAD) as stream:
         await trio.sleep(7)
@@ -261,7 +261,7 @@ async def test_to_wait_for_a_connector_is_no_progress(autojump_clock):
         assert value(fake, "no_progress_seconds") == 0
 
 
-async def test_a_pool_that_is_held_is_no_progress(autojump_clock):
+async def test_fully_held_block_pool_counts_as_no_progress(autojump_clock):
     hold = KVTransferParams(do_remote_decode=True)
     one = SamplingParams(max_tokens=1)
     async with (
@@ -277,7 +277,7 @@ async def test_a_pool_that_is_held_is_no_progress(autojump_clock):
             assert value(fake, "no_progress_seconds") == 0
 
 
-async def test_who_gets_a_lease_while_a_step_is_too_old_goes_on_as_well(autojump_clock):
+async def test_request_that_gets_its_lease_while_a_step_is_overdue_continues(autojump_clock):
     """It was taken before: only whoever comes now is refused."""
     reasons = []
     two = SamplingParams(max_tokens=2)

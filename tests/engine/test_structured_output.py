@@ -42,7 +42,7 @@ async def said(engine, structured=None, *, prompt="say", **sampling):
     return texts[0] if len(texts) == 1 else texts, reasons[0]
 
 
-async def test_a_schema_gives_json_that_it_accepts():
+async def test_response_satisfies_its_schema():
     async with open_fake_engine() as engine:
         text, reason = await said(engine, StructuredOutput.json(PERSON))
     person = json.loads(text)
@@ -52,7 +52,7 @@ async def test_a_schema_gives_json_that_it_accepts():
     assert reason is FinishReason.STOP
 
 
-async def test_what_the_form_forces_is_not_sampled():
+async def test_tokens_forced_by_the_grammar_are_not_sampled():
     async with open_fake_engine() as engine:
         text, _ = await said(engine, StructuredOutput.json(PERSON))
         stats = engine.stats()
@@ -72,7 +72,7 @@ async def test_what_the_form_forces_is_not_sampled():
         (StructuredOutput.json(True), None),
     ],
 )
-async def test_every_kind_of_form_is_kept_to(form, pattern):
+async def test_response_matches_every_kind_of_grammar(form, pattern):
     async with open_fake_engine() as engine:
         text, reason = await said(engine, form)
     if pattern is not None:
@@ -80,13 +80,13 @@ async def test_every_kind_of_form_is_kept_to(form, pattern):
         assert reason is FinishReason.STOP
 
 
-async def test_any_object_is_an_object_as_far_as_it_comes():
+async def test_json_object_mode_gives_the_beginning_of_an_object():
     async with open_fake_engine() as engine:
         text, _ = await said(engine, StructuredOutput.json_object())
     assert text.startswith("{")
 
 
-async def test_choices_have_a_guide_each_and_all_keep_to_it():
+async def test_each_choice_has_its_own_grammar_state():
     async with open_fake_engine() as engine:
         texts, _ = await said(engine, StructuredOutput.json(PERSON), n=3, temperature=1.0, seed=3)
     for text in texts.values():
@@ -95,7 +95,7 @@ async def test_choices_have_a_guide_each_and_all_keep_to_it():
 
 
 @pytest.mark.parametrize("more", [{"logprobs": 1}, {"stop": ("name",)}, {"min_tokens": 9}, {"repetition_penalty": 1.2}])
-async def test_with_logprobs_stop_strings_and_penalties(more):
+async def test_grammar_works_with_logprobs_stop_strings_and_penalties(more):
     async with open_fake_engine() as engine:
         text, reason = await said(engine, StructuredOutput.json(PERSON), **more)
     if "stop" in more:
@@ -105,7 +105,7 @@ async def test_with_logprobs_stop_strings_and_penalties(more):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 5, 12])
-async def test_max_tokens_end_it_in_the_middle(max_tokens):
+async def test_max_tokens_can_end_structured_output_early(max_tokens):
     async with open_fake_engine() as engine:
         whole, _ = await said(engine, StructuredOutput.json(PERSON))
         text, reason = await said(engine, StructuredOutput.json(PERSON), max_tokens=max_tokens)
@@ -121,7 +121,7 @@ async def test_max_tokens_end_it_in_the_middle(max_tokens):
         {"block_count": 20, "max_model_len": 80},
     ],
 )
-async def test_it_is_the_same_text_with_drafts_overlap_and_preemption(settings):
+async def test_structured_output_is_equal_with_drafts_overlap_and_preemption(settings):
     structured = StructuredOutput.json(
         {"type": "array", "items": {"enum": ["ab", "abc"]}, "minItems": 5, "maxItems": 5}
     )
@@ -183,7 +183,7 @@ async def test_an_object_has_each_key_once_with_drafts_overlap_and_preemption(se
     assert texts == [expected] * 3
 
 
-async def test_a_resumed_object_has_none_of_the_keys_that_it_had():
+async def test_resumed_object_repeats_no_key():
     structured = StructuredOutput.json(FREE_KEYS)
     params = SamplingParams(structured=structured, temperature=0.0, max_tokens=60, seed=0)
     async with open_fake_engine() as engine:
@@ -197,7 +197,7 @@ async def test_a_resumed_object_has_none_of_the_keys_that_it_had():
         engine.assert_all_free()
 
 
-async def test_ignore_eos_ends_with_the_form_all_the_same():
+async def test_response_with_ignore_eos_ends_with_its_grammar():
     async with open_fake_engine() as engine:
         text, reason = await said(engine, StructuredOutput.choice(["yes"]), ignore_eos=True)
     assert (text, reason) == ("yes", FinishReason.STOP)
@@ -215,7 +215,7 @@ async def test_ignore_eos_ends_with_the_form_all_the_same():
         (StructuredOutput.structural_tag({"format": {"type": "odd"}}), "there are const_string"),
     ],
 )
-async def test_what_cannot_be_compiled_is_refused_and_holds_nothing(form, words):
+async def test_invalid_grammar_is_refused_and_holds_nothing(form, words):
     async with open_fake_engine() as engine:
         with pytest.raises(InvalidRequest, match=re.escape(words)) as raised:
             await said(engine, form)
@@ -223,7 +223,7 @@ async def test_what_cannot_be_compiled_is_refused_and_holds_nothing(form, words)
         engine.assert_all_free()
 
 
-async def test_a_form_is_compiled_once_and_then_found():
+async def test_grammar_is_compiled_once_and_cached():
     compiler = None
     async with open_fake_engine() as engine:
         compiler = engine._guides._factory.compiler
@@ -262,7 +262,7 @@ class CompilesNothing(InlineTexts):
         await trio.sleep_forever()
 
 
-async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_at_once_and_nothing_behind(held_compiles):
+async def test_client_that_leaves_during_compilation_frees_everything_at_once(held_compiles):
     begun, let = held_compiles
     sampling = SamplingParams(structured=StructuredOutput.regex("left[0-9]"))
     async with (
@@ -288,7 +288,7 @@ async def test_a_client_that_leaves_while_its_form_is_compiled_leaves_at_once_an
     assert engine.core.stats().blocks_used == 0
 
 
-async def test_an_abort_by_id_and_a_deadline_end_the_wait_for_a_compile(autojump_clock):
+async def test_abort_and_deadline_end_the_wait_for_compilation(autojump_clock):
     sampling = SamplingParams(structured=StructuredOutput.regex("aborted[0-9]"))
     async with open_fake_engine(new_text_threads=CompilesNothing) as engine:
         reasons = []
@@ -307,7 +307,7 @@ async def test_an_abort_by_id_and_a_deadline_end_the_wait_for_a_compile(autojump
         engine.assert_all_free()
 
 
-async def test_requests_without_a_form_do_not_wait_for_compiles(held_compiles):
+async def test_requests_without_a_grammar_do_not_wait_for_compilation(held_compiles):
     begun, let = held_compiles
     async with open_fake_engine(new_text_threads=TextThreads) as engine, trio.open_nursery() as nursery:
         nursery.start_soon(said, engine, StructuredOutput.regex("slow[0-9]"))
@@ -318,14 +318,14 @@ async def test_requests_without_a_form_do_not_wait_for_compiles(held_compiles):
         let.set()
 
 
-async def test_only_allowed_tokens_come():
+async def test_only_allowed_tokens_are_sampled():
     async with open_fake_engine() as engine:
         text, reason = await said(engine, allowed_token_ids=(97, 98, 99), max_tokens=20)
     assert set(text) <= set("abc")
     assert (len(text), reason) == (20, FinishReason.LENGTH)
 
 
-async def test_allowed_tokens_that_the_form_excludes_are_refused_and_hold_nothing():
+async def test_allowed_tokens_that_the_grammar_excludes_are_refused():
     async with open_fake_engine() as engine:
         params = SamplingParams(structured=StructuredOutput.json(PERSON), allowed_token_ids=tuple(b"0123456789"))
         with pytest.raises(InvalidRequest, match="it requires"):
@@ -336,7 +336,7 @@ async def test_allowed_tokens_that_the_form_excludes_are_refused_and_hold_nothin
 
 
 @pytest.mark.parametrize("settings", [{}, {"speculative_ngram": 4}, {"overlap_steps": True}])
-async def test_a_dead_end_of_form_and_bad_words_ends_its_request_alone(settings):
+async def test_dead_end_of_grammar_and_bad_words_ends_only_its_request(settings):
     async with open_fake_engine(**settings) as engine:
         dead = SamplingParams(structured=StructuredOutput.regex("a{40}b"), bad_words=("b",), logprobs=0)
         free = SamplingParams(temperature=0.0, max_tokens=60)
@@ -358,13 +358,13 @@ async def test_bad_words_are_not_written():
     assert "c" not in text
 
 
-async def test_a_form_begins_where_the_free_part_ends():
+async def test_grammar_begins_after_the_free_part():
     async with open_fake_engine(response="well</t>and so on and on") as engine:
         text, _ = await said(engine, StructuredOutput.choice(["yes", "no"], free_until="</t>"))
     assert text in ("well</t>yes", "well</t>no")
 
 
-async def test_a_thinking_budget_forces_the_end_of_the_thought():
+async def test_thinking_budget_forces_the_end_of_reasoning():
     async with open_fake_engine() as engine:
         text, _ = await said(
             engine,
@@ -377,7 +377,7 @@ async def test_a_thinking_budget_forces_the_end_of_the_thought():
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 0}])
 @pytest.mark.parametrize("tokens_max", [0, 1, 5])
-async def test_the_forced_end_of_a_thought_opens_the_form(tokens_max, more):
+async def test_forced_end_of_reasoning_starts_the_grammar(tokens_max, more):
     async with open_fake_engine() as engine:
         text, reason = await said(
             engine,
@@ -391,25 +391,25 @@ async def test_the_forced_end_of_a_thought_opens_the_form(tokens_max, more):
     assert len(head.encode()) >= tokens_max
 
 
-async def test_a_thought_that_ends_by_itself_is_not_ended_again():
+async def test_reasoning_that_ends_itself_is_not_ended_again():
     async with open_fake_engine(response="a</t>bcdefghij") as engine:
         text, _ = await said(engine, thinking=Thinking(end="</t>", tokens_max=6))
     assert text == "a</t>bcdefghij"
 
 
-async def test_a_response_without_a_thought_has_no_budget():
+async def test_response_without_reasoning_has_no_budget():
     async with open_fake_engine(response="abcdefghij") as engine:
         text, _ = await said(engine, thinking=Thinking(begin="<t>", end="</t>", tokens_max=2))
     assert text == "abcdefghij"
 
 
-async def test_a_budget_counts_from_the_beginning_of_the_thought():
+async def test_budget_counts_from_the_beginning_of_reasoning():
     async with open_fake_engine(response=" <t>abcdefghij") as engine:
         text, _ = await said(engine, thinking=Thinking(begin="<t>", end="</t>", tokens_max=2))
     assert text.startswith(" <t>ab</t>")
 
 
-async def test_stop_tokens_of_the_request_may_come_where_the_form_may_end():
+async def test_stop_tokens_are_allowed_where_the_grammar_may_end():
     async with open_fake_engine(next_token=lambda tokens: 122 if len(tokens) > 6 else 97) as engine:
         text, reason = await said(engine, StructuredOutput.regex("a+"), stop_token_ids=(122,))
     assert (set(text), reason) == ({"a"}, FinishReason.STOP)
@@ -433,14 +433,14 @@ YES_BEHIND_THOUGHT = {
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"logprobs": 0}])
-async def test_a_form_stands_behind_a_thought_or_there_is_none(prompt, says, expected, more):
+async def test_grammar_follows_reasoning_or_begins_without_it(prompt, says, expected, more):
     async with open_fake_engine(response=says) as engine:
         text, reason = await said(engine, prompt=prompt, **YES_BEHIND_THOUGHT, **more)
     assert re.fullmatch(expected, text), text
     assert reason is FinishReason.STOP
 
 
-async def test_a_thought_that_is_told_to_end_ends_with_the_next_token():
+async def test_end_thoughts_ends_reasoning_with_the_next_token():
     async with open_fake_engine(response="abcdefghijklmnopqrstuvwxyz", paused=True) as engine:
         text = ""
         sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>"))
@@ -459,7 +459,7 @@ async def test_a_thought_that_is_told_to_end_ends_with_the_next_token():
         engine.assert_all_free()
 
 
-async def test_it_may_be_told_so_while_a_step_runs_and_another_is_planned_ahead():
+async def test_end_thoughts_works_with_steps_in_flight():
     async with open_fake_engine(response="abcdefghijklmnopqrstuvwxyz", overlap_steps=True, step_seconds=0.01) as engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=20, thinking=Thinking(end="</t>"))
         text = ""
@@ -475,7 +475,7 @@ async def test_it_may_be_told_so_while_a_step_runs_and_another_is_planned_ahead(
         engine.assert_all_free()
 
 
-async def test_a_thought_of_a_request_in_the_queue_is_over_as_soon_as_it_begins():
+async def test_end_thoughts_of_a_queued_request_ends_reasoning_as_soon_as_it_begins():
     async with open_fake_engine(response="<t>abcdefgh", max_num_seqs=1, paused=True) as engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(begin="<t>", end="</t>"))
         texts = []
@@ -496,13 +496,13 @@ async def test_a_thought_of_a_request_in_the_queue_is_over_as_soon_as_it_begins(
         engine.assert_all_free()
 
 
-async def test_without_a_thought_there_is_none_to_end():
+async def test_end_thoughts_reports_a_request_without_reasoning():
     params = SamplingParams(max_tokens=3)
     async with open_fake_engine(paused=True) as engine, engine.generate("say", params, request_id="mine"):
         assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.NO_THOUGHT}
 
 
-async def test_thoughts_alone_do_not_keep_steps_from_overlapping():
+async def test_reasoning_alone_does_not_prevent_overlapping_steps():
     async with open_fake_engine(response="abcdefghijklmnop", overlap_steps=True) as engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>", tokens_max=8))
         async with engine.generate("say", sampling) as stream:

@@ -65,14 +65,14 @@ def calls_in(parts: list[Any]) -> list[tuple[str, str]]:
     [("required", {"paint", "wash"}), (NAMED, {"wash"}), (ALLOWED, {"wash"})],
     ids=["required", "named", "allowed"],
 )
-async def test_a_forced_call_is_a_call_whatever_the_model_is(engine: FakeEngine, choice: Any, names: set[str]) -> None:
+async def test_forced_tool_call_does_not_depend_on_the_model(engine: FakeEngine, choice: Any, names: set[str]) -> None:
     for seed in range(2):
         name, arguments = calls_in(await parts_of(engine, chat(PAINT, WASH), seed, tool_choice=choice))[0]
         assert name in names
         assert json.loads(arguments) == {"colour": {"paint": "red", "wash": "blue"}[name]}
 
 
-async def test_with_none_the_model_does_not_see_the_tools(engine: FakeEngine) -> None:
+async def test_tool_choice_none_hides_the_tools_from_the_model(engine: FakeEngine) -> None:
     async with (
         engine.generate(chat(PAINT), SamplingParams(max_tokens=1), tool_choice="none") as stream,
         engine.generate(chat(), SamplingParams(max_tokens=1)) as bare,
@@ -80,7 +80,7 @@ async def test_with_none_the_model_does_not_see_the_tools(engine: FakeEngine) ->
         assert stream.prompt_token_ids == bare.prompt_token_ids
 
 
-async def test_with_auto_the_model_may_answer_in_text() -> None:
+async def test_tool_choice_auto_allows_text() -> None:
     async with open_fake_engine(response="Hello", **OPTIONS) as engine:
         for arguments in ({}, {"tool_choice": "auto"}, {"tool_choice": "auto", "strict": False}):
             parts = await parts_of(engine, chat(PAINT), **arguments)
@@ -97,7 +97,7 @@ async def test_with_auto_the_model_may_answer_in_text() -> None:
         ([tool("wash", "blue", strict=True)], False, False),
     ],
 )
-async def test_strict_keeps_free_calls_to_their_schemas(tools: Any, strict: bool | None, is_kept: bool) -> None:
+async def test_strict_makes_free_tool_calls_match_their_schemas(tools: Any, strict: bool | None, is_kept: bool) -> None:
     wrong = CALL.replace("blue", "pink")
     async with open_fake_engine(response=wrong, **OPTIONS) as engine:
         [(_, arguments)] = calls_in(await parts_of(engine, chat(*tools), strict=strict))[:1] or [("", "")]
@@ -119,7 +119,7 @@ async def test_strict_keeps_free_calls_to_their_schemas(tools: Any, strict: bool
         ("a text", {"strict": True}, "strict is for tools"),
     ],
 )
-async def test_a_choice_that_does_not_fit_is_refused(
+async def test_invalid_tool_choice_is_refused(
     engine: FakeEngine, prompt: Any, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):

@@ -40,7 +40,7 @@ async def hits(fake: FakeEngine, prompt: str = PROMPT) -> int:
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 @pytest.mark.parametrize("options", MORE_KINDS, ids=str)
-async def test_what_has_begun_goes_on_with_the_new_weights(autojump_clock, options, in_flight):
+async def test_begun_requests_continue_with_the_new_weights(autojump_clock, options, in_flight):
     expected = await undisturbed(PROMPT, **options)
     one = Reader()
     async with open_fake_engine(step_seconds=0.01, **options) as fake:
@@ -58,7 +58,7 @@ async def test_what_has_begun_goes_on_with_the_new_weights(autojump_clock, optio
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_a_recomputed_request_says_what_one_says_that_begins_behind_its_tokens(autojump_clock, options):
+async def test_recomputed_request_equals_a_request_resumed_after_its_tokens(autojump_clock, options):
     greedy = SamplingParams(max_tokens=40, temperature=0.0)
     one, other = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, **options) as fake:
@@ -76,7 +76,7 @@ async def test_a_recomputed_request_says_what_one_says_that_begins_behind_its_to
         fake.assert_all_free()
 
 
-async def test_an_abort_gives_what_there_is(autojump_clock):
+async def test_update_with_abort_ends_requests_with_partial_results(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -92,7 +92,7 @@ async def test_an_abort_gives_what_there_is(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_nobody_finds_what_other_weights_have_computed(autojump_clock):
+async def test_cached_blocks_of_old_weights_are_not_found(autojump_clock):
     async with open_fake_engine() as fake:
         await hits(fake)
         found = await hits(fake)
@@ -107,7 +107,7 @@ async def test_nobody_finds_what_other_weights_have_computed(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_what_a_kept_request_computes_is_its_own(autojump_clock):
+async def test_blocks_of_a_kept_request_are_not_shared_after_an_update(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -124,7 +124,7 @@ async def test_what_a_kept_request_computes_is_its_own(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_what_waits_or_comes_meanwhile_is_computed_with_the_new_weights(autojump_clock):
+async def test_queued_and_new_requests_use_the_new_weights(autojump_clock):
     runs, waits, comes = Reader(), Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         fake.weights.seconds = 5.0
@@ -158,7 +158,7 @@ async def test_what_waits_or_comes_meanwhile_is_computed_with_the_new_weights(au
         ("b", {"in_flight": "later"}, "in_flight"),
     ],
 )
-async def test_what_is_refused_has_changed_nothing(autojump_clock, source: Any, options: dict[str, Any], param: str):
+async def test_refused_update_changes_nothing(autojump_clock, source: Any, options: dict[str, Any], param: str):
     expected = await undisturbed("one")
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
@@ -185,7 +185,7 @@ class LostRanks:
         raise RankLost("rank 1 was killed")
 
 
-async def test_no_step_begins_once_ranks_are_lost_that_had_begun_to_write(autojump_clock, monkeypatch):
+async def test_no_step_begins_after_ranks_are_lost_during_writing(autojump_clock, monkeypatch):
     async def look(source: object) -> LostRanks:
         await trio.lowlevel.checkpoint()
         return LostRanks()
@@ -205,7 +205,7 @@ async def test_no_step_begins_once_ranks_are_lost_that_had_begun_to_write(autoju
         fake.assert_all_free()
 
 
-async def test_weights_that_came_in_part_keep_all_steps_back_until_others_are_whole(autojump_clock):
+async def test_half_written_weights_block_steps_until_a_complete_update(autojump_clock):
     kept, comes = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -234,7 +234,7 @@ async def test_weights_that_came_in_part_keep_all_steps_back_until_others_are_wh
         fake.assert_all_free()
 
 
-async def test_a_sleep_does_not_wait_for_what_half_the_weights_hold_up(autojump_clock):
+async def test_sleep_with_wait_is_refused_while_weights_are_half_written(autojump_clock):
     """It would have the turn of the update that they wait for."""
     kept = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
@@ -254,7 +254,7 @@ async def test_a_sleep_does_not_wait_for_what_half_the_weights_hold_up(autojump_
         fake.assert_all_free()
 
 
-async def test_weights_that_came_in_part_are_whole_when_the_model_was_read_anew(autojump_clock):
+async def test_reading_the_model_again_repairs_half_written_weights(autojump_clock):
     kept = Reader()
     expected = await undisturbed("kept")
     async with open_fake_engine(step_seconds=0.01) as fake:
@@ -271,7 +271,7 @@ async def test_weights_that_came_in_part_are_whole_when_the_model_was_read_anew(
         fake.assert_all_free()
 
 
-async def test_the_metrics_tell_the_version(autojump_clock):
+async def test_metrics_show_the_weight_version(autojump_clock):
     def told(fake: FakeEngine) -> list[str]:
         lines = fake.metrics.expose().decode().splitlines()
         return [line.split("{")[1] for line in lines if line.startswith("trioserve:weights_info{")]
@@ -285,7 +285,7 @@ async def test_the_metrics_tell_the_version(autojump_clock):
         assert ['version="default"' in line for line in told(fake)] == [True]
 
 
-async def test_one_after_the_other(autojump_clock):
+async def test_weight_updates_run_one_after_the_other(autojump_clock):
     ends: list[str] = []
 
     async def update(name: str) -> None:
@@ -303,7 +303,7 @@ async def test_one_after_the_other(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_an_engine_that_was_paused_stays_paused(autojump_clock):
+async def test_paused_engine_stays_paused_after_an_update(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -330,7 +330,7 @@ async def test_an_engine_that_was_paused_stays_paused(autojump_clock):
 
 
 @pytest.mark.parametrize(("level", "version"), [(1, "b"), (2, "default")])
-async def test_weights_outlive_a_sleep_that_leaves_them(autojump_clock, level: int, version: str):
+async def test_updated_weights_survive_sleep_level_one_only(autojump_clock, level: int, version: str):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -352,7 +352,7 @@ async def test_weights_outlive_a_sleep_that_leaves_them(autojump_clock, level: i
         fake.assert_all_free()
 
 
-async def test_an_engine_does_not_fall_asleep_while_weights_are_written(autojump_clock):
+async def test_sleep_waits_for_a_running_update(autojump_clock):
     async with open_fake_engine() as fake:
         fake.weights.seconds = 3.0
         async with trio.open_nursery() as nursery:
@@ -366,7 +366,7 @@ async def test_an_engine_does_not_fall_asleep_while_weights_are_written(autojump
         fake.assert_all_free()
 
 
-async def test_the_step_in_flight_is_of_the_old_weights(autojump_clock):
+async def test_step_in_flight_uses_the_old_weights(autojump_clock):
     one = Reader()
     async with open_fake_engine(paused=True) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, fake, "one", SamplingParams(max_tokens=3))
@@ -381,7 +381,7 @@ async def test_the_step_in_flight_is_of_the_old_weights(autojump_clock):
         assert versions(one.deltas) == ["default", "default", "b"]
 
 
-async def test_who_leaves_while_weights_are_written_is_out_at_once(autojump_clock):
+async def test_request_that_leaves_during_an_update_ends_at_once(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         fake.weights.seconds = 5.0
         async with trio.open_nursery() as nursery:
@@ -402,7 +402,7 @@ async def sleep_and_update(fake: FakeEngine) -> None:
     await fake.update_weights("b", version="b")
 
 
-async def test_a_caller_who_leaves_does_not_leave_weights_of_two_kinds(autojump_clock):
+async def test_cancelled_update_still_writes_all_weights(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         fake.weights.seconds = 5.0
@@ -418,7 +418,7 @@ async def test_a_caller_who_leaves_does_not_leave_weights_of_two_kinds(autojump_
         fake.assert_all_free()
 
 
-async def test_a_caller_who_leaves_before_the_step_in_flight_ends_has_changed_nothing(autojump_clock):
+async def test_update_cancelled_before_writing_changes_nothing(autojump_clock):
     expected = await undisturbed("one")
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
@@ -433,7 +433,7 @@ async def test_a_caller_who_leaves_before_the_step_in_flight_ends_has_changed_no
         fake.assert_all_free()
 
 
-async def test_an_engine_that_breaks_meanwhile_has_the_weights_that_it_began_with(autojump_clock):
+async def test_engine_that_breaks_during_an_update_has_its_first_weights(autojump_clock):
     expected = await undisturbed("one")
     one = Reader()
     async with open_fake_engine(step_seconds=0.01, opening_seconds=1.0, engine_restarts=3) as fake:
@@ -457,9 +457,7 @@ async def test_an_engine_that_breaks_meanwhile_has_the_weights_that_it_began_wit
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_an_engine_that_is_opened_anew_while_weights_are_looked_at_takes_them(
-    autojump_clock, monkeypatch, is_lost: bool
-):
+async def test_update_continues_if_the_engine_is_reopened_during_the_check(autojump_clock, monkeypatch, is_lost: bool):
     """Looking takes as long as a file system does, and no step waits for it. is_lost: it says nothing, since what it
     looked with is gone by then."""
     look = FakeWeightPlace.check
@@ -484,7 +482,7 @@ async def test_an_engine_that_is_opened_anew_while_weights_are_looked_at_takes_t
         fake.assert_all_free()
 
 
-async def test_an_update_that_waits_for_a_step_that_breaks_is_refused(autojump_clock):
+async def test_update_is_refused_if_the_step_in_flight_fails(autojump_clock):
     async with open_fake_engine(step_seconds=5.0, opening_seconds=1.0, engine_restarts=3) as fake:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(Reader().read, fake, "one", SamplingParams(max_tokens=2))
@@ -497,7 +495,7 @@ async def test_an_update_that_waits_for_a_step_that_breaks_is_refused(autojump_c
         fake.assert_all_free()
 
 
-async def test_a_server_that_leaves_meanwhile_lets_requests_end(autojump_clock):
+async def test_drain_during_an_update_lets_requests_finish(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         fake.weights.seconds = 5.0
@@ -513,7 +511,7 @@ async def test_a_server_that_leaves_meanwhile_lets_requests_end(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_server_that_leaves_with_weights_in_part_ends_its_requests(autojump_clock):
+async def test_drain_with_half_written_weights_ends_requests(autojump_clock):
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         fake.weights.seconds, fake.weights.breaks = 5.0, True

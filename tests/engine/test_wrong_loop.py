@@ -83,7 +83,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_call_from_elsewhere_says_what_to_do_and_touches_nothing(name, place):
+async def test_call_from_another_loop_is_refused_with_advice(name, place):
     async with open_fake_engine() as fake:
         raised: list[BaseException] = []
 
@@ -102,7 +102,7 @@ async def test_a_call_from_elsewhere_says_what_to_do_and_touches_nothing(name, p
 
 
 @pytest.mark.parametrize("place", [in_plain_code, in_asyncio], ids=lambda place: place.__name__)
-def test_opening_an_engine_outside_of_trio_says_what_to_do_and_leaves_no_thread(place):
+def test_opening_an_engine_outside_of_trio_is_refused_with_advice(place):
     async def open_it(_fake: object) -> None:
         async with trioserve.open_engine("smollm2"):
             pass

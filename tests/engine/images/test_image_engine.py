@@ -12,7 +12,7 @@ from trioserve.contracts.image_generation import ImageParams
 from trioserve.testing.fake_image_engine import open_fake_image_engine
 
 
-async def test_pictures_come_in_their_order(autojump_clock):
+async def test_images_are_returned_in_order(autojump_clock):
     async with open_fake_image_engine() as fake:
         stream = fake.generate_image("a cat", ImageParams(n=3, seed=7))
         async with stream:
@@ -25,7 +25,7 @@ async def test_pictures_come_in_their_order(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_each_step_is_told(autojump_clock):
+async def test_each_denoising_step_gives_a_delta(autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with fake.generate_image("a cat", ImageParams(steps=3)) as stream:
             told = []
@@ -47,7 +47,7 @@ async def test_each_step_is_told(autojump_clock):
     ("steps", "partial_images", "expect"),
     [(20, 3, [5, 10, 15]), (10, 3, [3, 6, 9]), (4, 3, [1, 2, 3]), (3, 8, [1, 2]), (1, 2, []), (10, 0, [])],
 )
-async def test_partial_results_come_at_even_distances(steps, partial_images, expect, autojump_clock):
+async def test_partial_results_come_at_equal_distances(steps, partial_images, expect, autojump_clock):
     async with open_fake_image_engine(step_seconds=0.1) as fake:
         async with fake.generate_image("a cat", ImageParams(steps=steps, partial_images=partial_images)) as stream:
             partials = {
@@ -60,7 +60,7 @@ async def test_partial_results_come_at_even_distances(steps, partial_images, exp
         assert list(partials) == expect
 
 
-async def test_a_slow_reader_finds_the_newest_partial_result_and_then_the_last_delta(autojump_clock):
+async def test_slow_reader_gets_the_newest_partial_result_and_the_last_delta(autojump_clock):
     asked = ImageParams(steps=6, partial_images=2, n=2)
     async with open_fake_image_engine(paused=True) as fake, fake.generate_image("a cat", asked) as stream:
         await fake.step(6)  # encoded, and five of six steps; nobody reads
@@ -73,7 +73,7 @@ async def test_a_slow_reader_finds_the_newest_partial_result_and_then_the_last_d
         assert [delta.picture for delta in ends] == fake.expected(stream)
 
 
-async def test_a_picture_is_the_same_whatever_else_runs(autojump_clock):
+async def test_image_does_not_depend_on_other_requests(autojump_clock):
     async def make(steps: int, seed: int, priority: int, made: dict[int, object]) -> None:
         await trio.sleep(seed % 5)
         params = ImageParams(steps=steps, seed=seed, guidance=float(seed % 3 + 1))
@@ -92,7 +92,7 @@ async def test_a_picture_is_the_same_whatever_else_runs(autojump_clock):
     assert crowd == alone
 
 
-async def test_a_better_priority_goes_first_and_who_made_room_goes_on_from_where_it_was(autojump_clock):
+async def test_request_preempted_by_a_lower_priority_number_continues_where_it_stopped(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, step_seconds=1) as fake:
         ends: list[tuple[str, float]] = []
         begun_at = trio.current_time()
@@ -114,7 +114,7 @@ async def test_a_better_priority_goes_first_and_who_made_room_goes_on_from_where
 
 
 @pytest.mark.parametrize("waiting_count", [0, 4, 5, 12])
-async def test_a_better_priority_waits_for_a_step_however_many_worse_ones_wait(waiting_count, autojump_clock):
+async def test_lower_priority_number_waits_only_for_the_step_in_flight(waiting_count, autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, step_seconds=1) as fake:
         async with trio.open_nursery() as nursery:
             for number in range(1 + waiting_count):
@@ -127,7 +127,7 @@ async def test_a_better_priority_waits_for_a_step_however_many_worse_ones_wait(w
         fake.assert_all_free()
 
 
-async def test_no_more_go_before_others_than_latents_can_be_kept(autojump_clock):
+async def test_preemptions_are_limited_by_kept_latents(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=2, max_queued_requests=20, paused=True) as fake:
         async with trio.open_nursery() as nursery:
             for number in range(6):
@@ -142,7 +142,7 @@ async def test_no_more_go_before_others_than_latents_can_be_kept(autojump_clock)
         fake.assert_all_free()
 
 
-async def test_more_than_may_wait_are_refused_and_nothing_is_held_for_them(autojump_clock):
+async def test_full_queue_refuses_image_requests(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=0, paused=True) as fake:
         async with fake.generate_image("one"):
             with pytest.raises(Overloaded) as refusal:
@@ -152,13 +152,13 @@ async def test_more_than_may_wait_are_refused_and_nothing_is_held_for_them(autoj
         fake.assert_all_free()
 
 
-async def test_more_pictures_than_slots_come_one_after_the_other(autojump_clock):
+async def test_images_beyond_the_slots_are_computed_one_after_the_other(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=2, step_seconds=1) as fake:
         assert len(await fake.generate_image("many", ImageParams(n=5))) == 5
         fake.assert_all_free()
 
 
-async def test_more_pictures_than_may_ever_wait_are_refused(autojump_clock):
+async def test_request_for_more_images_than_may_ever_wait_is_refused(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=2) as fake:
         with pytest.raises(InvalidRequest, match="n is 4, but at most 3 images may run and wait here"):
             await fake.generate_image("many", ImageParams(n=4))
@@ -166,7 +166,7 @@ async def test_more_pictures_than_may_ever_wait_are_refused(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_stream_is_read_inside_of_its_scope_alone(autojump_clock):
+async def test_image_stream_is_readable_only_inside_its_scope(autojump_clock):
     async with open_fake_image_engine() as fake:
         stream = fake.generate_image("a cat")
         with pytest.raises(AlreadyEnded):
@@ -179,7 +179,7 @@ async def test_a_stream_is_read_inside_of_its_scope_alone(autojump_clock):
             await stream
 
 
-async def test_what_lives_is_seen_with_how_far_it_is(autojump_clock):
+async def test_live_image_requests_show_their_progress(autojump_clock):
     async with open_fake_image_engine(paused=True, max_num_seqs=1) as fake:
         async with (
             fake.generate_image("a", ImageParams(steps=2), request_id="a", owner="x"),

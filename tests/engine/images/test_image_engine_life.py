@@ -43,7 +43,7 @@ async def ends_of(fake: FakeImageEngine, prompt: str = "a cat", params: ImagePar
         (Deadlines(queue_timeout=0.5), ImageParams(steps=4), None),
     ],
 )
-async def test_what_passes_its_deadline_ends_then(deadlines, params, seconds, autojump_clock):
+async def test_image_request_ends_at_its_deadline(deadlines, params, seconds, autojump_clock):
     async with open_fake_image_engine(step_seconds=1) as fake:
         begun_at = trio.current_time()
         (last,) = await ends_of(fake, params=params, deadlines=deadlines)
@@ -59,7 +59,7 @@ async def test_what_passes_its_deadline_ends_then(deadlines, params, seconds, au
         fake.assert_all_free()
 
 
-async def test_a_queue_deadline_counts_until_all_pictures_run(autojump_clock):
+async def test_queue_deadline_applies_until_all_images_run(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         ends = await ends_of(fake, params=ImageParams(n=2, steps=4), deadlines=Deadlines(queue_timeout=3.5))
         assert [end.finish_reason for end in ends] == [FinishReason.DEADLINE] * 2
@@ -69,7 +69,7 @@ async def test_a_queue_deadline_counts_until_all_pictures_run(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_drain_refuses_who_has_not_begun_and_lets_the_others_end(autojump_clock):
+async def test_drain_refuses_queued_image_requests_and_finishes_begun_ones(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         outcomes: list[object] = []
 
@@ -94,7 +94,7 @@ async def test_a_drain_refuses_who_has_not_begun_and_lets_the_others_end(autojum
         fake.assert_all_free()
 
 
-async def test_closing_ends_what_runs_with_a_message(autojump_clock):
+async def test_closing_ends_running_image_requests_with_a_message(autojump_clock):
     ends = []
 
     async def read() -> None:
@@ -111,7 +111,7 @@ async def test_closing_ends_what_runs_with_a_message(autojump_clock):
 # --- faults ---
 
 
-async def test_a_fault_reaches_every_reader_and_is_the_engines_end(autojump_clock):
+async def test_fault_reaches_every_reader_and_ends_the_image_engine(autojump_clock):
     caught: list[EngineFault] = []
 
     async def ask() -> None:
@@ -139,7 +139,7 @@ async def test_a_fault_reaches_every_reader_and_is_the_engines_end(autojump_cloc
     assert not fake.live_requests()
 
 
-async def test_one_that_cannot_go_on_ends_alone(autojump_clock):
+async def test_failed_image_ends_only_its_request(autojump_clock):
     async with (
         open_fake_image_engine(paused=True) as fake,
         fake.generate_image("bad", ASKED, request_id="bad") as bad,
@@ -155,7 +155,7 @@ async def test_one_that_cannot_go_on_ends_alone(autojump_clock):
         assert await good.pictures() == tuple(fake.expected(good))
 
 
-async def test_what_was_begun_is_made_anew_when_the_engine_is_opened_anew(autojump_clock):
+async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock):
     async with open_fake_image_engine(step_seconds=1, engine_restarts=3, opening_seconds=2) as fake:
         params = ImageParams(steps=4, partial_images=3, n=2)
         async with fake.generate_image("a cat", params) as stream:
@@ -185,7 +185,7 @@ async def test_what_was_begun_is_made_anew_when_the_engine_is_opened_anew(autoju
 
 
 @pytest.mark.parametrize("steps_before", [0, 2, 5])
-async def test_a_picture_that_breaks_every_step_is_ended_and_the_others_go_on(steps_before, autojump_clock):
+async def test_image_that_breaks_every_step_is_ended_and_others_continue(steps_before, autojump_clock):
     """In whichever phase."""
 
     class Breaking(FakePictureExecutor):
@@ -216,7 +216,7 @@ async def test_a_picture_that_breaks_every_step_is_ended_and_the_others_go_on(st
         fake.assert_all_free()
 
 
-async def test_a_step_that_hangs_refuses_what_is_new(autojump_clock):
+async def test_new_image_requests_are_refused_while_a_step_hangs(autojump_clock):
     async with open_fake_image_engine(paused=True, step_timeout=5) as fake, fake.generate_image("a cat", ASKED):
         async with fake.held_step():
             await trio.sleep(6)
@@ -229,7 +229,7 @@ async def test_a_step_that_hangs_refuses_what_is_new(autojump_clock):
 # --- paused ---
 
 
-async def test_a_pause_holds_the_latents_and_goes_on_with_them(autojump_clock):
+async def test_paused_engine_keeps_latents_and_continues_with_them(autojump_clock):
     async with open_fake_image_engine(step_seconds=1) as fake, fake.generate_image("a cat", ASKED) as stream:
         await trio.sleep(2.5)
         await fake.pause_generation("keep")
@@ -242,7 +242,7 @@ async def test_a_pause_holds_the_latents_and_goes_on_with_them(autojump_clock):
         assert fake.stats().steps_total == 6  # no step twice
 
 
-async def test_a_pause_may_end_what_has_begun(autojump_clock):
+async def test_pause_with_abort_ends_begun_image_requests(autojump_clock):
     async with open_fake_image_engine(step_seconds=1) as fake, fake.generate_image("a cat", ASKED) as stream:
         await trio.sleep(2.5)
         await fake.pause_generation("abort")
@@ -254,7 +254,7 @@ async def test_a_pause_may_end_what_has_begun(autojump_clock):
         assert len(await fake.generate_image("next")) == 1
 
 
-async def test_a_pause_may_wait_for_what_has_begun_and_holds_up_what_comes(autojump_clock):
+async def test_pause_with_wait_finishes_begun_images_and_delays_new_ones(autojump_clock):
     async with open_fake_image_engine(step_seconds=1) as fake:
         made: list[str] = []
 
@@ -275,7 +275,7 @@ async def test_a_pause_may_wait_for_what_has_begun_and_holds_up_what_comes(autoj
         fake.assert_all_free()
 
 
-async def test_a_drain_ends_what_a_pause_holds(autojump_clock):
+async def test_drain_ends_requests_kept_by_a_pause(autojump_clock):
     async with open_fake_image_engine(step_seconds=1) as fake, fake.generate_image("a cat", ASKED) as stream:
         await trio.sleep(2.5)
         await fake.pause_generation("keep")
@@ -285,7 +285,7 @@ async def test_a_drain_ends_what_a_pause_holds(autojump_clock):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_it_sleeps_and_makes_anew_what_was_begun(level, autojump_clock):
+async def test_begun_images_are_computed_again_after_sleep(level, autojump_clock):
     async with open_fake_image_engine(step_seconds=1, opening_seconds=3) as fake:
         async with fake.generate_image("a cat", ASKED) as stream:
             await trio.sleep(2.5)

@@ -46,7 +46,7 @@ def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=N
         ({"width": 32, "height": 48, "guidance": 3.0}, {}, "width", "32 x 48 with guidance costs 12 per step"),
     ],
 )
-async def test_what_the_model_cannot_do_is_refused_by_name(asked, changes, param, says, autojump_clock):
+async def test_option_that_the_model_does_not_support_is_refused_by_name(asked, changes, param, says, autojump_clock):
     async with open_fake_image_engine(model=model_of(**changes)) as fake:
         with pytest.raises(InvalidRequest) as refusal:
             await fake.generate_image("a cat", ImageParams(**asked))
@@ -55,7 +55,7 @@ async def test_what_the_model_cannot_do_is_refused_by_name(asked, changes, param
         fake.assert_all_free()
 
 
-def test_the_operator_bounds_pixels():
+def test_operator_limits_pixels():
     with pytest.raises(InvalidRequest, match=r"16 \* 24 = 384, at most 256 pixels") as refusal:
         wanted_of(params=ImageParams(height=24), limits=ImageRequestLimits(pixels_max=256))
     assert refusal.value.param == "width"
@@ -64,7 +64,7 @@ def test_the_operator_bounds_pixels():
 @pytest.mark.parametrize(
     ("prompt", "expect"), [("two", 2), (" TWO ", 2), ("3", 3), ("0", 0), ("Shetland  sheepdog", 5), ("7", 6)]
 )
-def test_a_class_is_asked_for_by_its_name_or_its_index(prompt, expect):
+def test_class_may_be_given_by_name_or_index(prompt, expect):
     wanted = wanted_of(prompt, **{**OF_CLASSES, "classes": (*FAKE_CLASSES, "Shetland sheepdog", "7")})
     assert wanted.task.prompt == expect
 
@@ -80,34 +80,34 @@ def test_a_class_is_asked_for_by_its_name_or_its_index(prompt, expect):
         pytest.param("1" * 5000, "is none of them", id="a number that Python does not read"),
     ],
 )
-def test_a_class_that_there_is_not_is_refused_with_the_nearest(prompt, says):
+def test_unknown_class_is_refused_with_the_nearest_name(prompt, says):
     with pytest.raises(InvalidRequest) as refusal:
         wanted_of(prompt, **OF_CLASSES)
     assert refusal.value.param == "prompt"
     assert says in str(refusal.value)
 
 
-def test_a_prompt_has_a_bound():
+def test_prompt_length_is_limited():
     with pytest.raises(InvalidRequest, match="the prompt has 32001 characters, at most 32000 are allowed"):
         wanted_of("p" * 32_001)
     assert (wanted_of("p" * 32_000)).task.prompt == "p" * 32_000
 
 
-def test_a_class_with_several_names_is_asked_for_by_any_of_them():
+def test_class_may_be_given_by_any_of_its_names():
     classes = ("goldfish, Carassius auratus", "crane", "crane, Grus", "Carassius")
     for prompt, expect in (("goldfish", 0), ("carassius  auratus", 0), ("Carassius", 3), ("crane", 1), ("Grus", 2)):
         assert wanted_of(prompt, **{**OF_CLASSES, "classes": classes}).task.prompt == expect
 
 
 @pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
-def test_half_a_surrogate_pair_is_refused_before_it_ends_a_step(field):
+def test_half_a_surrogate_pair_is_refused(field):
     texts = {"prompt": "a cat", "negative_prompt": "dog", field: "a \ud83d"}
     with pytest.raises(InvalidRequest, match=r"holds U\+D83D at character 2") as refusal:
         wanted_of(texts["prompt"], ImageParams(negative_prompt=texts["negative_prompt"], guidance=2.0))
     assert refusal.value.param == field
 
 
-def test_what_is_left_out_stays_within_the_operators_bounds():
+def test_default_steps_stay_within_the_operators_limit():
     assert wanted_of(limits=ImageRequestLimits(steps_max=3)).step_count == 3
 
 
@@ -122,7 +122,7 @@ def test_encoding_an_image_that_is_changed_counts_as_decoding_it():
     ("arguments", "param"),
     [({"prompt": 7}, "prompt"), ({"params": {}}, "params"), ({"priority": "x"}, "priority"), ({"owner": 1}, "owner")],
 )
-async def test_an_argument_of_another_type_is_refused_at_once(arguments, param, autojump_clock):
+async def test_argument_of_a_wrong_type_is_refused_at_once(arguments, param, autojump_clock):
     async with open_fake_image_engine() as fake:
         with pytest.raises(InvalidRequest) as refusal:
             fake.generate_image(**{"prompt": "a cat", **arguments})
@@ -130,14 +130,14 @@ async def test_an_argument_of_another_type_is_refused_at_once(arguments, param, 
 
 
 @pytest.mark.parametrize("priority", [-101, 101])
-async def test_a_priority_that_there_is_not_is_refused(priority, autojump_clock):
+async def test_priority_out_of_range_is_refused(priority, autojump_clock):
     async with open_fake_image_engine() as fake:
         with pytest.raises(InvalidRequest, match="allowed is -100 to 100"):
             await fake.generate_image("a cat", priority=priority)
         fake.assert_all_free()
 
 
-def test_what_is_left_out_is_the_models():
+def test_missing_options_use_the_models_defaults():
     wanted = wanted_of()
     task = wanted.task
     assert (task.width, task.height, task.step_count, task.guidance, task.sampler) == (16, 16, 4, 1.0, "euler")
@@ -154,7 +154,7 @@ def test_what_is_left_out_is_the_models():
         (None, {"takes_guidance": False, "guidance": 3.0}, False),
     ],
 )
-def test_a_picture_has_two_rows_where_the_prompt_counts_more(guidance, changes, is_guided):
+def test_image_with_guidance_has_two_rows(guidance, changes, is_guided):
     wanted = wanted_of(params=ImageParams(guidance=guidance), **changes)
     assert wanted.is_guided == is_guided
 
@@ -170,7 +170,7 @@ def test_a_picture_has_two_rows_where_the_prompt_counts_more(guidance, changes, 
         ({"image": IMAGE, "mask": IMAGE}, 10),
     ],
 )
-def test_the_strength_of_a_change_leaves_out_the_first_steps(asked, step_count):
+def test_strength_of_a_change_skips_the_first_steps(asked, step_count):
     wanted = wanted_of(params=ImageParams(steps=10, **asked))
     assert (wanted.step_count, wanted.task.step_count) == (step_count, 10)
 
@@ -184,7 +184,7 @@ def test_the_strength_of_a_change_leaves_out_the_first_steps(asked, step_count):
         ({"steps": 250}, 251, 251),
     ],
 )
-def test_pndm_takes_a_step_more_as_its_pipeline_does(asked, step_count, of_schedule):
+def test_pndm_has_one_more_step_as_in_its_pipeline(asked, step_count, of_schedule):
     wanted = wanted_of(params=ImageParams(**asked), samplers=("pndm",))
     assert (wanted.step_count, wanted.task.step_count) == (step_count, of_schedule)
 
@@ -193,7 +193,7 @@ def test_pndm_takes_a_step_more_as_its_pipeline_does(asked, step_count, of_sched
     ("size", "asked", "expect"),
     [((20, 12), {}, (16, 8)), ((20, 12), {"width": 24}, (24, 8)), ((100, 4), {}, (64, 8)), ((16, 32), {}, (16, 32))],
 )
-def test_an_image_that_is_changed_keeps_its_size_as_near_as_the_model_comes(size, asked, expect):
+def test_changed_image_keeps_its_size_as_nearly_as_allowed(size, asked, expect):
     image = Picture(*size, bytes(3 * size[0] * size[1]))
     wanted = wanted_of(params=ImageParams(image=image, **asked))
     assert (wanted.task.width, wanted.task.height) == expect

@@ -42,7 +42,7 @@ class NotedTracer(Tracer):
         return span
 
 
-async def test_a_span_tells_what_becomes_of_a_request(autojump_clock):
+async def test_span_records_the_stages_of_an_image_request(autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         fake.tracer = NotedTracer()
         async with fake.generate_image("a secret", ImageParams(steps=3, n=2, partial_images=1), request_id="r"):
@@ -56,7 +56,7 @@ async def test_a_span_tells_what_becomes_of_a_request(autojump_clock):
         assert "secret" not in str(span.attributes)
 
 
-async def test_the_span_of_one_that_leaves_ends_when_its_slot_is_back(autojump_clock):
+async def test_span_of_a_request_that_leaves_ends_when_its_slot_is_free(autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         fake.tracer = NotedTracer()
         stream = fake.generate_image("a cat")
@@ -70,7 +70,7 @@ async def test_the_span_of_one_that_leaves_ends_when_its_slot_is_back(autojump_c
         assert span.lines[-2:] == ["free", "end None"]
 
 
-async def test_each_step_is_in_the_times_with_what_it_did(autojump_clock):
+async def test_step_times_record_phase_and_work_of_image_steps(autojump_clock):
     async with open_fake_image_engine(step_seconds=0.5) as fake:
         await fake.generate_image("a cat", ImageParams(steps=2, n=2, guidance=3.0))
         steps = list(fake.step_times.latest())
@@ -84,7 +84,7 @@ async def test_each_step_is_in_the_times_with_what_it_did(autojump_clock):
         assert b'"phase":"denoise"' in step_trace(steps)
 
 
-async def test_pictures_and_steps_are_counted(autojump_clock):
+async def test_images_and_steps_are_counted(autojump_clock):
     async with open_fake_image_engine(step_seconds=1, max_num_seqs=2) as fake:
         await fake.generate_image("a cat", ImageParams(steps=3, n=3, partial_images=2))
         page = fake.metrics.expose().decode()

@@ -53,7 +53,7 @@ async def a_leaver(fake: FakeImageEngine, params: ImageParams = ASKED) -> AsyncI
 
 
 @pytest.mark.parametrize(("steps_before", "phase"), PHASES)
-async def test_who_leaves_during_a_step_gives_its_slot_back_right_after_it(steps_before, phase, autojump_clock):
+async def test_request_that_leaves_during_a_step_frees_its_slot_after_it(steps_before, phase, autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(steps_before)
@@ -69,7 +69,7 @@ async def test_who_leaves_during_a_step_gives_its_slot_back_right_after_it(steps
 
 
 @pytest.mark.parametrize(("steps_before", "phase"), PHASES)
-async def test_who_leaves_between_two_steps_gives_its_slot_back_at_once(steps_before, phase, autojump_clock):
+async def test_request_that_leaves_between_steps_frees_its_slot_at_once(steps_before, phase, autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(steps_before)
@@ -80,7 +80,7 @@ async def test_who_leaves_between_two_steps_gives_its_slot_back_at_once(steps_be
         assert freed(fake, phase if steps_before else IterativePhase.QUEUED) == (1, 0)
 
 
-async def test_who_leaves_with_its_pictures_made_has_left_nothing(autojump_clock):
+async def test_request_that_leaves_with_finished_images_frees_everything(autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(5)
@@ -90,7 +90,7 @@ async def test_who_leaves_with_its_pictures_made_has_left_nothing(autojump_clock
         fake.assert_all_free()
 
 
-async def test_who_leaves_the_queue_gives_its_place_back(autojump_clock):
+async def test_request_that_leaves_the_queue_frees_its_place(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=1, paused=True) as fake:
         async with a_leaver(fake), a_leaver(fake) as scope:
             assert fake.dispatch.stats().waiting == 1
@@ -101,7 +101,7 @@ async def test_who_leaves_the_queue_gives_its_place_back(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_who_leaves_gives_back_the_slots_of_all_its_pictures(autojump_clock):
+async def test_request_that_leaves_frees_the_slots_of_all_its_images(autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake, ImageParams(n=4, steps=3)) as scope:
             async with fake.held_step():
@@ -112,7 +112,7 @@ async def test_who_leaves_gives_back_the_slots_of_all_its_pictures(autojump_cloc
         assert freed(fake, IterativePhase.ENCODE) == (4, 4)
 
 
-async def test_a_slot_that_comes_back_is_the_next_ones(autojump_clock):
+async def test_freed_slot_goes_to_the_next_request(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         async with a_leaver(fake) as scope, fake.generate_image("stays", ASKED) as stream:
             begun_at = trio.current_time()
@@ -123,7 +123,7 @@ async def test_a_slot_that_comes_back_is_the_next_ones(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_preempted_picture_whose_reader_leaves_gives_its_kept_latent_back(autojump_clock):
+async def test_preempted_image_whose_reader_leaves_frees_its_kept_latent(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(2)
@@ -137,7 +137,7 @@ async def test_a_preempted_picture_whose_reader_leaves_gives_its_kept_latent_bac
 
 
 @pytest.mark.parametrize(("steps_before", "phase"), PHASES)
-async def test_an_abort_by_id_ends_all_that_bear_it_and_tells_their_readers(steps_before, phase, autojump_clock):
+async def test_abort_by_id_ends_all_image_requests_with_the_id(steps_before, phase, autojump_clock):
     async with (
         open_fake_image_engine(paused=True) as fake,
         fake.generate_image("one", ASKED, request_id="same") as one,
@@ -163,7 +163,7 @@ async def test_an_abort_by_id_ends_all_that_bear_it_and_tells_their_readers(step
         assert await other.pictures() == expected
 
 
-async def test_an_abort_in_the_queue_tells_the_reader_that_waits_there(autojump_clock):
+async def test_abort_of_a_queued_image_request_wakes_its_reader(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=1, paused=True) as fake:
 
         async def wait() -> None:
