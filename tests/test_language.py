@@ -48,6 +48,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/contracts",
     "tests/core",
     "tests/deploy",
+    "tests/engine",
     "tests/http",
     "tests/kernels",
     "tests/metrics",

@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine: a lease for each request, given back whatever way it leaves by."""
+"""LoRA adapters of an engine: each request has a lease, and releases it in every way of leaving."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def test_unload_deadline_applies_after_its_caller_has_left(autojump_clock:
                 await engine.unload_adapter("a", seconds=5.0)
             with trio.fail_after(10):
                 assert [delta async for delta in stream][-1].finish_reason is FinishReason.ABORT
-        await trio.sleep(2)  # the step in flight has read it
+        await trio.sleep(2)  # the step in flight used the adapter until now
         assert in_memory(engine) == {2}
 
 

@@ -1,4 +1,4 @@
-"""A program that hands over a wrong thing is told which, and neither the engine nor anybody else notices."""
+"""Wrong arguments are refused by name, and do not affect the engine or other requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def response_of(fake: FakeEngine, prompt: object = "a prompt", **arguments
 async def test_a_wrong_argument_is_refused_by_name_and_holds_nothing(arguments, param, words, autojump_clock):
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         expected = await response_of(fake)
-        for _ in range(2):  # the one place is free again
+        for _ in range(2):  # the only place is free again
             with pytest.raises(InvalidRequest, match=words) as raised:
                 async with fake.generate(**{"prompt": "a prompt", **arguments}):
                     pass
@@ -93,7 +93,7 @@ async def test_error_while_a_request_enters_releases_its_place(autojump_clock, m
         for file, name in (
             (request_preparation, "ChoiceOutput"),
             (engine_shell, "functools"),
-        ):  # its choices, its alarms
+        ):  # used while the choices are made and the alarms are set
             monkeypatch.setattr(file, name, None)
             with pytest.raises((TypeError, AttributeError)):
                 await response_of(fake, deadlines=Deadlines(timeout=5))

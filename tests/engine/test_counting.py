@@ -1,4 +1,4 @@
-"""Each request, token and abort is counted once, whatever happened to it on the way."""
+"""Each request, token and abort is counted once, in every history of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.testing.invariants import check_idle
 
 
 def count(fake: FakeEngine, name: str, *labels: str) -> float:
-    """A counter's value, or how often a histogram observed."""
+    """Return a counter's value, or the number of observations of a histogram."""
     lines = fake.metrics.expose().decode().splitlines()
     start = f"trioserve:{name}{{"
     return sum(
@@ -74,7 +74,8 @@ async def test_abort_and_later_leaving_count_as_one_abort(autojump_clock):
         await trio.testing.wait_all_tasks_blocked()
         assert count(fake, "aborts_total") == count(fake, "aborts_total", "prefill") == 1
         assert count(fake, "cancel_to_free_seconds_count") == 1
-        assert count(fake, "cancel_to_free_seconds_sum") == pytest.approx(6.0)  # from the abort, not the leaving
+        # From the abort, not from the moment of leaving.
+        assert count(fake, "cancel_to_free_seconds_sum") == pytest.approx(6.0)
         assert count(fake, "request_success_total") == count(fake, "request_success_total", "abort") == 1
         assert count(fake, "generation_tokens_total") == 0
         assert count(fake, "e2e_request_latency_seconds_count") == 0
@@ -91,7 +92,7 @@ async def test_abort_between_steps_frees_blocks_after_zero_steps(autojump_clock)
             fake.abort(["mine"])
             assert count(fake, "cancel_to_free_steps_count", "queued") == 1
             assert count(fake, "cancel_to_free_steps_sum", "queued") == 0
-            assert count(fake, "live_requests") == 2  # its reader has not left
+            assert count(fake, "live_requests") == 2  # the reader has not left
             fake.steps.release()
         assert count(fake, "live_requests") == 0
 
@@ -211,7 +212,7 @@ def test_retry_delay_follows_from_the_rate_of_ended_requests():
     for _ in range(64):
         rate.note(120.0)
     assert rate.seconds_for(1, 120.0) == 1.0
-    assert rate.seconds_for(64, 184.0) == 60.0  # the last 64 count, all of them ended 64 s ago
+    assert rate.seconds_for(64, 184.0) == 60.0  # only the last 64 ends count, and all of them were 64 s ago
     assert rate.seconds_for(32, 184.0) == pytest.approx(32.0)
 
 
@@ -223,7 +224,7 @@ async def test_idle_time_does_not_raise_the_retry_delay(autojump_clock):
         async with fake.generate("a"):
             with pytest.raises(Overloaded) as refused:
                 await ask(fake, "b", max_tokens=2)
-    assert refused.value.retry_after_seconds == 1.0  # the least that is said
+    assert refused.value.retry_after_seconds == 1.0  # the smallest delay
 
 
 async def test_new_engine_is_awake(autojump_clock):

@@ -1,4 +1,4 @@
-"""Each deadline ends its request at its time, with a reason of its own, whatever the reader does meanwhile."""
+"""Each deadline ends its request on time, with its own reason, whether or not the reader reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine ends: closed by its owner, drained, or broken."""
+"""The end of an engine: closed by its owner, drained, or broken."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_fault_reaches_a_queued_request_that_resumes_an_ended_response(aut
                 except EngineFault:
                     faults.append(prompt)
 
-            for _ in range(12):  # so many that the next request gets no lease
+            for _ in range(12):  # enough requests that the next one gets no lease
                 nursery.start_soon(read, "other", SamplingParams(max_tokens=100))
             await trio.sleep(0.02)
             fake.on_fault = partial(trio.sleep, 0.1)  # time for the readers

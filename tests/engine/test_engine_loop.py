@@ -1,4 +1,4 @@
-"""The step loop sleeps until there is something to do, and not through a deadline."""
+"""The step loop sleeps until there is work, and wakes up for deadlines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A = RequestId("a")
 
 
 class Stage:
-    """A loop over a core whose connector loads 8 tokens of every prompt, and holds what `holds` names."""
+    """A loop over a core whose connector loads 8 tokens of every prompt, and holds the requests in `holds`."""
 
     def __init__(self, **settings: object) -> None:
         executor = FakeExecutor(block_count=16, block_size=4)
@@ -58,11 +58,11 @@ class Stage:
         self.loop.wake()
 
     def report(self, event: TransferEvent) -> None:
-        """A connector's; at any moment, also while a step runs."""
+        """Report an event of the connector. It may come at any time, also during a step."""
         self.on_ended(self.core.on_transfer(event, trio.current_time()))
         self.loop.wake()
 
-    # --- as a Delivery ---
+    # --- implements StepDelivery ---
 
     def on_plan(self, plan: StepPlan) -> None:
         pass
@@ -76,7 +76,7 @@ class Stage:
 
 @asynccontextmanager
 async def running(stage: Stage) -> AsyncIterator[float]:
-    """Gives the time at which the loop began to run."""
+    """Run the loop, and give the time at which it began."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stage.loop.run)
         await trio.testing.wait_all_tasks_blocked()
@@ -144,11 +144,11 @@ async def test_unreleased_hold_ends_at_its_deadline_in_an_idle_engine(autojump_c
 
 
 class IdleStage(Stage):
-    """With three things to do while it is idle, of which each ends when the test says so."""
+    """A loop with three pieces of idle work. The test decides when each of them ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # nothing is loaded
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # no KV is loaded
         self.began = 0
         self.may_end = trio.Semaphore(0)
         self.loop = EngineLoop(self.core, self.steps, self, when_idle=self.do)
@@ -167,11 +167,11 @@ async def test_idle_work_runs_one_by_one_and_never_during_a_step(autojump_clock)
         stage.steps.hold()
         stage.add(prompt_count=4, output_tokens=2)
         await trio.testing.wait_all_tasks_blocked()
-        assert not stage.steps.is_held  # what was begun is ended first
+        assert not stage.steps.is_held  # the running idle work ends first
         stage.may_end.release()
         await trio.testing.wait_all_tasks_blocked()
         assert stage.steps.is_held
-        assert stage.began == 1  # and a step comes before the next thing
+        assert stage.began == 1  # a step comes before the next piece of idle work
         stage.steps.release()
         await trio.testing.wait_all_tasks_blocked()
         assert stage.steps.step_count == 2
@@ -179,7 +179,7 @@ async def test_idle_work_runs_one_by_one_and_never_during_a_step(autojump_clock)
         for _ in range(3):
             stage.may_end.release()
         await trio.testing.wait_all_tasks_blocked()
-        assert stage.began == 3  # which said that nothing is left
+        assert stage.began == 3  # the third call reported that no idle work is left
         stage.add(prompt_count=4)
         await trio.testing.wait_all_tasks_blocked()
         assert stage.began == 3
@@ -201,11 +201,11 @@ async def test_cancelled_loop_waits_for_idle_work(autojump_clock):
 
 
 class WrittenStage(Stage):
-    """Whose events pass through two tasks, a reader and a flusher, before they are written."""
+    """A loop whose events pass through two tasks, a reader and a flusher, before they are written."""
 
     def __init__(self, *, readers_first: bool) -> None:
         super().__init__()
-        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # nothing is loaded
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # no KV is loaded
         self.written_before_steps: list[int] = []
         self.written = 0
         self.to_reader, self.reader = trio.open_memory_channel[None](16)
@@ -224,7 +224,7 @@ class WrittenStage(Stage):
         super().on_events(events, step_seconds)
         self.to_reader.send_nowait(None)
 
-    # --- as a StepRunner ---
+    # --- implements StepRunner ---
 
     def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
         self.written_before_steps.append(self.written)

@@ -1,4 +1,4 @@
-"""A request that is given away: it ends behind what was told, its KV is held for whoever goes on, and let go once."""
+"""Requests that are given away: the last delta follows the delivered tokens, and the KV is held and released once."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ async def test_http_stream_ends_with_a_group_that_reports_the_hand_over(autojump
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
 async def test_abort_all_gives_resumable_requests_away(autojump_clock, in_step, options):
-    """Twice, as a server does that is its own router: of nobody more is ended or held by the second time."""
+    """abort_all is called twice, as by a server with a router of its own. The second call changes nothing."""
     async with (
         open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake,
         fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream,
@@ -253,7 +253,7 @@ async def test_closed_engine_holds_no_blocks(autojump_clock):
 
 @pytest.mark.parametrize("options", [{}, {"connector": ScriptedConnector, "step_timeout": 0.5}], ids=["alone", "hung"])
 async def test_abort_all_aborts_requests_without_a_connector_or_in_a_hanging_step(autojump_clock, options):
-    """Without a connector nothing is gained, and a step that hangs would tell nobody."""
+    """Without a connector, a hand-over has no advantage. In a hanging step, it would not be reported in time."""
     async with (
         open_fake_engine(step_seconds=0.01, **options) as fake,
         fake.generate(PROMPT, LONG, resumable=True) as stream,

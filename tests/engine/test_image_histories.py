@@ -1,5 +1,7 @@
-"""Any history of requests with images that come, leave and wait for each other's room: nothing is left, and whoever
-stays is answered as if it was alone. Each history is drawn from a seed."""
+"""Histories from seeds: requests with images come, leave and wait for image memory.
+
+Afterwards everything is free, and each remaining request has the response that it would have alone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ async def said(fake: FakeEngine, colours: tuple[int, ...]) -> str:
 
 
 async def play(seed: int, expected: dict[tuple[int, ...], str], rooms: tuple[int, ...] = (10, 12, 40)) -> None:
-    """rooms: how many tiles there may be room for; at least those of two images."""
+    """Play one history.
+
+    Args:
+        seed: seed of the history.
+        expected: responses by the images of a request.
+        rooms: possible limits of image memory, in tiles. Each holds at least two images.
+    """
     rng = random.Random(seed)
     limits = ImageLimits(outputs_bytes_max=rng.choice(rooms) * FAKE_IMAGES.tile_bytes)
     async with open_fake_engine(image_limits=limits, max_queued_requests=50, **OPTIONS) as fake:
@@ -113,8 +121,8 @@ async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: py
         monkeypatch.setattr(EncoderOutputs, "values", _anybodys)
     with pytest.raises((AssertionError, ExceptionGroup)) as found:
         for seed in range(30):
-            await play(seed, expected, rooms=(40,))  # so that nobody waits for ever
-            if bug == "released early":  # what a request uses has to be counted while it runs
+            await play(seed, expected, rooms=(40,))  # enough memory that no request waits for ever
+            if bug == "released early":  # counts the embeddings that running requests use
                 paused = open_fake_engine(image_limits=ImageLimits(), paused=True, **OPTIONS)
                 async with paused as fake, fake.generate(chat((0,)), TEN):
                     assert fake.image_outputs.claimed_bytes
@@ -123,6 +131,6 @@ async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: py
 
 
 def _anybodys(outputs: EncoderOutputs, name: bytes) -> object:
-    """Those of any image."""
+    """Return the embeddings of any image: a planted bug."""
     found = [output.values for output in outputs._outputs.values() if output.values is not None]
     return found[0] if found else None

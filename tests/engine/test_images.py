@@ -1,5 +1,6 @@
-"""Images of chats: what they are to the core, who owns what the model makes of them, and that nothing of it is left,
-whenever a request leaves."""
+"""Images of chats: their tokens and blocks in the core, the owner of their embeddings, and that leaving frees
+everything.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_e
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.testing.invariants import check_core
 
-IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # of a square one
+IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # a square image
 TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
 SIXTY = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -84,7 +85,7 @@ async def test_equal_images_share_blocks_and_different_ones_share_those_before_t
         whole = len(await fake.encode(chat(png(0), before=before)))
         assert await cached(fake, chat(png(0), before=before)) == (whole - 1) // 4 * 4
         common = await cached(fake, chat(png(1), before=before))
-        # Up to the block in which the first row of the image lies, and not one further.
+        # Shared up to the block with the first row of the image, and no further.
         token_ids = await fake.encode(chat(png(1), before=before))
         assert common == token_ids.index(FAKE_IMAGES.image_token_id) // 4 * 4
         check_core(fake.core)
@@ -109,7 +110,7 @@ async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
         async def ask(colour: int) -> None:
             texts[colour] = await said(fake, chat(png(colour)), SIXTY)
 
-        fake.pause()  # until all are there, however long decoding takes
+        fake.pause()  # until all requests have arrived, however long decoding takes
         async with trio.open_nursery() as nursery:
             for colour in range(3):
                 nursery.start_soon(ask, colour)

@@ -1,4 +1,4 @@
-"""What a reader of the cache's events knows, however slow it is, is what is in the cache."""
+"""A subscriber of cache events knows the content of the cache, however slow it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 2
 
 
 class Cache:
-    """A prefix cache, and the events of it."""
+    """A prefix cache, and the record of its changes."""
 
     def __init__(self, *, block_count: int = 4, events_max: int = 100) -> None:
         self.pool = BlockPool(block_count)
@@ -29,7 +29,7 @@ class Cache:
         self.events = KvEvents(self.cache, model="m", block_size=BLOCK_SIZE, events_max=events_max)
 
     def compute(self, *tokens: int) -> None:
-        """And let go at once, so that the blocks are kept until others need the room."""
+        """Compute a prompt, and release it at once, so that its blocks stay cached until others need them."""
         chain = PrefixChain(None)
         hits = self.cache.match(chain, tokens)
         self.pool.share(hits)
@@ -42,7 +42,7 @@ class Cache:
 
 
 class Follower:
-    """Applies events as they are documented, and nothing else. resident: None until a snapshot is complete."""
+    """A subscriber that applies events as documented. `resident` is None until a snapshot is complete."""
 
     def __init__(self, reader: KvReader) -> None:
         self.reader = reader
@@ -52,7 +52,7 @@ class Follower:
         self._sequence = 0
 
     def read(self, count: int = 10_000) -> None:
-        """So many events at most."""
+        """Read at most so many events."""
         for _ in range(count):
             event = self.reader.next_nowait()
             if event is None:
@@ -104,8 +104,8 @@ def test_subscriber_gets_a_snapshot_and_then_each_change_in_order():
 @given(
     moves=st.lists(
         st.one_of(
-            st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple),  # a prompt that is computed
-            st.integers(1, 3),  # so many events that are read
+            st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple),  # a prompt to compute
+            st.integers(1, 3),  # the number of events to read
         ),
         max_size=60,
     ),

@@ -1,5 +1,6 @@
-"""An engine with a connector: what a caller asks reaches it, what it says reaches the caller, and its life is the
-engine's."""
+"""An engine with a connector: options of callers reach it, its reports reach callers, and it runs as long as the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ async def test_last_delta_says_how_to_read_the_held_blocks(autojump_clock):
             assert last.kv_transfer.do_remote_prefill
             assert last.kv_transfer.remote_request_id in fake.connector.sends
             assert stream.is_held
-        assert fake.connector.calls["request_aborted_after_finish"] == 1  # left: nobody can want it any more
+        # The stream was left, so no engine will read the blocks.
+        assert fake.connector.calls["request_aborted_after_finish"] == 1
         fake.connector.release_all()
         await wait_all_tasks_blocked()
         fake.assert_all_free()
@@ -76,7 +78,7 @@ async def test_blocks_of_every_complete_response_are_held(sampling, response, pa
 
 
 async def test_overlapping_steps_leave_no_unreported_hold(autojump_clock):
-    """An end that was not foreseen is told before the blocks can be held: the hold that follows is given up."""
+    """An end that was not foreseen is delivered before the blocks can be held. The hold that follows is ended."""
     async with engine_with_connector(overlap_steps=True, response="Hello", step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=8, stop=("ll",)), kv_transfer=HOLD) as stream:
             last = [delta async for delta in stream][-1]
@@ -113,7 +115,7 @@ async def test_wait_until_released_inside_the_scope(autojump_clock):
             nursery.start_soon(release)
             await stream.wait_until_released()
             assert trio.current_time() == pytest.approx(3)
-            await stream.wait_until_released()  # at once, from now on
+            await stream.wait_until_released()  # returns at once from now on
         assert fake.connector.calls["request_aborted_after_finish"] == 0
 
 
@@ -174,7 +176,7 @@ async def test_response_above_the_held_share_has_no_kv_transfer(autojump_clock):
 
 
 async def _hold_until_cancelled(fake: FakeEngine, lasts: list[Delta]) -> None:
-    # Each has a prompt of its own, so that no block is shared.
+    # Each request has its own prompt, so that no block is shared.
     async with fake.generate(f"{len(lasts)}{PROMPT}", ONE, kv_transfer=HOLD) as stream:
         lasts.extend([delta async for delta in stream][-1:])
         await trio.sleep_forever()
@@ -238,7 +240,7 @@ async def test_request_with_several_choices_cannot_be_held(autojump_clock):
 
 
 async def test_connector_report_during_start_load_wakes_the_loop(autojump_clock):
-    """A connector that has loaded before start_load returns, and says so at once."""
+    """The connector finishes a load before start_load returns, and reports it at once."""
 
     class Eager(ScriptedConnector):
         def start_load(self, request, block_table, computed_count, token_count):

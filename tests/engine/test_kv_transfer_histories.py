@@ -1,5 +1,7 @@
-"""Many requests at a time whose KV comes and goes, with a connector that reports early, late, twice, wrongly or never,
-clients that leave whenever they like, and operators who abort: whatever happens, everything is back in the end."""
+"""Histories from seeds: requests with KV transfer, a connector with early, late, repeated, wrong or missing reports.
+
+Clients leave at any time, and operators abort. Afterwards everything is free.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class History:
                         assert asked is not None
                         assert asked.do_remote_decode
                     else:
-                        await trio.sleep(0.05)  # a step that was planned ahead has come back
+                        await trio.sleep(0.05)  # a step that was planned ahead has ended
                         assert not stream.is_held, "nobody knows how to get at what is held"
                     way = draw.randrange(3)
                     if way == 0:
@@ -118,7 +120,8 @@ def test_history_of_kv_transfers_frees_everything(seed):
                             clients.start_soon(history.client, fake, number)
                     history.is_over = True
                 await fake.wait_until_idle()
-                # What no client knows of (a load that was abandoned, what is aborted and not let go) has its deadline.
+                # Holds that no client knows of (abandoned loads, aborted holds that were not released) end at their
+                # deadline.
                 await trio.sleep(HOLD_SECONDS + 0.1)
             await wait_all_tasks_blocked()
             fake.connector.check()

@@ -1,5 +1,6 @@
-"""Steps of a device that computes by itself: each is launched before the one before it is waited for, and none is left
-without its end."""
+"""Steps on a device with its own queue: each is launched before the previous one is awaited, and all of them are
+finished.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Finish = Callable[[], StepResult | None]
 
 
 class Device(FakeExecutor):
-    """Notes what is asked of it: step by step launched and finished. breaks: (what, step) that raises."""
+    """A device that records its launched and finished steps. `breaks` is the (action, step) that raises."""
 
     def __init__(self, *, breaks: tuple[str, int] | None = None) -> None:
         super().__init__(block_count=16, block_size=4)
@@ -49,7 +50,7 @@ class Device(FakeExecutor):
 
 
 class Reader:
-    """As a Delivery: keeps the steps' numbers of events; `enough` once there were as many steps."""
+    """A StepDelivery that records the step numbers of events, and sets `enough` after a number of steps."""
 
     def __init__(self, enough: int) -> None:
         self.told: list[int] = []
@@ -120,7 +121,7 @@ async def test_steps_before_a_failed_one_have_results_and_later_ones_are_not_beg
             await EngineLoop(core, LaunchedSteps(device, thread), reader).run()
     assert len(reader.told) == 2
     assert ("finish", 1) in device.done
-    # One that was launched behind a step whose end then fails is not asked for: its device is in a state unknown.
+    # After a failed finish, a later launched step is not finished, because the state of the device is unknown.
     assert device.done[-1] == (("finish", 1) if what == "launch" else ("finish", 2))
     assert max(step for _, step in device.done) == (2 if what == "launch" else 3)
 

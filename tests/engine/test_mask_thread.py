@@ -1,4 +1,4 @@
-"""Memory for masks, and the thread that fills it."""
+"""Memory for token masks, and the thread that fills it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bits(masks, row):
 
 
 class Held(AutomatonGuide):
-    """Fills when it is let."""
+    """A guide that fills its mask when the test permits it."""
 
     def __init__(self):
         super().__init__(GUIDE.automaton)

@@ -1,4 +1,4 @@
-"""Opening an engine on a model of which only the loading is real: however it goes wrong, no thread is left."""
+"""Opening an engine with a fake model and real loading: no thread remains, however it fails."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ Compiling = Callable[[str, float], None]
 
 
 class FakeRunner(FakeExecutor):
-    """A model runner without torch. at: what to do at "compile" and "load" (given whom it is reported to), "allocate",
-    "warm" or "claim"."""
+    """A model runner without torch.
+
+    `at` maps stages to functions: "compile" and "load" (called with the progress report), "allocate", "warm", "claim".
+    """
 
     device = "cpu"
     dtype = kv_dtype = "float32"
@@ -113,7 +115,7 @@ class Checkpoint:
 
 @pytest.fixture
 def runner_class(monkeypatch):
-    """FakeRunner in the place of the real one. Afterwards no thread may be left."""
+    """Replace the real runner by FakeRunner, and check that no thread remains afterwards."""
     monkeypatch.setattr(FakeRunner, "at", {})
     monkeypatch.setattr(FakeRunner, "made", [])
     monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
@@ -307,7 +309,7 @@ async def test_closing_waits_for_a_running_memory_claim(runner_class):
     runner_class.at["claim"] = claim
 
     async def let_end() -> None:
-        await trio.testing.wait_all_tasks_blocked()  # who leaves waits for the thread, too
+        await trio.testing.wait_all_tasks_blocked()  # the task that leaves also waits for the thread
         may_end.set()
 
     async with trio.open_nursery() as nursery:
@@ -506,7 +508,7 @@ async def test_errors_of_weights_and_tokenizer_are_raised_as_one(runner_class, m
         try:
             report_for_ever(report)
         except Exception:
-            # It was told that it is not wanted any more, and stumbles on its way out.
+            # The opening was cancelled meanwhile, and this loading fails on its way out.
             raise ModelLoadError("no weights") from None
 
     def make_tokenizer(_checkpoint: object) -> None:
@@ -556,7 +558,7 @@ setups: list[ConnectorSetup] = []
 
 
 def make_connector(setup: ConnectorSetup) -> ScriptedConnector:
-    """A ConnectorFactory, as its own package would have one."""
+    """A connector factory, as a package outside of trioserve would have it."""
     if "wrong" in setup.options:
         raise StartupError("the option wrong is wrong")
     setups.append(setup)
@@ -587,7 +589,7 @@ async def test_a_connector_gets_the_cache_and_its_options_and_wakes_the_engine(w
                 engine._connector.release_all()
                 await stream.wait_until_released()
     async with assemble.open_engine("m", kv_transfer_config=options):
-        assert len({setup.engine_id for setup in setups}) == 2  # a new one with each start
+        assert len({setup.engine_id for setup in setups}) == 2  # each opening has a new id
     check_all_closed(with_connector)
 
 
@@ -629,7 +631,7 @@ async def test_ignored_vllm_keys_are_logged(with_connector, caplog):
 
 
 def options_read(source: str) -> set[str]:
-    """The options that a program takes from its `config`."""
+    """Return the options that a program reads from its `config`."""
     return {
         node.attr
         for node in ast.walk(ast.parse(source))
@@ -637,20 +639,20 @@ def options_read(source: str) -> set[str]:
     }
 
 
-# An engine's scope ends at once, and whoever opens it may read whichever directories it can.
+# An engine's scope ends at once, and its opener may read any directory.
 OF_THE_SERVER = {"drain_timeout", "drain_delay", "allowed_lora_path"}
 
 
 def test_parameters_of_open_engine_equal_the_options_of_an_engine():
-    """In name, type and default: an option that an engine reads, and that is not a parameter here, can be reached only
-    by a server."""
+    """Names, types and defaults agree. An option that an engine reads must be a parameter of open_engine."""
     readers = (assemble, engine_settings, drafts_of, image_limits)
     read = set().union(*(options_read(inspect.getsource(reader)) for reader in readers))
     fields = {field.name: field.default for field in msgspec.structs.fields(Config)}
-    types_of_fields = typing.get_type_hints(Config)  # without the bounds
+    types_of_fields = typing.get_type_hints(Config)  # without limits
     parameters = dict(inspect.signature(assemble.open_engine).parameters)
     types_of_parameters = typing.get_type_hints(assemble.open_engine.__wrapped__)
-    assert set(parameters) == (read & fields.keys()) - OF_THE_SERVER  # besides what is made of several
+    # Options that are combined from several are left out.
+    assert set(parameters) == (read & fields.keys()) - OF_THE_SERVER
     for name, parameter in parameters.items():
         assert types_of_parameters[name] == types_of_fields[name], name
         assert parameter.default == fields[name], name
@@ -709,7 +711,8 @@ async def test_server_option_is_not_a_parameter_of_open_engine():
     (
         (False, {}, False),
         (True, {}, True),
-        (True, {"kv_transfer_config": {"kv_connector": "mine"}}, False),  # which brings KV of who knows whom
+        # The KV may come from an engine that is not batch-invariant.
+        (True, {"kv_transfer_config": {"kv_connector": "mine"}}, False),
         (True, {"kv_transfer_config": {"kv_connector": "mine"}, "batch_invariant": True}, True),
     ),
 )

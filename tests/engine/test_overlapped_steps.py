@@ -1,4 +1,6 @@
-"""Steps that overlap: what readers get is the same, and whatever ends or breaks waits for both steps in flight."""
+"""Overlapping steps: responses are equal to those of separate steps, and every end or fault waits for both steps in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def value(fake: FakeEngine, name: str) -> float:
 
 
 async def read(fake: FakeEngine, prompt: str, sampling: SamplingParams) -> list[tuple[object, ...]]:
-    """What a reader makes of it, for each choice: text, tokens, and why it ended."""
+    """Return what a reader gets of each choice: text, tokens, and the finish reason."""
     texts, token_ids = [""] * sampling.n, [[] for _ in range(sampling.n)]
     ends: list[object] = [None] * sampling.n
     async with fake.generate(prompt, sampling) as stream:
@@ -60,7 +62,7 @@ def core_with_a_request(*, output_tokens_max: int) -> EngineCore:
 
 
 class Nobody:
-    """As a Delivery: nobody reads."""
+    """A StepDelivery without readers."""
 
     def on_plan(self, plan: StepPlan) -> None:
         pass
@@ -111,7 +113,7 @@ async def test_next_step_is_handed_over_before_the_last_result_is_processed():
 
     class Taken(Nobody):
         def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
-            taken.append(begun.wait(10))  # in the event loop, which therefore can do nothing for the next step
+            taken.append(begun.wait(10))  # this blocks the event loop, so the loop cannot help the next step
             if len(taken) == 3:
                 all_taken.set()
 
@@ -131,7 +133,7 @@ async def test_request_that_leaves_keeps_its_blocks_until_both_steps_have_ended(
         async with fake.generate("leaves", LONG, request_id="leaves"):
             await trio.sleep(2.5)
             assert len(fake.core.flights) == 2
-        await trio.sleep(1)  # the first of the two is over
+        await trio.sleep(1)  # the first of the two steps has ended
         assert fake.stats().blocks_used > 0
         await trio.sleep(0.4)
         assert fake.stats().blocks_used > 0
@@ -164,7 +166,7 @@ async def test_token_computed_after_a_stop_string_is_dropped(autojump_clock):
             assert "".join(delta.text for delta in deltas) == "one two "
             assert deltas[-1].finish_reason is FinishReason.STOP
             assert stream.completion_token_count == count == value(fake, "trioserve:generation_tokens_total")
-            assert fake.stats().blocks_used > 0  # a step that was planned ahead has it once more
+            assert fake.stats().blocks_used > 0  # a step that was planned ahead still computes it
         await trio.sleep(1.1)
         fake.assert_all_free()
         assert fake.executor.plans == count + 1

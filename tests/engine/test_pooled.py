@@ -1,4 +1,4 @@
-"""What a caller of engine.embed() can rely on: one scope, however many inputs, and everything back when it is left."""
+"""Guarantees of engine.embed(): one scope for any number of inputs, and leaving it frees everything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHOLE = {"encoder": "embed", "max_num_batched_tokens": 64}
 
 
 def expected(text: str, **asked: object) -> Pooled:
-    """What the fake model says of a text alone."""
+    """Return the result of the fake model for a text alone."""
     model = FakeModel(vocab_size=256)
     pooling = {"task": "embed", "method": "last", "normalize": True} | asked
     return model.pooled(Pooling(**pooling), model.digest(list(text.encode())))
@@ -99,7 +99,7 @@ async def test_request_with_many_inputs_does_not_block_others(autojump_clock):
         done: list[str] = []
 
         async def embed() -> None:
-            await fake.embed(["a text of some length"] * 18)  # tokenized here: no time passes
+            await fake.embed(["a text of some length"] * 18)  # tokenized in this thread, so no time passes
             done.append("embedded")
 
         nursery.start_soon(embed)

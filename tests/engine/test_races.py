@@ -1,4 +1,4 @@
-"""Two things at once: a delta and a cancellation, a fault and a reader, a drain and a prompt that is being prepared."""
+"""Two events at once: a delta and a cancellation, a fault and a reader, a drain and a prompt in preparation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {"max_model_len": 4096, "block_count": 2048, "new_text_th
 
 
 class HeldTokenizing:
-    """Long prompts stay in the text thread until let_go(). Needs a real thread and so the real clock."""
+    """Keeps long prompts in the text thread until let_go(). Needs a real thread, and so the real clock."""
 
     def __init__(self, engine: Engine) -> None:
         self.begun = trio.Event()
@@ -56,7 +56,7 @@ async def test_no_delta_is_lost_when_a_reader_is_cancelled_again_and_again(autoj
             reason = None
             async with fake.generate("prompt", SamplingParams(max_tokens=30, temperature=0)) as stream:
                 while reason is None:
-                    # 0.01: the deadline and the delta come at the same instant.
+                    # 0.01: the deadline and the delta come at the same moment.
                     with trio.move_on_after(patience):
                         delta = await anext(stream)
                         token_ids += delta.token_ids
@@ -122,7 +122,7 @@ async def test_a_fault_reaches_a_reader_whose_prompt_is_being_prepared_at_once()
             held = HeldTokenizing(fake)
 
             async def pass_on_fault() -> None:
-                await told.wait()  # and not: until the prompt is prepared
+                await told.wait()  # does not wait until the prompt is prepared
                 held.let_go()
 
             fake.on_fault = pass_on_fault
@@ -205,7 +205,7 @@ async def test_thread_finishes_queued_jobs_and_refuses_later_ones():
 
 
 async def test_closing_waits_for_the_step_in_flight_even_when_cancelled(autojump_clock):
-    """S36: the weights stay as long as a step reads them."""
+    """S36: the weights stay loaded as long as a step reads them."""
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery, open_fake_engine() as fake:
             fake.steps.hold()
@@ -256,7 +256,7 @@ async def test_owner_error_and_fault_of_the_last_step_are_raised_together(autoju
 
 
 async def test_fault_of_one_engine_does_not_affect_another(autojump_clock):
-    """S30: in one process, for a start."""
+    """S30, for two engines in one process."""
     async with open_fake_engine(step_seconds=0.01) as first:
         async with first.generate("prompt", SamplingParams(max_tokens=20)) as stream:
             with pytest.raises(EngineFault):

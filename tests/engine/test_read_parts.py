@@ -1,4 +1,4 @@
-"""What a program that embeds an engine reads of a chat: parts, and calls that are complete or were cut off."""
+"""The parts of a chat for programs that embed an engine: text, reasoning, and complete or incomplete tool calls."""
 
 from __future__ import annotations
 

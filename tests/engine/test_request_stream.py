@@ -1,4 +1,4 @@
-"""What a caller of engine.generate() can rely on, whichever way it leaves."""
+"""Guarantees of engine.generate(), in every way of leaving it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it
             await fake.steps.entered()
             used = fake.core.stats().blocks_used
             assert used > 0
-        # The forward pass still reads them.
+        # The forward pass still reads the blocks.
         assert fake.core.stats().blocks_used == used
         check_core(fake.core)
         fake.steps.release()
@@ -372,7 +372,7 @@ async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, erro
 
 
 async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_meanwhile():
-    # A real thread and so the real clock; nothing here waits for time to pass.
+    # Uses a real thread, and so the real clock. Nothing here waits for time to pass.
     import threading
 
     async with open_fake_engine(block_count=2048, max_model_len=4096, new_text_threads=TextThreads) as fake:
@@ -515,7 +515,7 @@ async def test_wait_until_begun_returns_the_end_even_if_another_task_has_read_it
 
 
 async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):
-    """S18: what watches the tokens is not fed after its end."""
+    """S18: the observer of tokens gets no token after the end."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         text = ""
         async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0)) as stream:
@@ -529,7 +529,7 @@ async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_cloc
                 shown += delta.text
             assert delta.finish_reason is FinishReason.STOP
             assert delta.stop_reason == stop
-            # Its blocks are back while the reader still holds the stream.
+            # The blocks are free while the reader still has the stream.
             check_idle(fake.core)
             assert stream.completion_token_count < 60
             assert fake.steps.step_count - steps_before == stream.completion_token_count

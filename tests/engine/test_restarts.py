@@ -1,4 +1,4 @@
-"""An engine that broke and is opened anew: its streams go on, and whoever breaks it again is ended."""
+"""An engine that is reopened after a fault: its streams resume, and a request that breaks it repeatedly is ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
 
 
 class PoisonedModel(FakeModel):
-    """Whoever has `poison` in its prompt breaks the engine when it has `after` tokens, again and again."""
+    """A request with `poison` in its prompt breaks the engine whenever it reaches `after` tokens."""
 
     def __init__(self, poison: str = "poison", after: int = 5) -> None:
         super().__init__(vocab_size=BYTE_VOCAB_SIZE - 1)
@@ -44,7 +44,7 @@ class PoisonedModel(FakeModel):
 
 
 class Reader:
-    """Reads a request to its end, and keeps what came."""
+    """Reads a request to its end, and keeps its deltas."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -61,7 +61,7 @@ class Reader:
             self.error = error
 
     def told(self) -> tuple[dict[int, str], dict[int, list[int]], dict[int, object], list[object]]:
-        """Text, tokens and end of each choice, and all log probabilities of the first."""
+        """Return text, tokens and end of each choice, and all log probabilities of the first one."""
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
         ends: dict[int, object] = {}
@@ -148,7 +148,8 @@ async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_res
                     await reader.read(fake, name, request_id=f"id-{name}")
 
                 nursery.start_soon(read)
-        assert fake.metrics.engine_restarts_total._value.get() == 3  # all, some of them, it alone
+        # One with all requests, one with some of them, and one with the poison request alone.
+        assert fake.metrics.engine_restarts_total._value.get() == 3
         assert fake.metrics.requests_poisoned_total._value.get() == 1
         ended = fake.metrics.request_success_total
         assert (ended.labels("error")._value.get(), ended.labels("length")._value.get()) == (1, 4)
@@ -160,7 +161,7 @@ async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_res
     assert "3 times in steps that computed this request, also in a step that computed nothing else" in str(
         poisoned.end.message
     )
-    assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5  # what it had is told, once
+    assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5  # its earlier tokens are delivered once
     for reader in readers.values():
         assert reader.end.finish_reason is FinishReason.LENGTH
         assert len(reader.told()[1][0]) == 40
@@ -170,7 +171,7 @@ async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_res
 
 
 async def test_restarts_that_found_a_poison_request_do_not_count_against_the_budget(autojump_clock):
-    """Finding each takes three restarts, all that there are within ten minutes."""
+    """Each poison request needs three restarts to be found. That is the whole budget of ten minutes."""
     async with open_fake_engine(step_seconds=0.01, engine_restarts=3, model=PoisonedModel()) as fake:
         for _ in range(3):
             readers = {name: Reader() for name in ("a", "poison", "b")}
@@ -359,7 +360,7 @@ async def test_repeated_faults_without_progress_end_the_engine_with_the_reason(a
     "pauses", [(0.0, 0.0), (0.0, 0.015), (0.015, 0.015), (0.045, 0.045), (0.1, 0.0), (0.13, 0.13)], ids=str
 )
 async def test_three_faults_of_the_machine_end_no_request(autojump_clock, pauses):
-    """Pauses: seconds between an opening and the next fault."""
+    """`pauses` has the seconds between each reopening and the next fault."""
     readers = [Reader() for _ in range(8)]
     async with open_fake_engine(step_seconds=0.01, engine_restarts=3) as fake:
         async with trio.open_nursery() as nursery:
@@ -448,7 +449,7 @@ async def test_engine_ends_after_repeated_failed_reopenings(autojump_clock):
 
 
 async def test_no_reference_to_the_broken_engine_remains(autojump_clock, caplog):
-    caplog.set_level(logging.CRITICAL)  # what is captured has the frames of the step
+    caplog.set_level(logging.CRITICAL)  # captured log records would keep the frames of the step
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""`generate(..., resume=...)`: whatever was read of a response, another engine goes on behind it."""
+"""`generate(..., resume=...)`: another engine can resume a response after any delta."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"block_count": 256, "max_model_len": 512, "max_num_batched_tokens": 512
 
 
 class Read:
-    """All that a reader has of a stream, by choice."""
+    """Everything that a reader has received of a stream, by choice."""
 
     def __init__(self, known: Any = ()) -> None:
         self.texts: dict[int, str] = {}
@@ -45,7 +45,7 @@ class Read:
 
 
 async def read_all(stream: Any) -> tuple[Read, list[Resume], int]:
-    """The whole response, and what its reader had after each piece."""
+    """Return the whole response, and the resume state after each delta."""
     read, states = Read(stream.known), [stream.resume_state()]
     async for delta in stream:
         read.take(delta)
@@ -286,7 +286,7 @@ async def test_generate_accepts_only_a_resume_object() -> None:
 
 
 def joined(parts: list[Any]) -> list[Any]:
-    """Pieces of the same text as one."""
+    """Join consecutive pieces of text."""
     whole: list[Any] = []
     for part in parts:
         if whole and hasattr(part, "text") and type(whole[-1]) is type(part):
@@ -344,4 +344,4 @@ async def test_long_known_output_does_not_block_the_event_loop(autojump_clock: t
         resume = Resume(token_ids=((65,) * 4000,), finished=(False,))
         async with fake.generate([1, 2], SamplingParams(max_tokens=4001, ignore_eos=True), resume=resume) as stream:
             assert (await anext(stream)).finish_reason is FinishReason.LENGTH
-        assert max(sizes) > 10_000  # that is what a thread is for
+        assert max(sizes) > 10_000  # long enough for a thread

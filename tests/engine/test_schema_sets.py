@@ -1,5 +1,7 @@
-"""Schemas in the style of JSONSchemaBench's groups (tests/schemas): each one is compiled and gives JSON that the
-library `jsonschema` finds valid, from a model of random weights and from the real one."""
+"""Schemas in the style of JSONSchemaBench (tests/schemas): each compiles, and the responses are valid JSON for it.
+
+The library `jsonschema` judges the responses, of a model with random weights and of the real model.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ROOM = 200
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Single bytes, some tokens of several, an end token; a window of 2,048."""
+    """Write a random model with tokens for single bytes and for some longer texts, an end token, and a context of 2,048
+    tokens.
+    """
     folder = tmp_path_factory.mktemp("random")
     spelling = {byte: character for character, byte in byte_alphabet().items()}
     vocabulary = {character: index for index, character in enumerate(byte_alphabet())}
@@ -56,7 +60,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config = ModelConfig(
         family="llama",
-        vocab_size=-(-(end_token + 1) // 32) * 32 + 7,  # more than there are tokens, and no whole words of a mask
+        # More than the number of tokens, and not a multiple of the words of a mask.
+        vocab_size=-(-(end_token + 1) // 32) * 32 + 7,
         hidden_size=32,
         layers=(layer, layer),
         context_tokens_max=2048,
@@ -85,7 +90,7 @@ async def verdict_of(engine: Engine, judge: Judge, named: NamedSchema, **samplin
 
 
 async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) -> dict[str, Verdict]:
-    """All at once, so that rows with masks of all kinds stand beside each other."""
+    """Run all schemas at once, so that one step has masks of all kinds."""
     judge, found = Judge(), {}
 
     async def one(number: int, named: NamedSchema) -> None:
@@ -104,14 +109,15 @@ async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) 
     [{}, {"overlap_steps": True}, {"speculative_ngram": 3}, {"speculative_tokens": 3}, {"cpu_kernels": "torch"}],
 )
 async def test_model_with_random_weights_writes_valid_json(random_model: Path, more: dict[str, Any]) -> None:
-    """Texts end because what ends them is made more probable. Drafts come from what was written before, or from the
-    model itself."""
+    """A bias makes end tokens more probable, so texts end. Draft tokens come from earlier text or from the model
+    itself.
+    """
     if "speculative_tokens" in more:
         more = {**more, "speculative_model": str(random_model)}
     backend = tokenizers.Tokenizer.from_file(str(random_model / "tokenizer.json"))
     bias = {backend.encode(text).ids[0]: 3.0 for text in CLOSING}
     async with open_engine(str(random_model), kv_cache_memory=0.05, **more) as engine:
-        schemas = SCHEMAS[::3] if "cpu_kernels" in more else SCHEMAS  # plain torch takes ten times as long
+        schemas = SCHEMAS[::3] if "cpu_kernels" in more else SCHEMAS  # plain torch takes ten times longer
         found = await verdicts(engine, schemas, max_tokens=ROOM, logit_bias=bias, temperature=1.0)
     assert sum(verdict is Verdict.VALID for verdict in found.values()) > 0.6 * len(schemas)
 

@@ -1,4 +1,4 @@
-"""Every public scope is left once, and a forked child cannot use the scopes of its parent."""
+"""Every public scope can be left only once, and a forked child cannot use the scopes of its parent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REQUESTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 async def check_left_once(scope: Any) -> None:
-    """Leave an entered scope, and then again in each way."""
+    """Leave an entered scope, and check that each further way of leaving it is refused."""
     await scope.__aexit__(None, None, None)
     for error in (None, ValueError("of the body"), None):
         with pytest.raises(AlreadyEnded, match="was left before"):
@@ -100,7 +100,7 @@ def test_in_asyncio_a_request_and_its_engine_are_left_once():
 
 
 def raised_in_child(act: Callable[[], object]) -> str:
-    """The name and text of what `act` raises in a forked child, which then ends without any clean-up."""
+    """Return name and text of the error that `act` raises in a forked child. The child ends without any clean-up."""
     reader, writer = os.pipe()
     process_id = os.fork()
     if process_id == 0:
@@ -119,7 +119,7 @@ def raised_in_child(act: Callable[[], object]) -> str:
 
 
 def step(awaitable: Awaitable[object]) -> None:
-    """Run it up to where it waits."""
+    """Run an awaitable up to its first wait."""
     awaitable.__await__().__next__()
 
 
@@ -165,7 +165,7 @@ def test_a_forked_child_of_an_asyncio_program_cannot_use_its_parents_engine():
         opening = in_a_thread(open_fake_engine)
         engine = await opening.__aenter__()
         async with engine.generate("a prompt", LONG) as stream:
-            first = await anext(stream)  # it may have every token already
+            first = await anext(stream)  # the response may have every token already
             uses: list[Callable[[], object]] = [
                 lambda: step(engine.generate("another").__aenter__()),
                 lambda: step(engine.embed(["a text"]).__aenter__()),

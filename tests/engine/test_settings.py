@@ -1,4 +1,4 @@
-"""Which bounds of the runtime are refused."""
+"""Limits of the engine's settings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A step may bring several tokens of a request, those of accepted draft tokens: one delta, each counted, ended
-exactly."""
+"""Steps with accepted draft tokens: several tokens form one delta, each is counted, and the response ends exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ async def test_accepted_draft_tokens_are_one_delta_and_are_counted_each(autojump
         deltas, stream = await read(fake)
         assert "".join(delta.text for delta in deltas) == TEXT
         assert deltas[-1].finish_reason is FinishReason.STOP
-        count = len(TEXT) + 1  # and the end token
+        count = len(TEXT) + 1  # plus the end token
         steps = fake.stats().steps_total
         assert steps < 0.7 * count
         assert max(len(delta.token_ids) for delta in deltas) > 4
@@ -37,7 +36,7 @@ async def test_accepted_draft_tokens_are_one_delta_and_are_counted_each(autojump
         assert value(fake, "trioserve:generation_tokens_total") == count
         assert value(fake, "trioserve:inter_token_latency_seconds_count") == count - 1
         assert value(fake, "trioserve:inter_token_latency_seconds_sum") == pytest.approx(0.1 * (steps - 1))
-        # A step gives one token, and one more for each draft token that was right.
+        # A step gives one token, and one more for each accepted draft token.
         assert value(fake, "trioserve:spec_decode_num_accepted_tokens_total") == count - steps
         assert value(fake, "vllm:spec_decode_num_drafts_total") == fake.stats().drafts_total > 0
         assert value(fake, "vllm:spec_decode_num_draft_tokens_total") == fake.stats().draft_tokens_total

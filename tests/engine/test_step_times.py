@@ -1,4 +1,4 @@
-"""Where the time of steps went is known afterwards, of the last of them and of all."""
+"""The times of the last steps, and the totals of all steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms, thoughts, allowed tokens and barred words, from what a caller asks to the text that it gets."""
+"""Grammars, reasoning, allowed tokens and bad words, from the caller's options to the text."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ async def test_grammar_is_compiled_once_and_cached():
 
 @pytest.fixture
 def held_compiles(monkeypatch):
-    """Compiles begin, and go on when they are let: begun, let."""
+    """Hold compilations until the test permits them. Gives the events "begun" and "let"."""
     begun, let = threading.Event(), threading.Event()
     compile_form = GrammarCompiler.compile
 
@@ -256,7 +256,7 @@ async def until(event):
 
 
 class CompilesNothing(InlineTexts):
-    """Whoever wants a form waits for it until leaving."""
+    """Text threads in which every compilation waits until its request leaves."""
 
     async def run_compile(self, function, *, tenant):
         await trio.sleep_forever()
@@ -281,7 +281,7 @@ async def test_client_that_leaves_during_compilation_frees_everything_at_once(he
         with trio.CancelScope(shield=True):
             await trio.testing.wait_all_tasks_blocked()
             engine.assert_all_free()
-            # Its place is another's, although the thread is still busy with what it wanted.
+            # Another request gets its place, although the thread is still busy with the compilation.
             text, _ = await said(engine, prompt="other", max_tokens=3)
             assert text
             let.set()
@@ -424,12 +424,12 @@ YES_BEHIND_THOUGHT = {
 @pytest.mark.parametrize(
     ("prompt", "says", "expected"),
     [
-        ("say", "<t>ab</t>oh", "<t>ab</t>(yes|no)"),  # it thinks
-        ("say", "<t>abcdefgh", "<t>abcd</t>(yes|no)"),  # too long
-        ("say", "oh", "(yes|no)"),  # it does not
-        ("say<t>", "ab</t>oh", "ab</t>(yes|no)"),  # the prompt has begun the thought
+        ("say", "<t>ab</t>oh", "<t>ab</t>(yes|no)"),  # with reasoning
+        ("say", "<t>abcdefgh", "<t>abcd</t>(yes|no)"),  # with too long reasoning
+        ("say", "oh", "(yes|no)"),  # without reasoning
+        ("say<t>", "ab</t>oh", "ab</t>(yes|no)"),  # the prompt has begun the reasoning
         ("say<t>\n", "abcdefgh", "abcd</t>(yes|no)"),
-        ("say<t></t>\n", "oh", "(yes|no)"),  # and has ended it
+        ("say<t></t>\n", "oh", "(yes|no)"),  # the prompt has ended the reasoning
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"logprobs": 0}])

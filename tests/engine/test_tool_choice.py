@@ -1,4 +1,4 @@
-"""tool_choice and strict of a program's chat mean what they mean over HTTP."""
+"""tool_choice and strict of embedded engines have the same meaning as over HTTP."""
 
 from __future__ import annotations
 

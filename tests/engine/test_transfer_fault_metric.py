@@ -1,4 +1,4 @@
-"""What a connector got wrong is counted in the core, and scrapers see it."""
+"""The core counts a connector's faults, and a metric shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.fake_executor import FakeExecutor
 
 
 def engine_around(core: EngineCore) -> Engine:
-    """Never run: only its counters are looked at."""
+    """Make an engine that is never run. Only its counters are read."""
     return Engine(
         model=ModelDescription(
             served_names=("fake",),

@@ -1,5 +1,6 @@
-"""Weights that are replaced while requests run: who goes on with what, what each token is told to be of, and that
-nothing is found that other weights have computed."""
+"""Weights that are replaced while requests run: how requests continue, the version of each token, and old cached
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PROMPT = "a prompt of several blocks"
 
 
 def versions(deltas: list[Delta]) -> list[str]:
-    """Of each token."""
+    """Return the weight version of each token."""
     told = []
     for delta in deltas:
         for version, count in delta.weight_versions or (("default", len(delta.token_ids)),):
@@ -198,7 +199,7 @@ async def test_no_step_begins_after_ranks_are_lost_during_writing(autojump_clock
             with pytest.raises(WeightsLost, match="ended meanwhile"):
                 await fake.update_weights("b")
             step_count = fake.stats().steps_total
-            await trio.sleep(1.0)  # nobody has told the engine yet that they are
+            await trio.sleep(1.0)  # the engine does not know yet that the ranks are lost
             assert fake.stats().steps_total == step_count
             nursery.cancel_scope.cancel()
         await fake.wait_until_idle()
@@ -235,7 +236,7 @@ async def test_half_written_weights_block_steps_until_a_complete_update(autojump
 
 
 async def test_sleep_with_wait_is_refused_while_weights_are_half_written(autojump_clock):
-    """It would have the turn of the update that they wait for."""
+    """Otherwise sleep would block the update that the requests wait for."""
     kept = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -458,8 +459,9 @@ async def test_engine_that_breaks_during_an_update_has_its_first_weights(autojum
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_update_continues_if_the_engine_is_reopened_during_the_check(autojump_clock, monkeypatch, is_lost: bool):
-    """Looking takes as long as a file system does, and no step waits for it. is_lost: it says nothing, since what it
-    looked with is gone by then."""
+    """A check takes as long as the file system, and no step waits for it. `is_lost`: the check fails because its place
+    is gone.
+    """
     look = FakeWeightPlace.check
 
     async def slowly(place: FakeWeightPlace, source: WeightSource) -> Any:

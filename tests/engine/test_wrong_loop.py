@@ -1,4 +1,4 @@
-"""Who calls an engine from somewhere else than its own Trio run gets a sentence that says what to do."""
+"""Calls of an engine from outside its own Trio program are refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures are made, and told as they come along: the same ones whatever else runs, however slowly they are read."""
+"""Images are generated with partial results. They do not depend on other requests or on the speed of the reader."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_partial_results_come_at_equal_distances(steps, partial_images, ex
 async def test_slow_reader_gets_the_newest_partial_result_and_the_last_delta(autojump_clock):
     asked = ImageParams(steps=6, partial_images=2, n=2)
     async with open_fake_image_engine(paused=True) as fake, fake.generate_image("a cat", asked) as stream:
-        await fake.step(6)  # encoded, and five of six steps; nobody reads
+        await fake.step(6)  # one encoding step and five of six denoising steps, without a reader
         deltas = [await anext(stream) for _ in range(2)]
         assert [(delta.index, delta.steps_done) for delta in deltas] == [(0, 5), (1, 5)]
         assert [delta.picture for delta in deltas] == fake.expected(stream, steps_done=4)
@@ -107,7 +107,7 @@ async def test_request_preempted_by_a_lower_priority_number_continues_where_it_s
             nursery.start_soon(make, "patient", 6, 5)
             await trio.sleep(3.5)
             nursery.start_soon(make, "urgent", 2, 0)
-        # 1 + 6 + 1 steps of one and 1 + 2 + 1 of the other, and none of them twice
+        # One takes 1 + 6 + 1 steps, the other 1 + 2 + 1, and no step is repeated.
         assert sorted(ends) == [("patient", 12.0), ("urgent", 8.0)]
         assert fake.stats().preemptions_total == 1
         fake.assert_all_free()
@@ -121,7 +121,7 @@ async def test_lower_priority_number_waits_only_for_the_step_in_flight(waiting_c
                 nursery.start_soon(fake.generate_image(f"number {number}", ImageParams(steps=9), priority=1)._all)
             await trio.sleep(5.5)
             await fake.generate_image("urgent", ImageParams(steps=2))
-            assert trio.current_time() == pytest.approx(10)  # its own four steps, behind the one in flight
+            assert trio.current_time() == pytest.approx(10)  # its own four steps, after the step in flight
             nursery.cancel_scope.cancel()
         await trio.sleep(2)  # the step in flight
         fake.assert_all_free()

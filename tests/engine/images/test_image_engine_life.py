@@ -1,4 +1,4 @@
-"""Deadlines, drains, pauses, sleep and faults: for pictures as for texts."""
+"""Deadlines, drains, pauses, sleep and faults of an image engine, as of a text engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = ImageParams(steps=4)
 
 
 async def ends_of(fake: FakeImageEngine, prompt: str = "a cat", params: ImageParams = ASKED, **arguments):
-    """The last deltas."""
+    """Return the last delta of each image."""
     async with fake.generate_image(prompt, params, **arguments) as stream:
         return [delta async for delta in stream if delta.finish_reason is not None]
 
@@ -37,7 +37,8 @@ async def ends_of(fake: FakeImageEngine, prompt: str = "a cat", params: ImagePar
     [
         (Deadlines(timeout=2.5), ImageParams(steps=4), 2.5),
         (Deadlines(ttft_timeout=3.5), ImageParams(steps=4), 3.5),
-        (Deadlines(ttft_timeout=3.5), ImageParams(steps=4, partial_images=3), None),  # its first comes after two
+        # The first partial result comes after two steps.
+        (Deadlines(ttft_timeout=3.5), ImageParams(steps=4, partial_images=3), None),
         (Deadlines(timeout=5.5), ImageParams(steps=4), 5.5),
         (Deadlines(timeout=6.5), ImageParams(steps=4), None),
         (Deadlines(queue_timeout=0.5), ImageParams(steps=4), None),
@@ -80,7 +81,7 @@ async def test_drain_refuses_queued_image_requests_and_finishes_begun_ones(autoj
                 outcomes.append(error.reason)
 
         async with trio.open_nursery() as nursery:
-            for _ in range(7):  # one runs, four have a lease, and two stand in the queue
+            for _ in range(7):  # one runs, four have a lease, and two wait in the queue
                 nursery.start_soon(ask)
                 await trio.sleep(0.1)
             fake.drain()
@@ -177,7 +178,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
                 with pytest.raises(EngineReopening):
                     await fake.generate_image("meanwhile")
             assert (made[0], made[1]) == expected
-        # Nothing is told twice, though the first steps are computed twice.
+        # No delta is repeated, although the first steps are computed twice.
         assert [steps for index, steps in seen if index == 0] == [1, 2, 3, 4, 4]
         assert fake.metrics.total("engine_restarts_total") == 1
         assert len(await fake.generate_image("afterwards")) == 1
@@ -186,7 +187,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
 
 @pytest.mark.parametrize("steps_before", [0, 2, 5])
 async def test_image_that_breaks_every_step_is_ended_and_others_continue(steps_before, autojump_clock):
-    """In whichever phase."""
+    """The phase of the failing step does not matter."""
 
     class Breaking(FakePictureExecutor):
         steps_of_bad = 0
@@ -239,7 +240,7 @@ async def test_paused_engine_keeps_latents_and_continues_with_them(autojump_cloc
         assert (fake.stats().steps_total, fake.stats().slots_used) == (steps, 1)
         fake.resume_generation()
         assert await stream.pictures() == tuple(fake.expected(stream))
-        assert fake.stats().steps_total == 6  # no step twice
+        assert fake.stats().steps_total == 6  # no step was repeated
 
 
 async def test_pause_with_abort_ends_begun_image_requests(autojump_clock):

@@ -1,4 +1,4 @@
-"""What a model cannot do is refused before anything is held; the refusal names the parameter and what it may be."""
+"""Options that an image model does not support are refused before admission. Messages name what is allowed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model_of(**changes):
 
 
 def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=None, **changes):
-    """What becomes of it when it is entered."""
+    """Return the description of the images, as made when a request is entered."""
     model = model_of(**changes)
     preparation = ImagePreparation(model, limits or ImageRequestLimits(), step_work_max=8)
     return preparation.wanted(prompt, params or ImageParams(), priority=0)

@@ -1,4 +1,4 @@
-"""What becomes of a request for pictures, as a span, as step times and as metrics."""
+"""Spans, step times and metrics of a request for images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.testing.fake_image_engine import open_fake_image_engine
 
 
 class NotedSpan(Span):
-    """Writes down what it is told."""
+    """A span that records its calls."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
         self.name = name
@@ -102,5 +102,6 @@ async def test_images_and_steps_are_counted(autojump_clock):
         assert value("e2e_request_latency_seconds_count") == 3
         assert value("time_to_first_picture_seconds_count") == 3
         assert value("step_work_sum", 'phase="denoise"') == 9
-        # two are encoded, and denoised once: that is the first to be seen; the third gets the slot of one of them
+        # Two images are encoded and denoised once, which gives the first partial results. The third gets a slot that
+        # became free.
         assert 2.0 + 2.0 < value("time_to_first_picture_seconds_sum") < value("e2e_request_latency_seconds_sum")

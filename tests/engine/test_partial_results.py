@@ -1,5 +1,4 @@
-"""What there is of a request that was cut off is what its reader was given, and with it the response goes on as if
-nothing had happened."""
+"""Partial results: the output of a stopped request equals what its reader received, and can be resumed."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ KINDS: list[dict[str, Any]] = [
 
 
 class Rollout:
-    """Reads a request, slowly or not, and what it was given is joined choice by choice."""
+    """Reads a request, fast or slowly, and joins the deltas of each choice."""
 
     def __init__(self) -> None:
         self.given: dict[int, Delta] = {}
         self.error: Exception | None = None
-        self.resume: Resume | None = None  # whose tokens it was not given again, since it was cut off in the queue
+        self.resume: Resume | None = None  # its tokens are not delivered again if the request is stopped in the queue
 
     async def read(
         self,
@@ -82,7 +81,7 @@ async def undisturbed(prompt: str = "one", sampling: SamplingParams = SAMPLING, 
 
 
 def check_given(partial: Partial, rollout: Rollout) -> None:
-    """The partial is what the reader has in the end."""
+    """Check that the partial result equals what the reader has received in the end."""
     for index, choice in enumerate(partial.choices):
         assert choice.token_ids == rollout.tokens(index)
         if choice.logprobs is not None:
@@ -118,7 +117,7 @@ async def test_partial_result_equals_the_delivered_output_and_can_be_resumed(aut
 
 
 async def test_choice_with_a_text_error_keeps_log_probabilities_of_its_tokens(autojump_clock, monkeypatch):
-    """Otherwise nothing could be said of the others."""
+    """Without them, log probabilities of the other choices could not be returned either."""
     rollout = Rollout()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(rollout.read, fake)
@@ -148,7 +147,7 @@ async def test_tokens_of_the_step_in_flight_are_not_in_the_partial_result(autoju
             before = [rollout.tokens(index) for index in range(2)]
             [partial] = fake.cut_off("r")["r"].partials
             await wait_all_tasks_blocked()
-        # Three steps have been, and of some tokens the text was held back.
+        # There were three steps, and the text of some tokens was held back.
         assert [len(choice.token_ids) for choice in partial.choices] == [3, 3]
         assert [
             choice.token_ids[: len(tokens)] for choice, tokens in zip(partial.choices, before, strict=True)
@@ -175,7 +174,7 @@ async def test_queued_request_has_an_empty_partial_result_that_can_be_resumed(au
 
 
 async def test_complete_choice_stays_complete_in_a_partial_result(autojump_clock):
-    """Of a response that had ended there is all of it, as long as its reader has not left."""
+    """A partial result of an ended response is complete, as long as its reader has not left."""
     first, second = Rollout(), Rollout()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: first.read(fake, pause=1.0))
@@ -199,7 +198,7 @@ async def test_known_complete_choice_is_complete_while_the_request_is_queued(aut
         resume = Resume(token_ids=(expected.tokens(0), expected.tokens(1)), finished=finished, seed=3)
     rollout = Rollout()
     async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
-        for _ in range(12):  # it gets no lease, and so nothing of it is gone through
+        for _ in range(12):  # the request gets no lease, so its known tokens are not replayed
             nursery.start_soon(lambda: Rollout().read(fake, "other", request_id="other"))
         await trio.sleep(0.02)
         with trio.fail_after(1):
@@ -268,7 +267,7 @@ async def test_weight_versions_of_known_tokens_come_before_those_of_new_tokens(a
     assert [choice.token_ids for choice in partial.choices] == [
         expected.tokens(index)[: 5 + more] for index in range(2)
     ]
-    # Its reader is given the log probabilities of new tokens alone: those of known ones nobody knows.
+    # Its reader gets log probabilities of new tokens only. Those of known tokens are unknown.
     assert partial.choices[0].logprobs is None
     assert len(rollout.logprobs(0)) == more
 
@@ -321,8 +320,11 @@ SAMPLINGS = (
 async def roll_out(
     fake: FakeEngine, rng: Random, name: str, prompt: str, sampling: SamplingParams, *, resumable: bool
 ) -> Rollout:
-    """A rollout that is cut off again and again, by the trainer's hand, a pause or its deadline, and goes on. Returns
-    the whole response, each token exactly once."""
+    """Run a rollout that is stopped and resumed repeatedly: by the trainer, by a pause, or by its deadline.
+
+    Returns:
+        The whole response, with each token exactly once.
+    """
     resume: Resume | None = None
     for _ in range(30):
         rollout, partials = Rollout(), list[Partial]()
@@ -350,7 +352,7 @@ async def roll_out(
         for partial in partials:
             check_given(partial, rollout)
             resume = partial.resume
-        if not partials:  # a deadline or a pause was sooner, and the reader has left: what it has it can say itself
+        if not partials:  # a deadline or a pause came first, and the reader knows its own output
             state = Resume(
                 token_ids=tuple(rollout.tokens(index) for index in range(sampling.n)),
                 finished=tuple(
@@ -406,7 +408,9 @@ async def test_every_token_is_delivered_once_over_repeated_aborts_and_resumes(
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 async def test_partial_results_resume_with_new_weights_repeatedly(autojump_clock, options):
-    """Known tokens are of the weights that drew them, with the log probabilities of these, and computed by the new."""
+    """Known tokens keep the version and the log probabilities of the weights that sampled them. The new weights compute
+    their KV.
+    """
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, n=2, logprobs=1, ignore_eos=True)
     expected = await undisturbed("one and a block", sampling, **options)
     resume: Resume | None = None
@@ -437,7 +441,7 @@ async def test_partial_results_resume_with_new_weights_repeatedly(autojump_clock
     assert rollout.logprobs(0)[:first] == expected.logprobs(0)[:first]
     assert rollout.tokens(0) != expected.tokens(0), "the same tokens, whatever weights there are"
     assert len(rollout.logprobs(0)) == 30
-    # The last weights alone, behind tokens that somebody else tells, draw the same.
+    # An engine with only the last weights gives equal tokens after the same known tokens.
     assert resume is not None
     alone, told = Rollout(), Resume(token_ids=resume.token_ids, finished=(False, False), seed=3)
     async with open_fake_engine(step_seconds=0.01, **options) as fake:

@@ -1,5 +1,6 @@
-"""Forms made to do harm, asked of an engine beside requests that harm nobody: each of them is refused or ends, the
-others get their tokens, and nothing is left behind."""
+"""Hostile grammars beside normal requests: each is refused or ends, the others get their tokens, and all memory is
+freed.
+"""
 
 from __future__ import annotations
 
