@@ -5,7 +5,7 @@
 # make test    installs what tests need, checks style and types, runs the fast tests and a share of the slow ones
 # make test-all  the same with all tests; half an hour to an hour
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
-# make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
+# make clients builds an environment for each client of docs/guides/clients.md, and runs them all; needs npm for some of them
 # make ray-tests  installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines with it; some minutes
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
 # make wheel   builds a wheel with the CPU kernels compiled, into dist

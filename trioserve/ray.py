@@ -2,7 +2,7 @@
 
 This module configures Ray Serve: how many requests a replica accepts, how long it may drain, when it is unhealthy. Ray
 places replicas, restarts them and spreads requests. The replica itself owns and releases everything that a request
-holds, as in any other ASGI host. docs/ray.md has examples. Needs the extra `ray`.
+holds, as in any other ASGI host. docs/guides/ray.md has examples. Needs the extra `ray`.
 """
 
 from __future__ import annotations

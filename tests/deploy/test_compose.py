@@ -18,7 +18,7 @@ COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()
 PORT = int(re.search(r"^EXPOSE (\d+)$", CONTAINERFILE, re.MULTILINE)[1])
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
 
 
 def config_of(name: str) -> Any:

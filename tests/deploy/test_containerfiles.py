@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("Containerfile*"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
 
 
 HEALTH = "/health"
@@ -180,7 +180,7 @@ def test_health_check_follows_the_server(file: Containerfile, status: int):
 
 
 def test_documents_show_the_commands_of_the_file(file: Containerfile):
-    text = (ROOT / "docs" / "operations.md").read_text() + file.comments
+    text = (ROOT / "docs" / "guides" / "operations.md").read_text() + file.comments
     port, volume = file.last("EXPOSE"), file.last("VOLUME")
     assert set(re.findall(r"--publish \d+:(\d+)", text)) == {port}
     assert set(re.findall(r"--volume \w+:(\S+)", text)) == {volume}

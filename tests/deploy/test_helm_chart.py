@@ -34,7 +34,7 @@ VALUES = [None, *sorted(path.name.removesuffix("-values.yaml") for path in (CHAR
 COMPONENTS = {"router": (RouteConfig, router_app.ROUTES), "engine": (Config, routes.ROUTES)}
 OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # their schemas do not come with Kubernetes
 GROUP = "LeaderWorkerSet", "trioserve-engine-group"
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
 SECRET = "a-key-of-the-secret"
 
 pytestmark = pytest.mark.slow

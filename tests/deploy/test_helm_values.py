@@ -127,7 +127,7 @@ def test_default_values_are_those_of_the_program():
 
 @pytest.mark.slow
 def test_values_in_the_documents_are_accepted(helm, tmp_path):
-    page = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
+    page = (CHART.parents[2] / "docs" / "guides" / "kubernetes.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:

@@ -17,7 +17,7 @@ from trioserve.model.loading.packaged_model import models_folder
 from trioserve_kernels import build
 
 UNIT = Path(__file__).parents[2] / "deploy" / "trioserve.service"
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
 EXPOSURE_MAX = 25  # tenths of systemd-analyze's exposure from 0 to 10. It says "OK" below 5.
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
 

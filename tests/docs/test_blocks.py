@@ -34,8 +34,10 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PICTURE_GUIDE = ROOT / "docs" / "images.md"
-KIT_GUIDE = ROOT / "docs" / "testing.md"  # its blocks are one file: tests/testing/test_kit_readme.py runs them
+PICTURE_GUIDE = ROOT / "docs" / "guides" / "image-generation.md"
+KIT_GUIDE = (
+    ROOT / "docs" / "guides" / "testing.md"
+)  # its blocks are one file: tests/testing/test_kit_readme.py runs them
 
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[a-z]*)\n(?P<source>.*?)^```$",
@@ -293,7 +295,7 @@ def test_a_shell_block_does_what_it_says(block, block_address, tmp_path):
 
 
 def test_every_endpoint_of_the_api_is_described(server_address):
-    described = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    described = (ROOT / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
     with urllib.request.urlopen(f"http://{server_address}/openapi.json", timeout=60) as response:
         paths = json.load(response)["paths"]
     assert [path for path in paths if f"`{path}`" not in described] == []

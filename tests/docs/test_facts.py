@@ -101,9 +101,9 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_page_of_http_api_has_the_table_of_error_codes():
-    page = (ROOT / "docs/http-api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/http-api.md").read_text(encoding="utf-8")
     table = load_tables().error_table()
-    assert table in page, f"put this into docs/http-api.md; `python docs/site/tables.py` prints it:\n{table}"
+    assert table in page, f"put this into docs/reference/http-api.md; `python docs/site/tables.py` prints it:\n{table}"
 
 
 def test_every_metric_that_is_named_exists():
@@ -143,7 +143,11 @@ def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
         "images": "metrics-of-pictures",
     }
     text = "\n".join(tables.TABLES[names[part]]() for part in parts)
-    text += (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Metrics of the process")[2]
+    text += (
+        (ROOT / "docs" / "reference" / "metrics.md")
+        .read_text(encoding="utf-8")
+        .partition("## Metrics of the process")[2]
+    )
     rows = [row.split(" | ") for row in text.splitlines() if row.startswith("|")]
     listed = {name for row in rows for cell in row[:2] for name in named(cell)}
     assert shown == listed

@@ -1,6 +1,6 @@
 """One of two servers behind nginx or HAProxy is stopped under load.
 
-The proxies run with the blocks of docs/operations.md. Debian and Ubuntu have them in the packages nginx-light and
+The proxies run with the blocks of docs/guides/operations.md. Debian and Ubuntu have them in the packages nginx-light and
 haproxy.
 """
 
@@ -22,7 +22,7 @@ import pytest
 
 from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "operations.md"
 PROXIES = {"nginx": "upstream trioserve", "haproxy": "global"}
 """By program: how its block begins."""
 STREAM_TOKENS = 600  # the streams must still run when the server is stopped, some responses of the flow later

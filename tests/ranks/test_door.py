@@ -63,7 +63,7 @@ async def test_each_rank_gets_a_connection() -> None:
                     connection.getsockopt(socket.IPPROTO_TCP, option)
                     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
                 )
-                assert max(silent_ms / 1000, idle + interval * tries) <= 12  # documented in docs/ranks.md
+                assert max(silent_ms / 1000, idle + interval * tries) <= 12  # documented in docs/guides/ranks.md
                 connection.sendall(b"an order")
                 assert theirs[rank].recv(100) == b"an order"
 

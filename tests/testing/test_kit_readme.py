@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEST_COUNTS = {"docs/testing.md": 39, "trioserve/testing/README.md": 1}
+TEST_COUNTS = {"docs/guides/testing.md": 39, "trioserve/testing/README.md": 1}
 
 
 def run_pytest(folder: Path, source: str, *arguments: str, trio: bool = True) -> subprocess.CompletedProcess[str]:

@@ -411,5 +411,5 @@ def _not_found(path: str, paths: Iterable[str]) -> Refusal:
     nearest: list[str] = []
     if len(path) <= NEAREST_CHARACTERS_MAX:
         nearest = difflib.get_close_matches(path.lower().rstrip("/"), list(paths), n=1)
-    hint = f": did you mean {nearest[0]}?" if nearest else "; docs/http-api.md lists all paths"
+    hint = f": did you mean {nearest[0]}?" if nearest else "; docs/reference/http-api.md lists all paths"
     return refusal("not_found", f"there is nothing at {path}{hint}")

@@ -307,7 +307,7 @@ TABLE: dict[str | None, ErrorKind] = {
     ),
     "batch_expired": ErrorKind(None, None, "in a batch's line: the batch expired before the line ran", "repeat it"),
 }
-"""All error codes of the server. docs/site/tables.py prints them as a table for docs/http-api.md."""
+"""All error codes of the server. docs/site/tables.py prints them as a table for docs/reference/http-api.md."""
 
 # The first row with a matching class counts, so each class is listed before its base classes.
 _CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (

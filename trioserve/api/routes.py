@@ -368,7 +368,7 @@ class App(BaseApp[ServerContext]):
         return refusal(
             "makes_texts",
             f"there is nothing at {path}: the model {self._engine.model.name} generates text and no images. "
-            "Ask a server with an image model; see docs/images.md",
+            "Ask a server with an image model; see docs/guides/image-generation.md",
         )
 
     def new_context(self, exchange: Exchange) -> ServerContext:

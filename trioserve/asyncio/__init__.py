@@ -1,6 +1,6 @@
 """The engine for asyncio programs. The engine runs on Trio, in a thread of its own.
 
-Each name of this package is imported at its first use. See docs/embedding.md for examples.
+Each name of this package is imported at its first use. See docs/guides/in-your-program.md for examples.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_an_unknown_name_is_refused_and_the_error_lists_known_names(tool, reason
 
 
 def test_docs_page_about_call_formats_names_every_family():
-    page = (Path(__file__).parents[3] / "docs" / "call-formats.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "call-formats.md").read_text(encoding="utf-8")
     calls, _, rest = page.partition("## Formats of thoughts")
     reasoning = rest.partition("## What is read")[0]
     rows = {kind: {name for line in part.splitlines() if line.startswith("| `") for name in names_of(line)}

@@ -171,7 +171,7 @@ resources: {{- toYaml $own.resources | nindent 2 }}
 {{- range (index (index . 0).Values $component).extraArgs }}
 {{- $name := regexFind "^--[a-z-]+" . | trimPrefix "--" }}
 {{- if has $name $ours }}
-{{- fail (printf "%s.extraArgs: --%s is set by the chart, see values.yaml and docs/kubernetes.md" $component $name) }}
+{{- fail (printf "%s.extraArgs: --%s is set by the chart, see values.yaml and docs/guides/kubernetes.md" $component $name) }}
 {{- else if has $name $keys }}
 {{- fail (printf "%s.extraArgs: --%s belongs in a Secret, see apiKeys and engine.ranksKeySecret" $component $name) }}
 {{- end }}
