@@ -77,7 +77,7 @@ def alert_table() -> str:
 
 
 def error_table() -> str:
-    """The error codes, by status. docs/reference/http-api.md has this table in its text, so that it is there without the site."""
+    """Return the table of error codes, by status. docs/reference/http-api.md contains this table."""
     rows = sorted(ERRORS.items(), key=lambda row: row[1].status or 1000)
     return _table(
         ("status", "`code`", "when", "what to do"),

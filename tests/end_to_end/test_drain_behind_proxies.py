@@ -1,7 +1,7 @@
 """One of two servers behind nginx or HAProxy is stopped under load.
 
-The proxies run with the blocks of docs/guides/operations.md. Debian and Ubuntu have them in the packages nginx-light and
-haproxy.
+The proxies run with the blocks of docs/guides/operations.md. Debian and Ubuntu have them in the packages nginx-light
+and haproxy.
 """
 
 from __future__ import annotations
