@@ -1,5 +1,7 @@
-"""What the reader of one picture may see: progress that grows, of the partial pictures that were wanted the newest, and
-one end."""
+"""Checks what the reader of one picture receives.
+
+Progress grows, of the wanted partial pictures the newest is shown, and there is one end.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,19 @@ __all__ = ["PictureBook"]
 
 
 class PictureBook:
-    """name: of the picture, in messages. pictures: what it is after each step that it is shown behind. last: what it is
-    in the end. steps_done: so many its reader has been told of; -1: none. end: how it has ended; None: it has not."""
+    """Expected deltas of one picture.
+
+    Args:
+        name: the picture's name in messages.
+        index: the picture's index in its request.
+        step_count: steps that were asked for.
+        pictures: the picture after each step after which it is shown.
+        last: the finished picture.
+
+    Attributes:
+        steps_done: steps in the latest delta, or -1 before the first.
+        end: how the picture ended, or None before its end.
+    """
 
     def __init__(self, name: str, index: int, step_count: int, pictures: dict[int, Picture], last: Picture) -> None:
         self.name = name
@@ -23,28 +36,32 @@ class PictureBook:
         self._last = last
 
     def take(self, delta: ImageDelta) -> None:
-        """Asserts that it may come."""
-        told = f"{self.name}: {_shown(delta)}"
-        assert delta.index == self._index, f"{told} is of picture {delta.index}"
-        assert self.end is None, f"{told} comes after its end"
-        assert delta.step_count == self._step_count, f"{told}: {self._step_count} steps were asked for"
+        """Take a delta, and assert that it may come.
+
+        Args:
+            delta: the delta.
+        """
+        shown_delta = f"{self.name}: {_shown(delta)}"
+        assert delta.index == self._index, f"{shown_delta} is of picture {delta.index}"
+        assert self.end is None, f"{shown_delta} comes after its end"
+        assert delta.step_count == self._step_count, f"{shown_delta}: {self._step_count} steps were asked for"
         self.end = delta.finish_reason
         if self.end is FinishReason.STOP:
-            assert delta.steps_done == self._step_count, f"{told} is said to be done"
-            assert delta.picture == self._last, f"{told} is another picture"
+            assert delta.steps_done == self._step_count, f"{shown_delta} is reported as finished"
+            assert delta.picture == self._last, f"{shown_delta} is another picture"
             return
         grows = delta.steps_done > self.steps_done or self.end is not None
-        assert grows, f"{told} comes after {self.steps_done} steps were told of"
+        assert grows, f"{shown_delta} comes after {self.steps_done} steps were reported"
         self.steps_done = delta.steps_done
         if delta.picture is not None:
             shown = [step for step, picture in self._pictures.items() if picture == delta.picture]
-            assert shown, f"{told} was not to be shown, or is shown again"
-            assert self.end is None, f"{told} has not become what is shown"
-            assert shown[0] <= delta.steps_done, f"{told} is what it is after {shown[0]} steps"
+            assert shown, f"{shown_delta} was not to be shown, or is shown again"
+            assert self.end is None, f"{shown_delta} ends without success, and shows a picture"
+            assert shown[0] <= delta.steps_done, f"{shown_delta} is what it is after {shown[0]} steps"
             self._pictures = {step: picture for step, picture in self._pictures.items() if step > shown[0]}
         if self.end is None:
             missed = [step for step in self._pictures if step <= delta.steps_done]
-            assert not missed, f"{told}: what it was after {missed} steps was not shown"
+            assert not missed, f"{shown_delta}: the picture after steps {missed} was not shown"
 
 
 def _shown(delta: ImageDelta) -> str:

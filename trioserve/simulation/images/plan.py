@@ -1,5 +1,6 @@
-"""Who asks for pictures, leaves and interferes when, in a simulation of an engine that makes them: drawn from a seed
-beforehand, so that the order in which tasks run changes nothing of it.
+"""Plans for a simulation of an engine that makes pictures: when clients ask and leave, and when operators interfere.
+
+A plan is drawn from a seed in advance, so that the order in which tasks run does not change it.
 
     images slots=2 kept=1 work=4 waiting_max=4 step_seconds=[0.01] schedule_seed=1
     client number=0 id="r0" at=0.0 pictures=2 steps=3
@@ -34,10 +35,19 @@ STEPS_MAX = 6
 
 
 class ImagesStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="images"):
-    """slots, kept: of those that run, and for kept latents. work: of one step, at most. waiting_max: requests in the
-    queue. step_seconds: how long the steps take, in turn. schedule_seed: decides who goes first among the tasks that
-    can run. faults: the steps that break the engine, counted over all cores; restarts: so often it is opened anew,
-    which takes opening_seconds."""
+    """The engine, and the order of its tasks.
+
+    Attributes:
+        schedule_seed: decides the order of the tasks that can run.
+        slots: slots of running requests.
+        kept: slots of kept latents.
+        work: most work of one step.
+        waiting_max: most requests in the queue.
+        step_seconds: durations of the steps, in turn.
+        faults: indexes of the steps that break the engine, counted over all restarts.
+        restarts: how often the engine may restart.
+        opening_seconds: duration of a restart.
+    """
 
     schedule_seed: int
     slots: int = 1
@@ -51,11 +61,19 @@ class ImagesStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="client"):
-    """A task with a request. number: its own; id: the request's, which others may use, too.
+    """A task with one request.
 
-    pictures: how many. size: what a row of one costs. partials: so many times each is shown before it is done. pause:
-    seconds between two reads. leaves_after: so many deltas; None: reads to the end. patience: seconds until its scope
-    is cancelled. timeout, queue_timeout: the request's own deadlines.
+    Attributes:
+        number: the client's own number.
+        id: the request's id, which other clients may use too.
+        pictures: how many pictures it asks for.
+        size: work of one row of a picture.
+        partials: how many partial pictures it asks for, per picture.
+        pause: seconds between two reads.
+        leaves_after: deltas after which it leaves, or None to read to the end.
+        patience: seconds until its scope is cancelled.
+        timeout: the request's own deadline.
+        queue_timeout: the request's own deadline in the queue.
     """
 
     number: int
@@ -75,7 +93,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """Whoever lives and has this id fails in the next step that computes it."""
+    """Make every live request with this id fail in the next step that computes it."""
 
     at: float
     id: str
@@ -90,12 +108,23 @@ class ImagesPlan(msgspec.Struct, frozen=True):
 
 
 def script_of(plan: ImagesPlan) -> str:
-    """The stage, and then one line for everybody who does something."""
+    """Write a plan: its stage, then one line per part.
+
+    Args:
+        plan: the plan.
+    """
     return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
 
 
 def images_plan_of(script: str) -> ImagesPlan:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read a plan that script_of has written. Comments are skipped.
+
+    Args:
+        script: the text.
+
+    Raises:
+        InvalidRequest: the text is not such a plan.
+    """
     stage, *parts = parts_of(script, ImagesStage | Part) or [None]
     if not isinstance(stage, ImagesStage) or any(isinstance(part, ImagesStage) for part in parts):
         raise InvalidRequest("a plan of pictures begins with 'images schedule_seed=1 ...': put it first, once")
@@ -119,19 +148,19 @@ def drawn_images_plan(rng: Random, client_count: int) -> ImagesPlan:
     parts: list[Part] = [draws.client(number, work_max=stage.work) for number in range(client_count)]
     parts += [draws.order() for _ in range(rng.randint(0, client_count // 2))]
     parts += [draws.fail() for _ in range(rng.choice((0, 0, 1, 3)))]
-    if not stage.restarts:  # who asks it to pause or to sleep while it is opened anew is another matter
+    if not stage.restarts:  # a pause or a sleep during a restart is not simulated
         parts += map(_of_any_level, drawn_halts(rng, draws.moment, draws.span, levels=(2,)))
     parts += draws.drains(0.2)
     return ImagesPlan(stage, tuple(parts))
 
 
 def _of_any_level(halt: Halt) -> Halt:
-    """The same; some sleeps are of level 1."""
+    """Change some sleeps to level 1."""
     return msgspec.structs.replace(halt, level=Random(f"{halt.at}").randint(1, 2)) if isinstance(halt, Sleep) else halt
 
 
 class _Draws(Moments):
-    """What the parts of one plan have in common."""
+    """Random choices that the parts of one plan share."""
 
     def __init__(self, rng: Random, client_count: int, *, span: float) -> None:
         super().__init__(rng, span=span)
@@ -172,5 +201,9 @@ class _Draws(Moments):
         return tuple(sorted({rng.randint(0, 20) for _ in range(rng.choice((1, 1, 2, 3)))}))
 
     def _name(self, *, beyond: int = 0) -> str:
-        """Of one of the clients. beyond: so many more names, that nobody has."""
+        """Name of a random client.
+
+        Args:
+            beyond: how many unknown names may be drawn too.
+        """
         return f"r{self._rng.randrange(self._client_count + beyond)}"

@@ -1,10 +1,9 @@
-"""An engine that makes pictures, in virtual time: clients that read slowly, leave, or run out of patience, operators
-who abort by id, pause and drain, requests and steps that fail, an engine that is opened anew. Everything is real but
-the model and the clock.
+"""Runs an engine that makes pictures, in virtual time. Only the model and the clock are fakes.
 
-The core is checked wherever a task touches it: every slot is free, used or kept, by somebody who is still inside. Each
-client knows what it may see (picture_book.py), and what leaving must do at once: nothing of it computes but the step in
-flight.
+Clients read slowly, leave, or run out of patience. Operators abort by id, pause, and drain. Requests and steps fail,
+and the engine restarts. The core is checked wherever a task touches it: every slot is free, or used or kept by a
+request that is still inside. Each client knows which deltas it may receive (picture_book.py). After a client has left,
+at most the step in flight still computes its request.
 """
 
 from __future__ import annotations
@@ -43,30 +42,37 @@ from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["ImagesSimulation"]
 
-REST_SECONDS = 10.0  # the step in flight is over by then, and an engine that broke with it is open
-SECONDS_MAX = 10_000.0  # of virtual time: who is not done then waits for something that never comes
+REST_SECONDS = 10.0  # by then the step in flight is over, and an engine that broke with it has restarted
+SECONDS_MAX = 10_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
 READ = "read to the end"
-MODEL = msgspec.structs.replace(FAKE_IMAGE_MODEL, width=8, height=8, pixels_per_work=64)  # small ones are made fast
+MODEL = msgspec.structs.replace(FAKE_IMAGE_MODEL, width=8, height=8, pixels_per_work=64)  # small pictures are made fast
 BROKEN = "the engine was told to break"
 FAILED = "the picture was told to fail"
 
 
 class ImagesSimulation(TracedRun):
-    """One plan, once."""
+    """One run of one plan.
+
+    Args:
+        plan: the plan.
+        trace: called with a line for each effect.
+    """
 
     def __init__(self, plan: ImagesPlan, *, trace: Callable[[str], None] | None = None) -> None:
         super().__init__(trace)
         self.plan = plan
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
         self._inside = ClientsInside[ImageStream](_progress, tell=self.tell, count=self.count)
-        self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
-        self._failing: set[int] = set()  # that may be told of an error of their own
-        self._gone_at: dict[str, int] = {}  # sequences that nobody waits for, and with which step they are over
-        self._owners: dict[str, Client] = {}  # of sequences
-        self._step_count = 0  # that were computed
-        self._faults_of: dict[int, list[set[int]]] = {}  # of each client: who was in the failed steps with its request
+        self._without_outcome: set[int] = set()  # clients that entered, and do not know yet how their request ended
+        self._failing: set[int] = set()  # clients that may get an error of their own
+        # sequences without a reader, and the index of the last step that may compute them
+        self._gone_at: dict[str, int] = {}
+        self._owners: dict[str, Client] = {}  # client of each sequence
+        self._step_count = 0  # steps computed so far
+        # for each client: the clients in each failed step with its request
+        self._faults_of: dict[int, list[set[int]]] = {}
         self._step_seconds = itertools.cycle(plan.stage.step_seconds)
-        self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
+        self._stop_reasons: dict[int, str] = {}  # stop reasons of requests that a pause ended
         self._pauses = Pauses(
             tell=self.tell,
             count=self.count,
@@ -77,7 +83,11 @@ class ImagesSimulation(TracedRun):
         self._fake: FakeImageEngine | None = None
 
     def run(self) -> None:
-        """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
+        """Run the plan.
+
+        Raises:
+            AssertionError: something is not as it must be. Exceptions of the engine pass through too.
+        """
         with seeded_schedule(self.plan.stage.schedule_seed), without_log_lines("trioserve.engine"):
             clock = MockClock(autojump_threshold=0)
             trio.run(self._main, clock=clock, instruments=[self._idle_watch, self._pauses])
@@ -106,12 +116,14 @@ class ImagesSimulation(TracedRun):
                     self._pauses.engine = None
         except EngineFault as fault:
             if BROKEN not in str(fault):
-                raise (fault.__cause__ or fault) from None  # a check failed inside of a step
-            assert not self._untold, f"the engine broke, and clients {sorted(self._untold)} were not told"
+                raise (fault.__cause__ or fault) from None  # a check failed inside a step
+            assert not self._without_outcome, (
+                f"the engine broke, and clients {sorted(self._without_outcome)} were not notified"
+            )
             self.count("engines broken")
 
     async def _live(self, fake: FakeImageEngine) -> None:
-        fake.on_fault = fake.wait_until_idle  # clients have their time
+        fake.on_fault = fake.wait_until_idle  # clients get time to finish
         async with trio.open_nursery() as nursery:
             for part in self.plan.parts:
                 if isinstance(part, Client):
@@ -128,13 +140,13 @@ class ImagesSimulation(TracedRun):
         self.check(fake)
         self._check_freed(fake)
         may_break = any(fault >= self._step_count for fault in self.plan.stage.faults)
-        if fake.ready and not may_break:  # whoever comes now finds every place free
+        if fake.ready and not may_break:  # a new client finds every place free
             stage = self.plan.stage
             number = max(self._clients, default=0) + 1
             last = Client(number=number, id="last", pictures=min(fake.limits.n_max, stage.slots + stage.waiting_max))
             self._clients[number] = last
             outcome = await self._be_client(fake, last)
-            assert outcome == READ, f"nobody is left, and one that comes is {outcome}"
+            assert outcome == READ, f"no client is left, and a new one is {outcome}"
             fake.assert_all_free()
 
     # --- what tasks do ---
@@ -154,7 +166,7 @@ class ImagesSimulation(TracedRun):
         try:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
                 async with stream:
-                    self._untold.add(client.number)
+                    self._without_outcome.add(client.number)
                     if await self._read(fake, client, stream):
                         outcome = READ
         except EngineReopening:
@@ -164,19 +176,23 @@ class ImagesSimulation(TracedRun):
         except EngineFault:
             outcome = "told of a fault"
         finally:
-            is_refused = is_new_id and not stream._request.choices  # at once: it never had a place
+            is_refused = is_new_id and not stream._request.choices  # it was refused at once, and never had a place
             self._inside.end(client.number, unused_id=client.id if is_refused else None)
-            # However it leaves: from this moment on nothing of it computes but the step in flight.
+            # From here on at most the step in flight computes it, however the client leaves.
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
             outcome = "out of patience"
-        self._untold.discard(client.number)
+        self._without_outcome.discard(client.number)
         self.tell(f"client {client.number} {client.id}: {outcome}")
         self.count(f"clients: {outcome}")
         return outcome
 
     async def _read(self, fake: FakeImageEngine, client: Client, stream: ImageStream) -> bool:
-        """Whether everything was read."""
+        """Read the stream.
+
+        Returns:
+            True if it was read to the end.
+        """
         books = [_book_of(client, request) for request in _asked(stream)]
         if client.leaves_after == 0:
             return False
@@ -193,16 +209,16 @@ class ImagesSimulation(TracedRun):
                 return False
             await trio.sleep(client.pause)
         unended = [book.name for book in books if book.end is None]
-        assert not unended, f"the stream is over, and these have no end: {unended}"
+        assert not unended, f"the stream has ended, and these pictures have not: {unended}"
         return True
 
     def _check_end(self, client: Client, delta: ImageDelta) -> None:
-        """Of one that another's hand has ended."""
+        """Check the end of a picture that did not finish normally."""
         reason, name = delta.finish_reason, f"client {client.number}, picture {delta.index}"
         if reason is FinishReason.ABORT:
-            assert self._inside.was_aborted(client.number), f"{name} was aborted by nobody"
-            told = self._stop_reasons.get(client.number, delta.stop_reason)
-            assert delta.stop_reason == told, f"{name} ended with {delta.stop_reason}, and not {told}"
+            assert self._inside.was_aborted(client.number), f"{name} was aborted, and no operator aborted it"
+            expected = self._stop_reasons.get(client.number, delta.stop_reason)
+            assert delta.stop_reason == expected, f"{name} ended with {delta.stop_reason}, and not {expected}"
         elif reason is FinishReason.DEADLINE:
             assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
         elif delta.stop_reason == REQUEST_POISONED:
@@ -212,7 +228,7 @@ class ImagesSimulation(TracedRun):
         else:
             assert reason is FinishReason.ERROR, f"{name} ended with {reason}"
             assert delta.message == FAILED, f"{name} ended with an error: {delta.message}"
-            assert client.number in self._failing, f"{name} failed, and was not told to"
+            assert client.number in self._failing, f"{name} failed, and no part of the plan made it fail"
 
     def _check_left(self, fake: FakeImageEngine, client: Client, stream: ImageStream) -> None:
         in_flight = _in_flight(fake)
@@ -241,7 +257,7 @@ class ImagesSimulation(TracedRun):
                 self._inside.note_end(number)
             fake.abort_all("the server is shutting down")
             for number, stream in self._inside.streams.items():
-                assert stream.is_finished, f"client {number} was ended with all others, and goes on"
+                assert stream.is_finished, f"client {number} was ended with all others, and continues"
         else:
             self._inside.abort(fake.abort, order.ids)
             in_flight = _in_flight(fake)
@@ -265,13 +281,17 @@ class ImagesSimulation(TracedRun):
     # --- what is noted ---
 
     def check(self, fake: FakeImageEngine) -> None:
-        """What has to hold at any moment."""
+        """Check what must hold at any moment.
+
+        Args:
+            fake: the engine.
+        """
         check_iterative_core(fake.current_core)
         self._idle_watch.check()
         self._pauses.check()
         stage, now = self.plan.stage, trio.current_time()
         views = fake.live_requests()
-        assert len(views) == len(self._inside.streams), "the engine knows other requests than are inside"
+        assert len(views) == len(self._inside.streams), "the engine has other requests than the simulation"
         waited_for = {
             choice.sequence_id
             for stream in self._inside.streams.values()
@@ -281,24 +301,32 @@ class ImagesSimulation(TracedRun):
         for live in fake.current_core.live_requests() if fake.fault is None else ():
             name = live.request.id
             is_last = live.steps_in_flight and live.abort_reason is not None
-            assert name in waited_for or is_last, f"nobody waits for {name}, and it goes on"
+            assert name in waited_for or is_last, f"no client waits for {name}, and it continues"
         live_count = len(list(fake.current_core.live_requests()))
         given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
-        assert live_count <= given_count, f"the core has {live_count} pictures, and was given {given_count}"
+        assert live_count <= given_count, f"the core has {live_count} pictures, and got {given_count}"
         unfinished_count = sum(view.state != "finished" for view in views)
         live_max = stage.slots + stage.kept + stage.waiting_max
-        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
+        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, at most {live_max} may"
         for number, stream in self._inside.streams.items():
             client, request = self._clients[number], stream._request
             self._note_owner(client, stream)
             is_over = client.timeout is not None and now > request.entered_at + client.timeout
-            assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
+            assert not is_over or stream.is_finished, f"client {number} continues after its deadline"
             is_late = client.queue_timeout is not None and now > request.entered_at + client.queue_timeout
             waits = any(not choice.has_run and not choice.is_ended for choice in request.choices)
             assert not (is_late and waits), f"client {number} has waited for too long"
 
     def begin_step(self, plan: IterativePlan, *, is_abandoned: bool) -> None:
-        """It is about to be computed. Says how long the next one takes, and breaks."""
+        """Note a step that is about to be computed, set the duration of the next one, and raise if the plan says so.
+
+        Args:
+            plan: the step.
+            is_abandoned: whether no request waits for it any more.
+
+        Raises:
+            RuntimeError: the step breaks the engine.
+        """
         fake = self._fake
         assert fake is not None
         self.check(fake)
@@ -313,7 +341,7 @@ class ImagesSimulation(TracedRun):
             priority = self._owners[work.request.id].priority
             assert work.request.priority == priority, f"{work.request.id} has another priority than {priority}"
             gone_at = self._gone_at.get(work.request.id, math.inf)
-            assert self._step_count <= gone_at, f"{work.request.id} is computed, and nobody waits for it any more"
+            assert self._step_count <= gone_at, f"{work.request.id} is computed, and no client waits for it any more"
         fake.step_seconds = next(self._step_seconds)
         self._step_count += 1
         if self._step_count - 1 in self.plan.stage.faults:
@@ -327,18 +355,21 @@ class ImagesSimulation(TracedRun):
         self._owners.update({choice.sequence_id: client for choice in stream._request.choices})
 
     def _note_gone(self, sequence_id: str, *, is_in_flight: bool) -> None:
-        """Nobody waits for it: at most the step in flight computes it."""
+        """Note a sequence without a reader. At most the step in flight may compute it."""
         self._gone_at.setdefault(sequence_id, self._step_count - (not is_in_flight))
 
     def _note_ended(self, request: AnyScope, stop_reason: str) -> None:
-        """A pause is about to end it."""
+        """Note a request that a pause is about to end."""
         for number, stream in self._inside.streams.items():
             if stream._request is request:
                 self._inside.note_end(number)
                 self._stop_reasons[number] = stop_reason
 
     def _waits_in_vain(self, fake: FakeImageEngine) -> str | None:
-        """While it pauses, or is opened anew, nobody does, nor, while what has begun ends, who has not."""
+        """Name a request that waits although a step could compute it.
+
+        None waits in vain during a pause or a restart, and none that has not begun while the others end.
+        """
         if self._pauses.is_closed or fake.reopens_at is not None or fake.current_core.flights:
             return None
         if self._pauses.holds_up and not any(fake.current_core.live_requests()):
@@ -352,7 +383,7 @@ class ImagesSimulation(TracedRun):
             self.count("partial pictures")
 
     def _check_freed(self, fake: FakeImageEngine) -> None:
-        """By the engine's own figures, too, no cancel took more than the step in flight."""
+        """Check by the engine's own metrics that each cancel took at most the step in flight."""
         steps = fake.metrics.cancel_to_free_steps
         for phase, child in steps._children.items():
             late = sum(child.counts()[index] for index, bound in enumerate((*steps.bounds, math.inf)) if bound > 1)
@@ -360,7 +391,7 @@ class ImagesSimulation(TracedRun):
 
 
 class _WatchedExecutor(FakePictureExecutor):
-    """With a look at the engine before it computes."""
+    """An executor that reports each step before it computes it."""
 
     def __init__(self, simulation: ImagesSimulation, slot_count: int) -> None:
         super().__init__(slot_count)
@@ -380,7 +411,7 @@ def _progress(stream: ImageStream) -> int:
 
 
 def _params_of(client: Client) -> ImageParams:
-    """A picture of one unit's size is as large as the model's own."""
+    """Image parameters of a client. A picture of size 1 is as large as the model's default."""
     return ImageParams(
         width=MODEL.width,
         height=MODEL.height * client.size,
@@ -393,7 +424,7 @@ def _params_of(client: Client) -> ImageParams:
 
 
 def _asked(stream: ImageStream) -> list[IterativeRequest]:
-    """What each of its pictures is, for the fake model."""
+    """Core requests of each picture, for the fake model."""
     request = stream._request
     return [
         request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)

@@ -1,9 +1,15 @@
-"""What is expected of each iterative request, and the rules of a step, from what was asked and told alone.
+"""State expected of each iterative request, and the rules of a step. Both are derived from the requests and the
+reported events alone.
 
-The rules: a step is of one phase, within its work, and leaves nobody out who would fit; with what partial results cost
-it is so, too, but for one request alone. No phase waits for more than
-two steps of others, and nobody with a slot for more steps of its phase than others have slots. The line is served by
-priority and arrival. A slot is left only to a better priority, by the last in order, while its latent can be kept.
+The rules:
+
+- A step is of one phase, stays within its work limit, and leaves out no request that would fit. The cost of partial
+  results counts too, except for a request that is alone in the step.
+- No phase waits for more than two steps of other phases.
+- A request with a slot is left out of at most as many steps of its phase as there are other slots.
+- The queue is served by priority, then by arrival.
+- A request loses its slot only to a request of a better priority. The last in order loses it, and only while its latent
+  can be kept.
 """
 
 from __future__ import annotations
@@ -22,9 +28,17 @@ OTHER_PHASES = 2
 
 
 class ExpectedIteration:
-    """place: where it is. left_out: steps of its phase in a row that did not compute it, while it had a slot.
-    has_had_turn: since it got that slot it was computed. stood_still: steps in a row that did not compute it, while it
-    was the first of all, and had a slot or could have had one. preempted_count: how often it lost its slot."""
+    """State that one request should have.
+
+    Attributes:
+        place: where the request is: in the queue ("line"), in a slot, or with its latent kept.
+        left_out: consecutive steps of its phase that did not compute it while it had a slot.
+        has_had_turn: whether it was computed since it got its current slot.
+        stood_still: consecutive steps that did not compute it while it was the first of all requests and had a slot or
+            could have had one.
+        preempted_count: how often it lost its slot.
+        is_computed: whether the step in flight computes it.
+    """
 
     def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
         self.request = request
@@ -36,7 +50,7 @@ class ExpectedIteration:
         self.has_had_turn = False
         self.stood_still = 0
         self.preempted_count = 0
-        self.is_computed = False  # by the step in flight
+        self.is_computed = False
         self.aborted_for: FinishReason | None = None
         self.finished: RequestFinished | None = None
 
@@ -48,7 +62,7 @@ class ExpectedIteration:
 
     @property
     def phase(self) -> IterativePhase:
-        """What its end says."""
+        """Phase that its end reports."""
         return IterativePhase.QUEUED if self.place == "line" else self.due
 
     @property
@@ -60,58 +74,74 @@ class ExpectedIteration:
 
     @property
     def whole_cost(self) -> int:
-        """With the partial result behind its next step."""
+        """Cost of its next step, including the partial result after that step."""
         return self.cost + (self.request.decode_work if self.wants_partial else 0)
 
     @property
     def can_leave(self) -> bool:
-        """Its slot to a better priority."""
+        """True if it may lose its slot to a better priority."""
         return self.due is DENOISE and self.has_had_turn
 
     @property
     def wants_partial(self) -> bool:
-        """Of the step that it does next."""
+        """True if its next step ends with a partial result."""
         done = self.steps_done + 1
         every = self.request.partial_every
         return self.due is DENOISE and every is not None and done % every == 0 and done != self.request.step_count
 
 
 class StepRules:
-    """holders: whose latent lies in which slot. waited: for how many steps each phase has had something to compute."""
+    """Checks the rules of each step.
+
+    Args:
+        world: the limits of the core.
+    """
 
     def __init__(self, world: IterativeWorld) -> None:
         self._world = world
-        self._holders: dict[int, str] = {}
-        self._waited = dict.fromkeys((ENCODE, DENOISE, DECODE), 0)
+        self._holders: dict[int, str] = {}  # request of each slot in use
+        self._waited = dict.fromkeys((ENCODE, DENOISE, DECODE), 0)  # steps that each phase with work has waited for
 
     def begin(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
-        """Takes the plan, and asserts that it keeps every rule. live: of every request that has not ended."""
+        """Take a plan and assert that it keeps every rule.
+
+        Args:
+            plan: the step that begins.
+            live: state of every request that has not ended.
+        """
         self._seat(plan, live)
         self._check_works(plan, live)
         self._check_line(plan, live.values())
         self._check_turns(plan, live.values())
         self._check_first(live.values())
         for work in plan.works:
-            live[work.request.id].has_had_turn = True  # only now: slots were given before anything was computed
+            # only now, because slots are assigned before anything is computed
+            live[work.request.id].has_had_turn = True
 
     def leave(self, name: str) -> None:
-        """It has ended, wherever it was."""
+        """Free the slot of a request that has ended.
+
+        Args:
+            name: the request's id.
+        """
         self._holders = {slot: holder for slot, holder in self._holders.items() if holder != name}
 
     def _seat(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
         admitted = [live[name] for name in plan.admitted]
         preempted = [live[name] for name in plan.preempted]
-        assert len(set(plan.admitted)) == len(admitted), "somebody is admitted twice"
-        assert len(set(plan.preempted)) == len(preempted) <= len(admitted), "a slot was left for nobody"
+        assert len(set(plan.admitted)) == len(admitted), "a request is admitted twice"
+        assert len(set(plan.preempted)) == len(preempted) <= len(admitted), "a slot was freed for no request"
         staying = [entry for entry in live.values() if entry.place == "slot" and entry not in preempted]
         for entry in preempted:
             name = entry.request.id
             assert entry.place == "slot", f"{name} has no slot, and is preempted"
             assert entry.due is DENOISE, f"{name} is preempted, and only has to be decoded"
-            assert min(other.order[0] for other in admitted) < entry.order[0], f"{name} is preempted by its equals"
-            assert entry.has_had_turn, f"{name} is preempted, and got nothing of its slot"
+            assert min(other.order[0] for other in admitted) < entry.order[0], (
+                f"{name} is preempted by an equal priority"
+            )
+            assert entry.has_had_turn, f"{name} is preempted, and was not computed since it got its slot"
             entry.preempted_count += 1
-            assert entry.preempted_count <= entry.request.step_count, f"{name} is preempted once more"
+            assert entry.preempted_count <= entry.request.step_count, f"{name} is preempted too often"
             for other in staying:
                 assert not other.can_leave or other.order < entry.order, f"{name} is not the last in order"
         moved = [self._move(source=move.source, target=move.target) for move in plan.moves]
@@ -126,20 +156,22 @@ class StepRules:
             entry.left_out = 0
             entry.has_had_turn = False
         assert self._count("slot", live.values()) <= self._world.slots, "more run than there are slots"
-        assert self._count("kept", live.values()) <= self._world.kept, "more is kept than there is room for"
+        assert self._count("kept", live.values()) <= self._world.kept, "more latents are kept than there are kept slots"
 
     def _move(self, *, source: int, target: int) -> str:
         slots = self._world.slots
-        assert (source < slots) != (target < slots), f"{source} to {target} is nobody's way"
+        assert (source < slots) != (target < slots), (
+            f"{source} to {target} is not a move between a slot and a kept slot"
+        )
         assert target not in self._holders, f"{self._holders[target]} has slot {target}, and it is overwritten"
-        name = self._holders.pop(source)  # a KeyError here: what nobody has is moved
+        name = self._holders.pop(source)  # a KeyError here means that an empty slot is moved
         self._holders[target] = name
         return name
 
     def _check_works(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
-        assert plan.works, "a step of nobody"
+        assert plan.works, "a step without requests"
         computed = [live[work.request.id] for work in plan.works]
-        assert len({id(entry) for entry in computed}) == len(computed), "somebody is computed twice in one step"
+        assert len({id(entry) for entry in computed}) == len(computed), "a request is computed twice in one step"
         for work, entry in zip(plan.works, computed, strict=True):
             name = work.request.id
             assert entry.place == "slot", f"{name} is computed without a slot"
@@ -174,7 +206,7 @@ class StepRules:
         head = self._head_with_room(live)
         if head is None:
             return
-        assert not head.is_encoded, f"{head.request.id} could go on, and waits"
+        assert not head.is_encoded, f"{head.request.id} could continue, and waits"
         if plan.phase is ENCODE:
             assert head.cost > self._world.work - plan.work_count, f"{head.request.id} could be encoded, and waits"
 
@@ -187,20 +219,23 @@ class StepRules:
             assert self._waited[phase] <= OTHER_PHASES, f"to {phase.value} waits for {self._waited[phase]} other steps"
 
     def _check_first(self, live: Iterable[ExpectedIteration]) -> None:
-        """A turn of all who have slots, in every phase, and one more until somebody may leave his."""
+        """Check that the first request of all does not stand still.
+
+        The limit is one turn of every slot in every phase, and one more turn until a request may lose its slot.
+        """
         first = min(live, key=lambda entry: entry.order)
         is_held_up = first.place == "slot" or (
             self._count("kept", live) < self._world.kept
             and any(entry.order[0] > first.order[0] and entry.due is DENOISE for entry in live if entry.place == "slot")
         )
         for entry in live:
-            goes_on = entry is not first or entry.is_computed or not is_held_up
-            entry.stood_still = 0 if goes_on else entry.stood_still + 1
+            continues = entry is not first or entry.is_computed or not is_held_up
+            entry.stood_still = 0 if continues else entry.stood_still + 1
         steps_max = (OTHER_PHASES + 1) * (self._world.slots + 1)
         assert first.stood_still <= steps_max, f"{first.request.id} is the first, and stands still"
 
     def _head_with_room(self, live: Iterable[ExpectedIteration]) -> ExpectedIteration | None:
-        """The head of the line, if it could have a slot."""
+        """Head of the queue, or None if it cannot have a slot."""
         head = min((entry for entry in live if entry.place != "slot"), key=lambda entry: entry.order, default=None)
         if head is None or self._count("slot", live) < self._world.slots:
             return head

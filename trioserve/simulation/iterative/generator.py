@@ -1,4 +1,7 @@
-"""Makes up histories of iterative requests. Sees who lives and which step is in flight, not the inside of the core."""
+"""Generates histories of iterative requests.
+
+It sees which requests are live and which step is in flight, but no internal state of the core.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ INVALID_SHARE = 0.03
 
 
 class IterativeGenerator:
-    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+    """Generates one history.
+
+    Args:
+        rng: source of all random choices, used in the order of the calls.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -73,7 +80,7 @@ class IterativeGenerator:
 
     def _abort(self, simulation: IterativeSimulation) -> Abort:
         rng = self._rng
-        # Mostly of somebody who lives, now and then of all in the step, and sometimes of nobody.
+        # Mostly a live request, now and then all requests of the step, and sometimes an unknown id.
         names: list[str] = list(simulation.live) if rng.random() < 0.8 else list(simulation.entries)
         if simulation.plan is not None and rng.random() < 0.3:
             names = [work.request.id for work in simulation.plan.works]

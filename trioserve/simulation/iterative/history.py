@@ -1,4 +1,4 @@
-"""A history of a core of iterative requests as data: what it may have, and what comes to pass.
+"""A history of a core of iterative requests, as data: its limits, then its events.
 
     iterative slots=2 kept=1 work=4
     arrive id="a" steps=3 guided=true
@@ -7,7 +7,7 @@
     forward
     update
 
-Whatever is missing of a history, the rest means something: an update without a step does nothing.
+A history stays valid when events are removed from it: an update without a step does nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ __all__ = [
 
 
 class IterativeWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="iterative"):
-    """slots, kept: of those that run, and for kept latents. work: of one step, at most."""
+    """Limits of the core.
+
+    Attributes:
+        slots: slots of running requests.
+        kept: slots of kept latents.
+        work: most work of one step.
+    """
 
     slots: int = 1
     kept: int = 0
@@ -43,7 +49,13 @@ class IterativeWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A request; of two with one id the second is not there. encode, denoise, decode: what each costs."""
+    """A request arrives. A second request with the same id is ignored.
+
+    Attributes:
+        encode: work of encoding.
+        denoise: work of one denoising step.
+        decode: work of decoding.
+    """
 
     id: str
     steps: int = 1
@@ -71,21 +83,25 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """A step is planned, unless one is in flight."""
+    """Plan a step, unless one is in flight."""
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """These fail in the step in flight, if they are in it and it is not computed."""
+    """Requests fail in the step in flight, if they are in it and it is not computed yet.
+
+    Attributes:
+        ids: the requests.
+    """
 
     ids: tuple[str, ...]
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """The step in flight is computed."""
+    """Compute the step in flight."""
 
 
 class Update(msgspec.Struct, frozen=True, tag="update"):
-    """Its result is taken."""
+    """Take the result of the step."""
 
 
 IterativeSimulationEvent = Arrive | Abort | Begin | Fail | Forward | Update
@@ -97,12 +113,23 @@ class IterativeHistory(msgspec.Struct, frozen=True):
 
 
 def script_of(history: IterativeHistory) -> str:
-    """The world, and then one line an event."""
+    """Write a history: its world, then one line per event.
+
+    Args:
+        history: the history.
+    """
     return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
 
 
 def history_of(script: str) -> IterativeHistory:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read a history that script_of has written. Comments are skipped.
+
+    Args:
+        script: the text.
+
+    Raises:
+        InvalidRequest: the text is not such a history.
+    """
     world, *events = parts_of(script, IterativeWorld | IterativeSimulationEvent) or [None]
     if not isinstance(world, IterativeWorld) or any(isinstance(event, IterativeWorld) for event in events):
         raise InvalidRequest("a history of iterative requests begins with 'iterative', and has that once: put it first")

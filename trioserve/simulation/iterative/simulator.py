@@ -1,8 +1,8 @@
-"""One history against one IterativeCore: every event is applied, and after every event all contracts are checked.
+"""Runs one history against one IterativeCore, and checks all contracts after every event.
 
-The invariants (iterative_invariants.py) read the core's own books. The fake executor knows what lies in every slot; the
-books what was asked and told, and who may be computed before whom. Here the rest is checked: what an abort and an
-update answer, and that nothing is left at the end.
+The invariants (iterative_invariants.py) read the core's own state. The fake executor knows the content of every slot.
+The books (books.py) know the requests and the reported events, and which request may be computed before another. The
+simulator checks the rest: the answers of an abort and an update, and that nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -40,13 +40,23 @@ from trioserve.testing.iterative_invariants import check_iterative_core, check_i
 
 __all__ = ["IterativeSimulation"]
 
-STEPS_TO_END_MAX = 5_000  # far more than any history needs; who is not done then is in a circle
+STEPS_TO_END_MAX = 5_000  # far more than any history needs: a request that has not ended by then never ends
 NOW = 0.0  # nothing in this core depends on time
 
 
 class IterativeSimulation:
-    """live: what is expected of whoever has not ended, in order of arrival. plan: the one in flight. is_computed: its
-    forward pass has ended, with a result unless it was abandoned. counts: of what came to pass."""
+    """One run of the core.
+
+    Args:
+        world: the limits of the core.
+        trace: called with a line for each effect.
+
+    Attributes:
+        live: expected state of each request that has not ended, in order of arrival.
+        plan: the step in flight.
+        is_computed: whether the forward pass of `plan` has ended. It has a result unless the step was abandoned.
+        counts: counts of what happened, by name.
+    """
 
     def __init__(self, world: IterativeWorld, *, trace: Trace | None = None) -> None:
         self.world = world
@@ -65,24 +75,33 @@ class IterativeSimulation:
         self._trace = trace
 
     def apply(self, event: IterativeSimulationEvent) -> None:
-        """Let one event happen. Raises whatever the core raises, and AssertionError when a contract is broken."""
+        """Apply one event.
+
+        Args:
+            event: the event.
+
+        Raises:
+            AssertionError: a contract is broken. Exceptions of the core pass through too.
+        """
         _HANDLERS[type(event)](self, event)
         self._check()
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let everybody finish; then nothing may be left."""
+        """Let every request finish, then check that nothing is left."""
         for _ in range(STEPS_TO_END_MAX):
             if self.plan is None and not self.live:
                 break
             for event in (Begin(), Forward(), Update()):
                 self.apply(event)
-        assert not self.live, f"no end is in sight for {', '.join(self.live)}"
+        assert not self.live, f"{', '.join(self.live)} did not end"
         check_iterative_idle(self.core)
         stats = self.core.stats()
         counted = (stats.steps_total, stats.denoised_total, stats.preemptions_total)
         expected = tuple(self.counts.get(what, 0) for what in ("steps", "denoising steps", "preempted"))
-        assert counted == expected, f"steps, denoising steps, preemptions: {counted} are counted, {expected} came"
+        assert counted == expected, (
+            f"steps, denoising steps, preemptions: the core counted {counted}, the simulation {expected}"
+        )
 
     # --- what happens ---
 
@@ -107,7 +126,7 @@ class IterativeSimulation:
             assert not can_run, f"{event.id} could run, and was refused"
             self._count("refused: invalid")
             return
-        assert can_run, f"{event.id} can never run, and was taken"
+        assert can_run, f"{event.id} can never run, and was accepted"
         self._count("requests")
         self.entries[event.id] = self.live[event.id] = ExpectedIteration(request, len(self.entries))
 
@@ -134,10 +153,10 @@ class IterativeSimulation:
             return
         plan = self.core.schedule(NOW)
         if plan is None:
-            assert not self.live, f"{', '.join(self.live)} live, and nothing is computed"
+            assert not self.live, f"{', '.join(self.live)} are live, and nothing is computed"
             return
-        self._say(_plan_line(plan))
-        assert plan.step_index == self.counts.get("steps", 0), f"step {plan.step_index} comes again, or too early"
+        self._note(_plan_line(plan))
+        assert plan.step_index == self.counts.get("steps", 0), f"step {plan.step_index} is repeated, or comes too early"
         self._count("steps")
         self._count(f"steps to {plan.phase.value}")
         self._count("preempted", len(plan.preempted))
@@ -172,12 +191,12 @@ class IterativeSimulation:
         else:
             events = self.core.update_from_output(plan, result, NOW)
         for event in events:
-            self._say(f"  {event}")
-        assert events == expected, f"told is {events}, expected is {expected}"
+            self._note(f"  {event}")
+        assert events == expected, f"reported events are {events}, expected are {expected}"
         self._failing.clear()
 
     def _expected_events(self, plan: IterativePlan, *, is_dropped: bool) -> list[IterativeEvent]:
-        """First the ends of those that were aborted meanwhile."""
+        """Events that the end of a step must report. Requests aborted meanwhile end first."""
         entries = [self.live[work.request.id] for work in plan.works]
         events: list[IterativeEvent] = []
         staying = []
@@ -187,7 +206,7 @@ class IterativeSimulation:
                 events.append(self._ended(entry, entry.aborted_for))
             else:
                 staying.append(entry)
-        assert not (is_dropped and staying), "a step was given up, and somebody waits for it"
+        assert not (is_dropped and staying), "a step was abandoned, and a request waits for it"
         for entry in staying:
             request = entry.request
             if request.id in self._failing:
@@ -220,7 +239,7 @@ class IterativeSimulation:
         core = self.core
         check_iterative_core(core)
         names = [live.request.id for live in core.live_requests()]
-        assert names == list(self.live), f"{names} live, and {list(self.live)} have not been told to have ended"
+        assert names == list(self.live), f"{names} are live, and no end was reported for {list(self.live)}"
         places = [entry.place for entry in self.live.values()]
         stats = core.stats()
         counted = (stats.running_count, stats.waiting_count, stats.slots_used, stats.kept_used)
@@ -230,21 +249,21 @@ class IterativeSimulation:
             places.count("slot"),
             places.count("kept"),
         )
-        assert counted == expected, f"run, wait, slots, kept: {counted} are counted, {expected} were told"
+        assert counted == expected, f"run, wait, slots, kept: the core counted {counted}, the simulation {expected}"
         if self.plan is not None:
             is_abandoned = all(self.entries[work.request.id].aborted_for for work in self.plan.works)
-            assert core.is_abandoned(self.plan) == is_abandoned, "whether the step is waited for"
+            assert core.is_abandoned(self.plan) == is_abandoned, f"is_abandoned should be {is_abandoned}"
 
     def _count(self, what: str, count: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + count
 
-    def _say(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         if self._trace is not None:
             self._trace(line)
 
 
 def _moment(entry: ExpectedIteration | None) -> str:
-    """When an abort comes, seen from its request."""
+    """Name the moment of an abort, as seen from its request."""
     if entry is None:
         return "unknown id"
     if entry.finished is not None:
@@ -257,7 +276,7 @@ def _moment(entry: ExpectedIteration | None) -> str:
 
 
 def _plan_line(plan: IterativePlan) -> str:
-    """Who lost its slot (-a), what is moved where, and who computes which step in which slot."""
+    """Format a plan: requests that lost their slot (-a), moves, and which request computes which step in which slot."""
     lost = [f"-{name}" for name in plan.preempted]
     moves = [f"{move.source}>{move.target}" for move in plan.moves]
     works = [f"{work.request.id}[{work.step}]@{work.slot}" for work in plan.works]

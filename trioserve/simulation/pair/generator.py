@@ -1,4 +1,4 @@
-"""Makes up histories of a pair: from one source of chance a world, and then event after event."""
+"""Generates histories of a pair of engines: first a world, then one event after another."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ from trioserve.simulation.script import line_of
 
 __all__ = ["PairGenerator"]
 
-INDEX_MAX = 100  # beyond what lies on a network at a time
+INDEX_MAX = 100  # more messages than a network carries at a time
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (1, 2))
 WINDOWED_WORLDS_SHARE = 0.3
 
 
 class PairGenerator:
-    """One history's. Everything is drawn from `rng`, in the order of the calls. Some histories are quiet: then nothing
-    breaks, and nothing may be left to a deadline."""
+    """Generates one history. In some histories nothing breaks, and then nothing may wait for a deadline.
+
+    Args:
+        rng: source of all random choices, used in the order of the calls.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self.world = self._drawn_world()
-        # Of a source of its own, so that a world without a window has the history that it had before there were any.
+        # From a source of its own, so that a world without a window keeps the history it had before windows existed.
         window_rng = Random(line_of(self.world))
-        # Longer blocks at the reader may need what the sender has given back: then it computes, which is no fault.
+        # Longer blocks at the reader may need KV that the sender has freed: then the reader computes it, which is no
+        # fault.
         can_have_window = self.world.prefill_block_size % self.world.decode_block_size == 0
         if can_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9)))

@@ -1,5 +1,7 @@
-"""What happens in a simulation of a pair, as data: an engine for prompts, one for responses, a router, clients, and the
-network between them. As in `history`, an event that has no place any more does nothing.
+"""Histories of a pair as data: an engine for prompts, one for responses, a router, clients, and the network between
+them.
+
+As in `history`, an event that does not apply does nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ HOSTS: tuple[HostName, ...] = ("prefill", "decode")
 
 
 class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
-    """Both engines, and the model that both have. chunk_tokens: how much KV goes over the network at a time.
+    """The two engines and their common model.
 
-    hold_seconds, load_seconds: how long blocks are held from the last sign of life of their reader on, and how long a
-    request waits for its KV. fails_without_kv: then it ends with an error, instead of computing it.
-
-    window_tokens: no token sees any further back; None: every one sees all.
+    Attributes:
+        chunk_tokens: tokens whose KV goes over the network at a time.
+        hold_seconds: how long blocks are held after the last sign of life of their reader.
+        load_seconds: how long a request waits for its KV.
+        fails_without_kv: whether a request without its KV ends with an error, instead of computing it.
+        window_tokens: how many tokens back each token sees, or None if it sees all.
     """
 
     prefill_blocks: int = 16
@@ -69,7 +73,7 @@ class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="come"):
-    """A client asks the router."""
+    """A client sends a request to the router."""
 
     id: str
     prompt: tuple[int, ...]
@@ -79,38 +83,41 @@ class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="c
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The client is gone; the router ends whatever it has begun for it."""
+    """The client leaves. The router ends everything that it has begun for it."""
 
     id: str
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """An engine begins a step, or ends the one that it has begun."""
+    """An engine begins a step, or ends the one in flight."""
 
     host: HostName
 
 
 class Deliver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="deliver"):
-    """A message arrives: the first of those on their way one way over a connection. index: of which, beginning anew
-    where there are fewer; so with all that follow."""
+    """A message arrives: the first one of one direction of a connection.
+
+    Attributes:
+        index: which direction, modulo their number. The other events with an index work the same way.
+    """
 
     index: int = 0
 
 
 class Repeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="repeat"):
-    """The message that would arrive next is there twice."""
+    """The message that would arrive next is duplicated."""
 
     index: int = 0
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="serve"):
-    """A holder reads the next piece that somebody has asked for, and sends it."""
+    """A holder reads the next piece that a reader has requested, and sends it."""
 
     index: int = 0
 
 
 class Lose(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="lose"):
-    """What is on its way over a connection is lost, and all that follows; nobody is told."""
+    """A connection dies: its messages, and all later ones, are lost. No end is notified."""
 
     index: int = 0
 
@@ -122,7 +129,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cu
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """SIGSTOP: nothing happens there, and connections to it still open."""
+    """SIGSTOP: the host does nothing, and its connections stay open."""
 
     host: HostName
 
@@ -132,25 +139,25 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue"):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
-    """All that it knew is gone, and its connections break."""
+    """The host loses all of its state, and its connections break."""
 
     host: HostName
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """It is there again where it was, as another engine."""
+    """The host starts again at the same address, as another engine."""
 
     host: HostName
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
-    """It takes nothing of what arrives from the router next."""
+    """The host refuses the next request of the router."""
 
     host: HostName
 
 
 class PairWait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
-    """Time passes, and whatever is due happens."""
+    """Time passes, and everything that is due happens."""
 
     seconds: float
 
@@ -166,12 +173,23 @@ class PairHistory(msgspec.Struct, frozen=True):
 
 
 def script_of(history: PairHistory) -> str:
-    """The world, and then one line an event."""
+    """Write a history: its world, then one line per event.
+
+    Args:
+        history: the history.
+    """
     return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
 
 
 def history_of(script: str) -> PairHistory:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read a history that script_of has written. Comments are skipped.
+
+    Args:
+        script: the text.
+
+    Raises:
+        InvalidRequest: the text is not such a history.
+    """
     world, *events = parts_of(script, PairWorld | PairEvent) or [None]
     if not isinstance(world, PairWorld) or any(isinstance(event, PairWorld) for event in events):
         raise InvalidRequest("a history of a pair begins with its world, and has one: put 'pair ...' first, once")

@@ -1,4 +1,4 @@
-"""One engine of a pair: a real core with the real books of a stream connector, and a model without weights."""
+"""One engine of a pair: a real core with the real bookkeeping of a stream connector, and a model without weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trioserve.testing.invariants import check_core
 
 __all__ = ["AbortIds", "Finished", "PairHost", "Refused", "Submit", "Tokens"]
 
-# A connector that keeps its promises brings none of these about, whatever its network does.
+# A correct connector causes none of these faults, whatever its network does.
 BROKEN_PROMISES = (
     TransferFault.UNKNOWN,
     TransferFault.DOUBLE,
@@ -53,7 +53,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Nothing was begun, and nothing is held."""
+    """The request was not begun, and nothing is held for it."""
 
 
 def _may_load(live: LiveRequest) -> bool:
@@ -62,9 +62,20 @@ def _may_load(live: LiveRequest) -> bool:
 
 
 class PairHost:
-    """is_up: it runs, or is stopped. is_stopped: nothing happens there. refuses: the next request that arrives.
+    """One engine. Each start creates another engine, without the state of the one before.
 
-    Each start is another engine: what the one before knew is gone.
+    Args:
+        name: the host's name.
+        world: settings of both engines.
+        model: the model of both engines.
+        network: the network between them.
+        clock: returns the simulated time.
+        listener_at: returns the listener of a host, or None if it has none.
+
+    Attributes:
+        is_up: whether the engine exists. It may be stopped.
+        is_stopped: whether the engine does nothing.
+        refuses: whether it refuses the next request.
     """
 
     def __init__(
@@ -130,7 +141,7 @@ class PairHost:
 
     @property
     def is_idle(self) -> bool:
-        """No request lives, and none is being read or brought."""
+        """True if no request is live, and no KV is read or loaded."""
         is_quiet = self.flight is None and not any(True for _ in self.core.live_requests())
         return is_quiet and not self.transport.servings and not len(self.transport.policy.loads)
 
@@ -142,7 +153,11 @@ class PairHost:
     # --- what happens ---
 
     def step(self) -> StepPlan | None:
-        """Begin a step, or end the one that was begun. Returns one that was begun."""
+        """Begin a step, or end the step in flight.
+
+        Returns:
+            The step that was begun, or None.
+        """
         now = self._now()
         if self.flight is None:
             self._pass_on([*self.core.progress(now), *self.core.expire(now)])
@@ -159,7 +174,7 @@ class PairHost:
         return None
 
     def next_deadline(self) -> float | None:
-        """Of the core, which looks at it between two steps."""
+        """Next deadline of the core, which checks deadlines between two steps."""
         return self.core.next_deadline() if self.runs and self.flight is None else None
 
     def expire(self) -> None:
@@ -173,7 +188,7 @@ class PairHost:
             return
         assert isinstance(message, Submit)
         if message.request.id in self._asked_by:
-            return  # it was sent twice
+            return  # it is a duplicate
         refuses, self.refuses = self.refuses, False
         if refuses:
             connection.send(self.name, Refused())
@@ -186,7 +201,12 @@ class PairHost:
         self._asked_by[message.request.id] = connection
 
     def broke(self, connection: Connection, why: str) -> None:
-        """Whoever asked over it has left; what has ended before is not touched by that."""
+        """Abort the live requests that came over this connection.
+
+        Args:
+            connection: the broken connection.
+            why: the reason.
+        """
         live = {live.request.id for live in self.core.live_requests()}
         self._abort([name for name, asked in self._asked_by.items() if asked is connection and name in live])
 
@@ -201,9 +221,11 @@ class PairHost:
             assert totals[fault] == 0, f"{self.name}: {latest[fault]} ({fault.value})"
         sends = [hold.request_id for hold in transfers.holds if hold.kind is HoldKind.SEND]
         readable_count = sum(policy.sends.get(name) is not None for name in sends)
-        assert len(policy.sends) == readable_count, f"{self.name}: something may be read that is not held, {sends}"
+        assert len(policy.sends) == readable_count, f"{self.name}: a send may be read without a hold, {sends}"
         load_count = transfers.loads.pending_count + len(transfers.holds) - len(sends)
-        assert len(policy.loads) <= load_count, f"{self.name}: something may be written that is not waited for or held"
+        assert len(policy.loads) <= load_count, (
+            f"{self.name}: a load may be written without a waiting request or a hold"
+        )
 
     # --- inside ---
 

@@ -1,7 +1,7 @@
-"""A network that is explicit: messages lie on connections until somebody delivers them, loses them or repeats them.
+"""A network with explicit messages: they stay on connections until they are delivered, lost or repeated.
 
-A connection keeps the order of what is sent one way. One that is dead delivers nothing, and neither end knows; an end
-that waits for something has a moment at which it gives up. What goes to a host that is stopped waits for it.
+A connection keeps the order of the messages of each direction. A dead connection delivers nothing, and neither end
+knows: an end that waits for a message gives up at a moment that it has set. Messages to a stopped host wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Connection", "End", "Network", "Timers"]
 
 
 class End(Protocol):
-    """Who has one end of a connection. Nothing is called after it was closed or has broken."""
+    """One end of a connection. It is not called after the connection was closed or has broken."""
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None: ...
 
@@ -24,7 +24,17 @@ class End(Protocol):
 
 
 class Connection:
-    """ends: by the names of both parties, which differ. patience: when an end gives up, by its party."""
+    """A connection between two parties.
+
+    Args:
+        ends: the two ends, by the names of their parties, which differ.
+
+    Attributes:
+        ways: messages of each direction, by the party that gets them.
+        patience: moment at which an end gives up, by its party.
+        is_open: whether no party has left.
+        is_dead: whether its messages are lost without notice.
+    """
 
     def __init__(self, ends: dict[str, End]) -> None:
         self.ends = ends
@@ -34,7 +44,12 @@ class Connection:
         self.is_dead = False
 
     def send(self, party: str, message: msgspec.Struct) -> None:
-        """From this party to the other one; over one that is closed it is lost."""
+        """Send a message to the other party. Over a closed or dead connection it is lost.
+
+        Args:
+            party: the sender.
+            message: the message.
+        """
         if self.is_open and not self.is_dead:
             self.ways[self.other(party)].append(message)
 
@@ -43,7 +58,15 @@ class Connection:
 
 
 class Network:
-    """runs: whether a party can take something now; exists: whether it could later. broken_count: of connections."""
+    """All connections.
+
+    Args:
+        runs: returns whether a party can take a message now.
+        exists: returns whether a party can take a message now or later.
+
+    Attributes:
+        broken_count: how many connections have broken.
+    """
 
     def __init__(self, runs: Callable[[str], bool], exists: Callable[[str], bool]) -> None:
         self._runs = runs
@@ -57,7 +80,11 @@ class Network:
         return connection
 
     def deliverable(self) -> list[tuple[Connection, str]]:
-        """Ways over which a message could arrive, and to whom."""
+        """Directions over which a message could arrive.
+
+        Returns:
+            Pairs of the connection and the receiving party.
+        """
         return [
             (connection, party)
             for connection in self.connections
@@ -74,7 +101,12 @@ class Network:
             connection.ends[party].take(connection, message)
 
     def close(self, connection: Connection, party: str) -> None:
-        """This party leaves; the other one sees it when it has taken what was sent before, unless it is dead."""
+        """Close a connection. The other party sees it after the messages sent before, unless the connection is dead.
+
+        Args:
+            connection: the connection.
+            party: the party that leaves.
+        """
         if not connection.is_open:
             return
         connection.is_open = False
@@ -87,7 +119,12 @@ class Network:
             connection.ways[other].append(Closed())
 
     def cut(self, connection: Connection, why: str) -> None:
-        """Both ends see it, unless they have left; one that is stopped, when it goes on."""
+        """Break a connection. Parties that have not left see it, and a stopped party sees it when it continues.
+
+        Args:
+            connection: the connection.
+            why: the reason.
+        """
         was_open, connection.is_open = connection.is_open, False
         self._forget(connection)
         if not was_open:
@@ -101,7 +138,12 @@ class Network:
                 self.connections.append(connection)
 
     def give_up(self, connection: Connection, party: str) -> None:
-        """This party has waited for too long."""
+        """End a connection on which a party has waited for too long.
+
+        Args:
+            connection: the connection.
+            party: the party that gives up.
+        """
         self.broken_count += 1
         self.close(connection, party)
         connection.ends[party].broke(connection, "nothing came for too long")
@@ -140,7 +182,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 class Timers:
-    """What a party does at a moment of its own; of one that is stopped it waits."""
+    """Calls of one party at given moments. The calls of a stopped party wait for it."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], Any]]] = []
@@ -156,7 +198,14 @@ class Timers:
         return self._due[0][0] if self._due else None
 
     def ring(self, now: float) -> bool:
-        """Do the first thing that is due. Returns whether there was one."""
+        """Do the first call that is due.
+
+        Args:
+            now: the current time.
+
+        Returns:
+            False if none was due.
+        """
         if not self._due or self._due[0][0] > now:
             return False
         self._due.pop(0)[2]()

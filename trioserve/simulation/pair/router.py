@@ -1,7 +1,8 @@
-"""The router of a simulated pair: a model of any router that speaks to both engines and whose clients leave.
+"""The router of a simulated pair: a model of any router that uses both engines and whose clients leave.
 
-It asks for a prefill, then for a decode with what the prefill says, and has the other engine do all of it when one of
-them fails before a token has come. Every client's tokens are compared with the reference engine's.
+It requests a prefill, then a decode with the parameters that the prefill returned. If one of them fails before the
+first token, the other engine does the whole request. Every client's tokens are compared with those of the reference
+engine.
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ State = Literal["open", "done", "left", "failed"]
 
 
 class Client:
-    """One client's request. tokens: what it has got. stage: the one that is out for it. prefilled: the request whose
-    blocks may be held."""
+    """One client's request.
+
+    Args:
+        event: the request.
+        response: the expected response.
+
+    Attributes:
+        tokens: tokens received so far.
+        stage: the stage that is running.
+        prefilled: the request whose blocks may be held.
+    """
 
     def __init__(self, event: Come, response: ReferenceResponse) -> None:
         self.event = event
@@ -46,7 +56,14 @@ class Client:
 
 
 class StageRequest:
-    """A request that the router has sent to an engine; the router's end of its connection."""
+    """A request that the router has sent to an engine, and the router's end of its connection.
+
+    Args:
+        router: the router.
+        client: the client.
+        kind: the stage.
+        host: the engine.
+    """
 
     def __init__(self, router: PairRouter, client: Client, kind: StageKind, host: HostName) -> None:
         self.router = router
@@ -63,8 +80,8 @@ class StageRequest:
         self.router.lost(self)
 
 
-class Nobody:
-    """The router's end of a connection that is there for one message."""
+class OneMessageEnd:
+    """The router's end of a connection that serves for one message."""
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None:
         pass
@@ -74,7 +91,15 @@ class Nobody:
 
 
 class PairRouter:
-    """clock: the simulation's time. count: counts what came to pass."""
+    """The router.
+
+    Args:
+        world: settings of both engines.
+        network: the network.
+        hosts: both engines.
+        clock: returns the simulated time.
+        count: counts what happened, by name.
+    """
 
     def __init__(
         self,
@@ -92,7 +117,14 @@ class PairRouter:
         self._count = count
 
     def begin(self, client: Client, kind: StageKind, host: HostName, params: KVTransferParams | None = None) -> None:
-        """Send a stage of the client's request to an engine. params: what a decode is told of its prompt's KV."""
+        """Send a stage of the client's request to an engine.
+
+        Args:
+            client: the client.
+            kind: the stage.
+            host: the engine.
+            params: for a decode, where the KV of its prompt is.
+        """
         client.stage_count += 1
         client.stage = stage = StageRequest(self, client, kind, host)
         self._count(f"stages: {kind}")
@@ -123,8 +155,8 @@ class PairRouter:
     def _take_end(self, stage: StageRequest, end: Finished) -> None:
         client = stage.client
         if end.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, and nobody has aborted it"
-            assert self._world.fails_without_kv, f"{stage.id} failed, and KV that does not come is computed"
+            assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, and was not aborted"
+            assert self._world.fails_without_kv, f"{stage.id} failed, and missing KV should be computed"
             self.lost(stage)
         elif stage.kind == "prefill":
             client.prefilled = None if end.kv_transfer is None else stage.id
@@ -135,7 +167,12 @@ class PairRouter:
             assert end.reason is client.response.reason, f"{client.event.id} ends with {end.reason}"
 
     def lost(self, stage: StageRequest, *, is_refused: bool = False) -> None:
-        """An engine does not answer; another one does, if no token has come of the response yet."""
+        """Handle an engine that does not answer. The other engine does the request, if the response has no token yet.
+
+        Args:
+            stage: the stage without an answer.
+            is_refused: whether the engine refused it.
+        """
         client = stage.client
         if client.state != "open" or client.stage is not stage:
             return
@@ -150,20 +187,28 @@ class PairRouter:
         self.begin(client, "whole", "decode" if stage.kind == "prefill" else "prefill")
 
     def end_stage(self, client: Client) -> None:
-        """Close its connection, which ends whatever is still computed for it."""
+        """Close the connection of the client's stage, which ends its computation.
+
+        Args:
+            client: the client.
+        """
         assert client.stage is not None
         connection = client.stage.connection
         if connection is not None:
             if client.stage.kind == "prefill" and client.state == "left":
-                # It may have ended already, and then what is held is held for nobody.
+                # It may have ended already, and then its blocks would be held for no reader.
                 connection.send(ROUTER, AbortIds((client.stage.id,)))
             self._network.close(connection, ROUTER)
 
     def let_go(self, client: Client) -> None:
-        """Nobody will read what is held for it."""
+        """Release the blocks held for the client, which has no reader for them.
+
+        Args:
+            client: the client.
+        """
         host = self._hosts["prefill"]
         if client.prefilled is not None and host.is_up:
-            connection = self._network.open({ROUTER: Nobody(), host.name: host})
+            connection = self._network.open({ROUTER: OneMessageEnd(), host.name: host})
             connection.send(ROUTER, AbortIds((client.prefilled,)))
             self._network.close(connection, ROUTER)
         client.prefilled = None
@@ -176,7 +221,14 @@ class PairRouter:
 
 
 def request_of(event: Come, name: RequestId, output: int, kv_transfer: KVTransferParams | None) -> EngineRequest:
-    """What an engine is asked for a client: so many tokens of its response, under this name."""
+    """Create an engine's request for a client.
+
+    Args:
+        event: the client's request.
+        name: id of the new request.
+        output: most tokens to generate.
+        kv_transfer: parameters of the KV transfer.
+    """
     return EngineRequest(
         id=name,
         prompt_token_ids=event.prompt,

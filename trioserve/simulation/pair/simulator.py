@@ -1,9 +1,9 @@
-"""One history of a pair, against two real cores and the real books of a connector; all is checked after each event.
+"""Runs one history of a pair: two real cores with the real bookkeeping of a connector. All is checked after each event.
 
-The router is a model (router.py), and so is the transport (transport.py). What is compared: every client's tokens are
-those of the reference engine, whatever happened; an executor notices KV that is not its request's own; the invariants
-read both cores' books; a connector's reports must be about what is out. When everybody has gone, both pools are free,
-without waiting for any deadline if nothing broke, and within one otherwise.
+The router (router.py) and the transport (transport.py) are models. Every client's tokens must be those of the reference
+engine, whatever happened. An executor notices KV that belongs to another request. The invariants read the state of both
+cores, and a connector may report only transfers that are pending. After all requests have ended, both pools are free:
+at once if nothing broke, and within one deadline otherwise.
 """
 
 from __future__ import annotations
@@ -42,12 +42,21 @@ from trioserve.testing.invariants import check_idle
 
 __all__ = ["PairSimulation"]
 
-ROUNDS_TO_END_MAX = 5_000  # far more than any history needs; who is not done then is in a circle
+ROUNDS_TO_END_MAX = 5_000  # far more than any history needs: a client that has not ended by then never ends
 
 
 class PairSimulation:
-    """clients: by name, in order of arrival. is_calm: no connection has broken and no message was lost so far. counts:
-    of what came to pass. trace: is told every effect, as a line."""
+    """One run of a pair.
+
+    Args:
+        world: settings of both engines.
+        trace: called with a line for each effect.
+
+    Attributes:
+        clients: clients by name, in order of arrival.
+        is_calm: whether no connection has broken and no message was lost so far.
+        counts: counts of what happened, by name.
+    """
 
     def __init__(self, world: PairWorld, *, trace: Callable[[str], None] | None = None) -> None:
         self.world = world
@@ -65,20 +74,27 @@ class PairSimulation:
         self._trace = trace
 
     def apply(self, event: PairEvent) -> None:
-        """Let one event happen. Raises whatever an engine raises, and AssertionError when a contract is broken."""
+        """Apply one event.
+
+        Args:
+            event: the event.
+
+        Raises:
+            AssertionError: a contract is broken. Exceptions of an engine pass through too.
+        """
         _HANDLERS[type(event)](self, event)
         self._settle()
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let everybody finish; then nothing may be left."""
+        """Let every request finish, then check that nothing is left."""
         for name, host in self.hosts.items():
             self.apply(Continue(host=name))
             if not host.is_up:
                 self.apply(Start(host=name))
         gone_at = None
         for _ in range(ROUNDS_TO_END_MAX):
-            if self._go_on():
+            if self._advance():
                 continue
             moment = self._next_moment()
             if moment is not None and moment <= self.now:
@@ -97,10 +113,10 @@ class PairSimulation:
                 break
             if self.is_calm:
                 waiting = [name for name, client in self.clients.items() if client.state == "open"]
-                assert not waiting, f"{waiting} wait, nothing is broken, and only time moves on"
+                assert not waiting, f"{waiting} wait for a deadline, and nothing is broken"
             self.apply(PairWait(seconds=moment - self.now))
         waiting = [name for name, client in self.clients.items() if client.state == "open"]
-        assert not waiting, f"no end is in sight for {', '.join(waiting)}"
+        assert not waiting, f"{', '.join(waiting)} did not end"
         for host in self.hosts.values():
             check_idle(host.core)
             assert len(host.transport.policy.sends) == len(host.transport.policy.loads) == 0
@@ -163,7 +179,7 @@ class PairSimulation:
             servings[event.index % len(servings)].go_on()
 
     def servings(self) -> list[Serving]:
-        """Readers to whom a holder could send something now."""
+        """Readers to which a holder could send a piece now."""
         return [serving for host in self.hosts.values() if host.runs for serving in host.transport.servings]
 
     def _lose(self, event: Lose) -> None:
@@ -223,7 +239,7 @@ class PairSimulation:
             self._settle()
 
     def _next_moment(self) -> float | None:
-        """When something happens by itself."""
+        """Next moment at which something happens without an event."""
         moments = [self.network.next_impatience()]
         for host in self.hosts.values():
             if host.runs:
@@ -231,7 +247,7 @@ class PairSimulation:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _do_what_is_due(self) -> None:
-        """One thing."""
+        """Do one thing that is due."""
         impatient = self.network.impatient(self.now)
         if impatient is not None:
             self.is_calm = False
@@ -245,27 +261,31 @@ class PairSimulation:
             if deadline is not None and deadline <= self.now:
                 host.expire()
 
-    def _go_on(self) -> bool:
-        """Whatever can happen without time passing. Returns whether anything could."""
+    def _advance(self) -> bool:
+        """Do something that needs no time.
+
+        Returns:
+            False if nothing could happen.
+        """
         if self.network.deliverable():
             self.apply(Deliver())
             return True
         if self.servings():
             self.apply(Serve())
             return True
-        before = [self._standing_of(host) for host in self.hosts.values()]
+        before = [self._progress_of(host) for host in self.hosts.values()]
         for name in self.hosts:
             self.apply(Step(host=name))
-        after = [self._standing_of(host) for host in self.hosts.values()]
+        after = [self._progress_of(host) for host in self.hosts.values()]
         return before != after or bool(self.network.deliverable())
 
-    def _standing_of(self, host: PairHost) -> tuple[object, ...]:
+    def _progress_of(self, host: PairHost) -> tuple[object, ...]:
         return host.flight, host.hold_count, self.counts.get(f"steps: {host.name}", 0)
 
     # --- what must hold ---
 
     def _settle(self) -> None:
-        """Transports do what their books want done; then everything is checked."""
+        """Let the transports do their pending work, then check everything."""
         for host in self.hosts.values():
             if host.runs:
                 host.transport.work()
@@ -277,7 +297,7 @@ class PairSimulation:
     # --- inside ---
 
     def _phase(self, stage: StageRequest) -> str:
-        """Where a client's request is."""
+        """Describe where a client's request is."""
         core = self.hosts[stage.host].core
         live = next((live for live in core.live_requests() if live.request.id == stage.id), None)
         if live is None:

@@ -1,8 +1,8 @@
-"""A transport for the books of a stream connector (connectors.stream.policy) without tasks: it does what holder.py and
-reader.py do there, one message after another, over a network that somebody else moves.
+"""A transport for the policy of a stream connector (connectors.stream.policy), without tasks.
 
-All that is decided (what is held, what may be read or written, who is told, how often something is tried again) is
-decided by the books, which are the real ones.
+It does the work of holder.py and reader.py, one message after another, over a network that the simulation moves. The
+real policy makes all decisions: which blocks are held, which may be read or written, which engine is notified, and how
+often something is retried.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ Slots = tuple[tuple[int, str | None] | None, ...]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A reader wants the KV of these positions, without the first pieces."""
+    """A reader requests the KV of these positions.
+
+    Attributes:
+        first: index of the first piece that the reader still needs.
+    """
 
     engine_id: str
     request_id: str
@@ -52,31 +56,41 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class AllSent(msgspec.Struct, frozen=True):
-    """All pieces were sent, and the hold stood when the last was read."""
+    """All pieces were sent, and the hold still existed when the last was read."""
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """There is nothing to read, or no more. is_another: this is not the engine that was asked for."""
+    """There is nothing to read, or no more.
+
+    Attributes:
+        message: the reason.
+        is_another: whether the engine at this address is not the requested one.
+    """
 
     message: str
     is_another: bool = False
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a holder is told, and by which engine it should be heard."""
+    """A notice for a holder.
+
+    Attributes:
+        engine_id: the engine that it is meant for.
+        tell: the notice.
+    """
 
     engine_id: str
     tell: Tell
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """What of it is not held."""
+    """Requests of a notice whose blocks are not held."""
 
     request_ids: tuple[str, ...]
 
 
 class NoPages:
-    """The policy asks for the layout alone."""
+    """Pages without blocks. The policy uses only their layout."""
 
     block_count = 0
 
@@ -84,18 +98,32 @@ class NoPages:
         self.layout = layout
 
     def view(self, layer: int, block: BlockIndex) -> memoryview | None:
-        raise AssertionError("what decides does not touch a block")
+        raise AssertionError("the policy must not touch a block")
 
     def read(self, layer: int, block: BlockIndex) -> memoryview:
-        raise AssertionError("what decides does not touch a block")
+        raise AssertionError("the policy must not touch a block")
 
     def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
-        raise AssertionError("what decides does not touch a block")
+        raise AssertionError("the policy must not touch a block")
 
 
 class PairTransport:
-    """One engine's. policy: to be given to its core. servings: what others have asked for and did not get yet.
-    listener_at: who can be connected to under a name."""
+    """The transport of one engine.
+
+    Args:
+        name: the engine's name.
+        engine_id: the engine's id.
+        executor: the engine's executor.
+        chunk_tokens: tokens per piece.
+        network: the network.
+        timers: timers of the engine.
+        clock: returns the simulated time.
+        listener_at: returns the listener of an engine, or None if it has none.
+
+    Attributes:
+        policy: the connector's policy, for the core.
+        servings: transfers that other engines have requested and that are not complete.
+    """
 
     def __init__(
         self,
@@ -129,7 +157,7 @@ class PairTransport:
         self._tellers: dict[Source, Teller] = {}
 
     def work(self) -> None:
-        """Begin what the books want done, as the transport's task does whenever it is woken."""
+        """Begin the pending work of the policy, as the transport's task does whenever it is woken."""
         for load in self.policy.loads.take_new():
             self.policy.loads.begun(load, self.now())
             self.bring(load)
@@ -140,7 +168,11 @@ class PairTransport:
             teller.tell_now()
 
     def bring(self, load: Load) -> None:
-        """One attempt at what is missing of a load."""
+        """Try once to load the missing part of a load.
+
+        Args:
+            load: the load.
+        """
         if not load.is_alive:
             return
         far = self.open(load.origin.source, bringing := Bringing(self, load))
@@ -150,7 +182,15 @@ class PairTransport:
             bringing.ask(far)
 
     def open(self, source: Source, end: End) -> Connection | None:
-        """A connection to whoever listens there; None: nobody does."""
+        """Connect to the listener at an address.
+
+        Args:
+            source: the address.
+            end: this engine's end of the connection.
+
+        Returns:
+            None if there is no listener.
+        """
         far = next((name for name, port in PORTS.items() if (HERE, port) == (source.host, source.port)), None)
         listener = None if far is None else self.listener_at(far)
         if far is None or listener is None:
@@ -163,7 +203,12 @@ class PairTransport:
             self.timers.at(self.now() + seconds, partial(self.bring, load))
 
     def accept(self, connection: Connection, message: msgspec.Struct) -> None:
-        """The first message of a connection from another engine, or a later one of it."""
+        """Handle a message from another engine.
+
+        Args:
+            connection: its connection.
+            message: the message.
+        """
         if isinstance(message, Asked):
             self._serve(connection, message)
         else:
@@ -190,7 +235,11 @@ class PairTransport:
 
 
 class Holding:
-    """The holder's end of a connection: whatever comes is for the transport."""
+    """The holder's end of a connection. It passes all messages to the transport.
+
+    Args:
+        transport: the transport.
+    """
 
     def __init__(self, transport: PairTransport) -> None:
         self._transport = transport
@@ -204,7 +253,14 @@ class Holding:
 
 
 class Serving:
-    """What one reader has asked for."""
+    """A transfer that one reader has requested.
+
+    Args:
+        transport: the holder's transport.
+        connection: the reader's connection.
+        send: the hold.
+        asked: the request.
+    """
 
     def __init__(self, transport: PairTransport, connection: Connection, send: Send, asked: Asked) -> None:
         self.connection = connection
@@ -216,7 +272,7 @@ class Serving:
         transport.servings.append(self)
 
     def go_on(self) -> None:
-        """Read the next piece and send it, or say that this was all."""
+        """Read the next piece and send it, or report that all pieces were sent."""
         name, send = self._transport.name, self._send
         if not send.is_alive:
             self._stop()
@@ -242,7 +298,12 @@ class Serving:
 
 
 class Bringing:
-    """The reader's end: one attempt at a load."""
+    """The reader's end of a connection: one attempt at a load.
+
+    Args:
+        transport: the reader's transport.
+        load: the load.
+    """
 
     def __init__(self, transport: PairTransport, load: Load) -> None:
         self._transport = transport
@@ -284,19 +345,24 @@ class Bringing:
 
 
 class Teller:
-    """Tells a holder what is still wanted of it and what no more, at once and then again and again."""
+    """Notifies a holder which blocks are still needed, and which not, and repeats that.
+
+    Args:
+        transport: the reader's transport.
+        source: the holder.
+    """
 
     def __init__(self, transport: PairTransport, source: Source) -> None:
         self._transport = transport
         self._source = source
         self._failure_count = 0
         self._connection: Connection | None = None
-        self._told: Tell | None = None
+        self._sent_tell: Tell | None = None
         self._is_due_again = False
         self._turn = 0
 
     def tell_now(self) -> None:
-        if self._told is not None:
+        if self._sent_tell is not None:
             self._is_due_again = True
             return
         self._turn += 1
@@ -310,28 +376,28 @@ class Teller:
             if self._connection is None:
                 self._failed(is_final=False)
                 return
-        self._told = tells[0]
-        self._connection.send(transport.name, Told(source.engine_id, self._told))
+        self._sent_tell = tells[0]
+        self._connection.send(transport.name, Told(source.engine_id, self._sent_tell))
         self._connection.patience[transport.name] = transport.now() + SILENCE_SECONDS
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None:
-        told, self._told = self._told, None
+        tell, self._sent_tell = self._sent_tell, None
         connection.patience.clear()
-        if isinstance(message, Gone) and told is not None:
+        if isinstance(message, Gone) and tell is not None:
             self._failure_count = 0
-            self._transport.policy.loads.told(self._source, told, message.request_ids)
+            self._transport.policy.loads.told(self._source, tell, message.request_ids)
             self._again(0.0 if self._is_due_again else HEARTBEAT_SECONDS)
         else:
             self._close()
             self._failed(is_final=isinstance(message, Aborted))
 
     def broke(self, connection: Connection, why: str) -> None:
-        self._connection, was_due, self._told = None, self._told, None
+        self._connection, was_due, self._sent_tell = None, self._sent_tell, None
         if was_due is not None:
             self._failed(is_final=False)
 
     def _failed(self, *, is_final: bool) -> None:
-        self._told = None
+        self._sent_tell = None
         self._failure_count += 1
         if is_final or self._failure_count >= TELL_FAILURES_MAX:
             self._transport.policy.loads.cannot_tell(self._source)
@@ -347,7 +413,7 @@ class Teller:
         self._transport.timers.at(self._transport.now() + seconds, partial(self._tell_again, self._turn))
 
     def _tell_again(self, turn: int) -> None:
-        if turn == self._turn:  # otherwise it has been told meanwhile
+        if turn == self._turn:  # otherwise a newer notice was sent meanwhile
             self.tell_now()
 
     def _leave(self) -> None:

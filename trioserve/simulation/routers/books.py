@@ -1,18 +1,18 @@
-"""What must hold of several routers that share no state, from books of its own: who has a lease of whom where.
+"""Checks several routers that share no state: which router has leases for which requests at which endpoint.
 
-What a router has is written down when it tells of a lease and when the request leaves; what it may have follows from
-who is alive and who can know it. The rules:
+The books note what a router has when it reports a lease and when the request leaves. What it may have follows from
+which routers are alive and which of them can know it. The rules:
 
-- A router gives no lease beyond its share. What it had given before its share became smaller, it keeps.
-- Where nothing has changed for long enough, all that are alive count with all others, also those that cannot see each
-  other, and the gone with nobody: the shares of an endpoint add up to its limit, or to one for each router where that
-  is more. So what a router had that is gone is the others'.
-- A router that has just begun gives a single lease, as long as another one is there that may not know it.
-- No lease is given where by the last report others have the rest of the limit. And nobody waits at a router that has
-  just learned that there is room: more of it than its part, for a moment; then as much as there is.
-- Every request is served or refused, once, and in the end no lease is left and nothing is at an endpoint.
-- Routers that see the same idle endpoints at the same moment do not all choose alike; but for round_robin, where each
-  begins with the first and is soon elsewhere than the others.
+- A router gives no lease beyond its share. It keeps the leases that it gave before its share became smaller.
+- When nothing has changed for long enough, the shares of an endpoint add up to its limit, or to one per router if that
+  is more. Every live router counts, even if others cannot see it, and no dead router counts. So the live routers get
+  the share of a dead one.
+- A router that has just begun gives one lease at a time, as long as another router exists that may not know it.
+- No lease is given where, by the last report, others have the rest of the limit. And no request waits at a router that
+  has just learned of room: for a moment of more than its part of the room, then of any room.
+- Every request is served or refused once. At the end no lease is left, and no request is at an endpoint.
+- Routers that see the same idle endpoints at the same moment do not all choose the same one. The exception is
+  round_robin, where each router begins with the first endpoint and they soon diverge.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from trioserve.simulation.routers.world import RoutersWorld
 
 __all__ = ["BEGIN_SECONDS", "GONE_SECONDS", "RoutersBooks"]
 
-BEGIN_SECONDS = 3.0  # for which one that begins gives little, and after which all others know of it
-GONE_SECONDS = 7.0  # after which its share is the others': it was missed, and no endpoint has heard from it of late
+BEGIN_SECONDS = 3.0  # while a new router gives little; after it, all others know the router
+GONE_SECONDS = 7.0  # after which the others have its share: it was missed, and no endpoint has heard from it recently
 LITTLE_SECONDS = 2.0
-REPORT_SECONDS_MAX = 3.0  # what is older is not believed
-DIVIDED_SECONDS = 0.61  # in which each takes no more than its part of the room that a report shows
+REPORT_SECONDS_MAX = 3.0  # an older report is ignored
+DIVIDED_SECONDS = 0.61  # while each router takes at most its part of the room that a report shows
 
 
 class _Report:
-    """known: of this router's leases, those that are in it. others: what was at the endpoint beyond them; below 0 if
-    that had ended. part: of the room that it shows, what is this router's at least; None: all."""
+    """Report of an endpoint, as one router uses it.
+
+    Attributes:
+        others: requests at the endpoint beyond this router's leases. Negative if some of those had ended.
+        known: how many of this router's leases the report includes.
+        part: this router's minimum part of the room that the report shows, or None for all of it.
+        at: when the router got the report.
+    """
 
     def __init__(self, others: int, known: int, part: int | None, at: float) -> None:
         self.others = others
@@ -42,16 +48,24 @@ class _Report:
 
 
 class RoutersBooks:
-    """settled_at: from when on nothing has changed for long enough. overshoot_most: the most leases at an endpoint
-    beyond its limit."""
+    """Checks the leases and shares of all routers.
+
+    Args:
+        world: the settings.
+        now: the current time.
+
+    Attributes:
+        settled_at: when nothing will have changed for long enough.
+        overshoot_most: the most leases at one endpoint beyond its limit.
+    """
 
     def __init__(self, world: RoutersWorld, now: float) -> None:
         self.world = world
         self.settled_at = now + BEGIN_SECONDS
         self.overshoot_most = 0
-        self._began_at = dict.fromkeys(range(world.routers), now)  # of those that are alive
+        self._began_at = dict.fromkeys(range(world.routers), now)  # of live routers
         self._has_changed = False
-        self._leases: dict[tuple[int, str], dict[int, float]] = {}  # when each was sent, by the request's number
+        self._leases: dict[tuple[int, str], dict[int, float]] = {}  # time of each lease, by the request's number
         self._at_endpoint: Counter[str] = Counter()
         self._reports: dict[tuple[int, str], _Report] = {}
         self._shares: dict[tuple[int, str], int] = {}
@@ -65,7 +79,12 @@ class RoutersBooks:
         self._change(now + BEGIN_SECONDS)
 
     def note_gone(self, router: int, now: float) -> None:
-        """What it had has been taken back."""
+        """Note that a router is gone. Its leases were taken back before.
+
+        Args:
+            router: the router.
+            now: the current time.
+        """
         del self._began_at[router]
         for table in (self._shares, self._reports):
             for key in [key for key in table if key[0] == router]:
@@ -73,7 +92,11 @@ class RoutersBooks:
         self._change(now + GONE_SECONDS)
 
     def note_sight(self, now: float) -> None:
-        """Two that could see each other cannot any more, or two that could not can."""
+        """Note that two routers can see each other again, or cannot any more.
+
+        Args:
+            now: the current time.
+        """
         self._change(now + BEGIN_SECONDS)
 
     def _change(self, settled_at: float) -> None:
@@ -83,11 +106,18 @@ class RoutersBooks:
     # --- shares ---
 
     def set_share(self, router: int, endpoint: str, share: int, now: float) -> None:
-        """As the router has worked it out."""
+        """Note a share that a router has computed.
+
+        Args:
+            router: the router.
+            endpoint: the endpoint.
+            share: how many leases the router may give there.
+            now: the current time.
+        """
         assert share >= 1, f"router {router} may give nothing at {endpoint}"
         others = len(self._began_at) - 1
         is_new = now < self._began_at[router] + LITTLE_SECONDS
-        # One that has found all others gone may give all at once.
+        # A router that has found all others gone may give all leases at once.
         is_little = share == 1 or share == self.world.leases_max
         assert not (is_new and others) or is_little, (
             f"router {router} has begun, and its share of {endpoint} is {share}"
@@ -95,7 +125,12 @@ class RoutersBooks:
         self._shares[router, endpoint] = share
 
     def check_shares(self, endpoint: str, now: float) -> None:
-        """Whether they are as they have to be where nothing changes."""
+        """Check that the shares of an endpoint add up, if nothing has changed for long enough.
+
+        Args:
+            endpoint: the endpoint.
+            now: the current time.
+        """
         if now < self.settled_at or not self._began_at:
             return
         shares = {router: self._shares.get((router, endpoint), self.world.leases_max) for router in self._began_at}
@@ -106,7 +141,15 @@ class RoutersBooks:
     # --- leases ---
 
     def note_report(self, router: int, endpoint: str, count: int, *, sent_before: float, now: float) -> None:
-        """count: of what is there. sent_before: what this router had sent there by then is in it."""
+        """Note a report that a router got.
+
+        Args:
+            router: the router.
+            endpoint: the endpoint.
+            count: requests at the endpoint.
+            sent_before: requests that this router sent there by then are included in `count`.
+            now: the current time.
+        """
         mine = self._leases.get((router, endpoint), {})
         known = sum(sent_at <= sent_before for sent_at in mine.values())
         share, limit = self._shares.get((router, endpoint), self.world.leases_max), self.world.leases_max
@@ -115,7 +158,14 @@ class RoutersBooks:
         self._reports[router, endpoint] = _Report(count - known, known, part, now)
 
     def give(self, router: int, endpoint: str, number: int, now: float) -> None:
-        """One more lease, of this router at this endpoint."""
+        """Note one more lease.
+
+        Args:
+            router: the router that gives it.
+            endpoint: the endpoint.
+            number: the request.
+            now: the current time.
+        """
         leases = self._leases.setdefault((router, endpoint), {})
         leases[number] = now
         self._at_endpoint[endpoint] += 1
@@ -132,10 +182,18 @@ class RoutersBooks:
         report = self._reports.get((router, endpoint))
         if report is not None and now < report.at + REPORT_SECONDS_MAX:
             is_room = report.others + mine <= self.world.leases_max
-            assert is_room, f"others have {report.others} at {endpoint} as it tells, and router {router} {mine}"
+            assert is_room, (
+                f"others have {report.others} leases at {endpoint} by its report, and router {router} has {mine}"
+            )
 
     def check_waits(self, router: int, endpoint: str, now: float) -> None:
-        """Somebody waits at the router, which has just been told something of this endpoint."""
+        """Check that a request waits at the router for a reason. The router has just got news of this endpoint.
+
+        Args:
+            router: the router.
+            endpoint: the endpoint.
+            now: the current time.
+        """
         mine = len(self._leases.get((router, endpoint), ()))
         report = self._reports.get((router, endpoint))
         is_known = report is not None and now < report.at + REPORT_SECONDS_MAX
@@ -147,7 +205,7 @@ class RoutersBooks:
         is_full = there > 0 and there + 1 - self.world.seats > self.world.waiting_depth_max
         is_divided = report.part is not None and now < report.at + DIVIDED_SECONDS
         has_its_part = is_divided and mine - report.known >= (report.part or 0)
-        assert is_taken or is_full or has_its_part, f"{endpoint} has room for router {router}, where somebody waits"
+        assert is_taken or is_full or has_its_part, f"{endpoint} has room for router {router}, where a request waits"
 
     def take_back(self, router: int, endpoint: str, number: int) -> None:
         leases = self._leases[router, endpoint]
@@ -160,7 +218,13 @@ class RoutersBooks:
         self._ended.add(number)
 
     def note_first_choice(self, router: int, endpoint: str) -> None:
-        """At the same moment as all others, while all is idle."""
+        """Note the endpoint of a router's first request, which comes at the same moment as all others, while all is
+        idle.
+
+        Args:
+            router: the router.
+            endpoint: the chosen endpoint.
+        """
         self._first_choices.setdefault(router, endpoint)
         count, routers = Counter(self._first_choices.values()).most_common(1)[0][1], self.world.routers
         if routers >= 8 and self.world.endpoints >= routers and self.world.policy != "round_robin":
@@ -169,4 +233,4 @@ class RoutersBooks:
     def check_end(self, request_count: int) -> None:
         left = {key: len(leases) for key, leases in self._leases.items() if leases}
         assert not left, f"leases are left: {left}"
-        assert len(self._ended) == request_count, f"{request_count} requests came, and {len(self._ended)} have ended"
+        assert len(self._ended) == request_count, f"of {request_count} requests {len(self._ended)} have ended"

@@ -1,4 +1,4 @@
-"""An endpoint before which several routers stand: its seats, who waits inside it, and what it tells."""
+"""A simulated endpoint of several routers: its seats, its queue, and its reports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ __all__ = ["SimulatedEndpoint"]
 
 
 class SimulatedEndpoint:
-    """Requests by their numbers. running: those with a seat. waiting: the others, in the order in which they came.
-    heard_at: when each router has last asked how it is. told_at, tells_at: when it has last told its load,
-    and does so next."""
+    """An endpoint. Requests are known by their numbers.
+
+    Args:
+        id: the endpoint's id.
+        seats: how many requests can run.
+
+    Attributes:
+        running: requests with a seat.
+        waiting: the other requests, in order of arrival.
+        most: the most requests that were here at the same time.
+        heard_at: when each router last asked for a report.
+        reported_at: when the endpoint last reported its load.
+        reports_at: when it reports its load next.
+    """
 
     def __init__(self, id: EndpointId, seats: int) -> None:
         self.id = id
@@ -21,8 +32,8 @@ class SimulatedEndpoint:
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.most = 0
         self.heard_at: dict[str, float] = {}
-        self.told_at = -math.inf
-        self.tells_at = math.inf
+        self.reported_at = -math.inf
+        self.reports_at = math.inf
         self._seats = seats
 
     @property
@@ -30,7 +41,14 @@ class SimulatedEndpoint:
         return len(self.running) + len(self.waiting)
 
     def come(self, number: int) -> bool:
-        """Whether it runs at once."""
+        """Add a request.
+
+        Args:
+            number: the request.
+
+        Returns:
+            True if it runs at once.
+        """
         if len(self.running) < self._seats:
             self.running.add(number)
         else:
@@ -39,7 +57,14 @@ class SimulatedEndpoint:
         return number in self.running
 
     def go(self, number: int) -> int | None:
-        """It is served, or its router or client is gone; perhaps it has not come yet. Returns who runs in its place."""
+        """Remove a request that was served, or whose router or client is gone. It may not have arrived yet.
+
+        Args:
+            number: the request.
+
+        Returns:
+            The request that gets its seat, if any.
+        """
         self.waiting.pop(number, None)
         if number not in self.running:
             return None
@@ -54,5 +79,9 @@ class SimulatedEndpoint:
         return EndpointLoad(running=len(self.running), waiting=len(self.waiting), max_num_seqs=self._seats)
 
     def routers_heard(self, now: float) -> dict[str, float]:
-        """How many seconds ago."""
+        """Seconds since each router last asked.
+
+        Args:
+            now: the current time.
+        """
         return {name: now - heard_at for name, heard_at in self.heard_at.items()}

@@ -1,4 +1,6 @@
-"""What came of a simulation of several routers: waits, how far limits were overshot, who was served worse."""
+"""Results of a simulation of several routers: waits, how far limits were exceeded, and which router or tenant was
+served worst.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,21 @@ __all__ = ["Figures", "RoutersRow", "rows_as_table"]
 
 
 class RoutersRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One history. dies: one router does, and comes back. requests: those that got a seat. wait_p50, wait_p99: seconds
-    from coming to a seat, at a router and inside an endpoint. router_p99: of the router with the worst p99;
-    little_p99: of the tenant that asks for a fifth. beyond: sequences at one endpoint beyond its seats and those that
-    may wait inside, at most. beyond_share: of the requests, those that came to an endpoint where as many were already.
-    idle_share: of all seats, how many were empty while requests waited at a router. refused: requests;
-    little_refused: of that tenant."""
+    """Results of one history.
+
+    Attributes:
+        dies: whether one router dies, and comes back.
+        requests: requests that got a seat.
+        wait_p50: median seconds from arrival to a seat, at a router and inside an endpoint.
+        wait_p99: 99th percentile of the same.
+        router_p99: `wait_p99` of the router with the worst one.
+        little_p99: `wait_p99` of the tenant that sends a fifth of the requests.
+        beyond: most sequences at one endpoint beyond its seats and its allowed queue.
+        beyond_share: share of the requests that arrived at an endpoint with that many already there.
+        idle_share: share of all seats that were empty while requests waited at a router.
+        refused: refused requests.
+        little_refused: refused requests of the small tenant.
+    """
 
     world: RoutersWorld
     dies: bool
@@ -51,7 +62,11 @@ class Figures:
         self._most = 0
 
     def pass_time(self, seconds: float) -> None:
-        """As it is now, it was for so long."""
+        """Add a period without changes.
+
+        Args:
+            seconds: its length.
+        """
         if self._waiting:
             self._waiting_seconds += seconds
             self._idle_seat_seconds += seconds * (self._world.endpoints * self._world.seats - self._running)
@@ -60,12 +75,22 @@ class Figures:
         self._waiting += by
 
     def note_came(self, count: int) -> None:
-        """A request has come to an endpoint, where so many are now."""
+        """Note a request that has arrived at an endpoint.
+
+        Args:
+            count: requests at the endpoint now.
+        """
         self._came += 1
         self._came_beyond += count > self._world.seats + self._world.waiting_depth_max
 
     def note_began(self, router: int, tenant: str, wait: float) -> None:
-        """A request has a seat."""
+        """Note a request that got a seat.
+
+        Args:
+            router: its router.
+            tenant: its tenant.
+            wait: seconds that it waited.
+        """
         self._running += 1
         self._waits.append(wait)
         self._by_router.setdefault(router, []).append(wait)
@@ -100,13 +125,20 @@ class Figures:
 
 
 def _percentile(values: list[float], percent: int) -> float:
-    """0 of none."""
+    """Percentile of values, or 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
 
 
 def rows_as_table(rows: Iterable[RoutersRow]) -> list[str]:
-    """Markdown, a line each."""
+    """Format results as a Markdown table.
+
+    Args:
+        rows: the results.
+
+    Returns:
+        The lines of the table.
+    """
     heads = (
         "routers, endpoints",
         "shares",

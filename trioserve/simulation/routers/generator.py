@@ -1,5 +1,8 @@
-"""Makes up histories of several routers: wild ones of a few, in which they die, come back and lose sight of each other,
-and steady traffic of many, of which figures are taken."""
+"""Generates histories of several routers.
+
+Wild histories have few routers that die, come back and lose sight of each other. Steady traffic has many, and is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,17 @@ from trioserve.simulation.routers.world import RoutersWorld
 
 __all__ = ["SETTLED_SECONDS", "RoutersGenerator", "Traffic", "drawn_traffic"]
 
-SETTLED_SECONDS = 3.0  # all that began together know each other, and each has its share
-LITTLE_SHARE = 0.2  # of the requests are of one tenant; fair queueing is to keep it from waiting for the other
+SETTLED_SECONDS = 3.0  # by then all routers that began together know each other, and each has its share
+LITTLE_SHARE = 0.2  # of the requests are of one tenant, which fair queueing should keep from waiting for the other one
 BACK_AFTER = 0.3  # of the whole time
 
 
 class RoutersGenerator:
-    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+    """Generates one history.
+
+    Args:
+        rng: source of all random choices, used in the order of the calls.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -33,7 +40,7 @@ class RoutersGenerator:
         self._patience_share = rng.choice((0.0, 0.1, 0.4))
         self._number = 0
         self._at = rng.choice((0.0, 0.5, SETTLED_SECONDS))
-        self._at_once = world.routers if rng.random() < 0.5 else 0  # who all ask at the same moment, while all is idle
+        self._at_once = world.routers if rng.random() < 0.5 else 0  # requests at the first moment, while all is idle
 
     def next_event(self, simulation: RoutersSimulation) -> RoutersEvent:
         rng = self._rng
@@ -41,7 +48,7 @@ class RoutersGenerator:
             return self._come(self._number)
         if rng.random() < self._wildness:
             return self._incident()
-        # Now and then nothing happens for so long that all have to know what has come to pass.
+        # Now and then nothing happens for so long that all routers must know the current state.
         self._at = round(self._at + (8.0 if rng.random() < 0.02 else rng.expovariate(1 / self._gap_seconds)), 3)
         return self._come(rng.randrange(self.world.routers))
 
@@ -91,9 +98,15 @@ def _drawn_world(rng: Random) -> RoutersWorld:
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """load: what is asked for, relative to what all seats can do. service_seconds: of a request, on the average; the
-    lengths are exponential. seconds: in which requests come. busy_weight: so many times the requests of another router
-    come to the first one. dies: in the middle one router is gone, and a while later it is back."""
+    """Steady traffic.
+
+    Attributes:
+        load: request rate, relative to the capacity of all seats.
+        service_seconds: average duration of a request. Durations are exponential.
+        seconds: how long requests arrive.
+        busy_weight: request rate of the first router, relative to another one.
+        dies: whether one router dies in the middle, and comes back later.
+    """
 
     load: float = 0.9
     service_seconds: float = 2.0
@@ -102,12 +115,22 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     dies: bool = False
 
     def rate(self, world: RoutersWorld) -> float:
-        """Requests a second."""
+        """Requests per second.
+
+        Args:
+            world: the settings.
+        """
         return self.load * world.endpoints * world.seats / self.service_seconds
 
 
 def drawn_traffic(rng: Random, world: RoutersWorld, traffic: Traffic) -> Iterator[RoutersEvent]:
-    """One request for every router at the same moment, once all have settled, and then many."""
+    """Draw one request for every router at the same moment, once all have settled, then steady traffic.
+
+    Args:
+        rng: source of random choices.
+        world: the settings.
+        traffic: the traffic.
+    """
     begins_at, rate = SETTLED_SECONDS, traffic.rate(world)
     incidents: list[RoutersEvent] = []
     if traffic.dies:

@@ -1,11 +1,11 @@
-"""A history of several routers as data: what they stand before, and what comes to pass from outside.
+"""A history of several routers as data: its settings, then the events from outside.
 
     routers endpoints=2 leases_max=4 shares=true
     come number=1 at=3.0 router=0 seconds=1.5
     die at=3.5 router=0
 
-Times are seconds since the routers began. Whatever is missing of a history or stands elsewhere in it, the rest means
-something: what should have happened before happens now, and what is about nobody does nothing.
+Times are seconds since the routers began. A history stays valid when events are removed or moved: an event with an
+earlier time than the one before happens at once, and an event that does not apply does nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ __all__ = ["Back", "Come", "Die", "Meet", "Part", "RoutersEvent", "RoutersHistor
 
 
 class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="come"):
-    """A request comes to a router, or to another one if that is gone. number: its own; of two with one, the second is
-    not there. seconds: for which it has a seat at its endpoint. patience: seconds until its client leaves; None: it
-    stays to the end."""
+    """A request arrives at a router, or at another one if that is gone.
+
+    Attributes:
+        number: the request's number. A second request with the same number is ignored.
+        seconds: how long it has a seat at its endpoint.
+        patience: seconds until its client leaves, or None if it stays to the end.
+    """
 
     number: int
     at: float = 0.0
@@ -33,21 +37,21 @@ class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="c
 
 
 class Die(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="die"):
-    """A router is gone: what it has at endpoints ends there, and its clients ask another one."""
+    """A router dies: its requests at endpoints end, and its clients ask another router."""
 
     at: float = 0.0
     router: int = 0
 
 
 class Back(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="back"):
-    """A router that is gone begins anew."""
+    """A dead router begins again."""
 
     at: float = 0.0
     router: int = 0
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="part"):
-    """Two routers cannot see each other from now on."""
+    """Two routers cannot see each other any more."""
 
     at: float = 0.0
     router: int = 0
@@ -55,7 +59,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="p
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="meet"):
-    """They can again."""
+    """Two routers can see each other again."""
 
     at: float = 0.0
     router: int = 0
@@ -71,12 +75,23 @@ class RoutersHistory(msgspec.Struct, frozen=True):
 
 
 def script_of(history: RoutersHistory) -> str:
-    """What the routers stand before, and then one line an event."""
+    """Write a history: its settings, then one line per event.
+
+    Args:
+        history: the history.
+    """
     return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
 
 
 def history_of(script: str) -> RoutersHistory:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read a history that script_of has written. Comments are skipped.
+
+    Args:
+        script: the text.
+
+    Raises:
+        InvalidRequest: the text is not such a history.
+    """
     world, *events = parts_of(script, RoutersWorld | RoutersEvent) or [None]
     if not isinstance(world, RoutersWorld) or any(isinstance(event, RoutersWorld) for event in events):
         raise InvalidRequest("a history of several routers begins with 'routers', and has that once: put it first")

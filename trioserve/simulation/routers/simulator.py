@@ -1,8 +1,8 @@
-"""Several router cores before the same endpoints, in virtual time. The cores are real, and so is how each works out its
-share; all else is simulated.
+"""Runs several router cores with the same endpoints, in virtual time. Only the cores and the computation of their
+shares are real.
 
-Each router knows what its own clients ask for and what endpoints tell it, and, where they share limits, which other
-routers it sees. Nobody tells it anything else: who is gone it has to find out.
+Each router knows the requests of its own clients and the reports of endpoints. If the routers share limits, it also
+knows which other routers it sees. It gets no other information, and must find out itself which router is gone.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ BEGAN_AT = 1000.0
 RETRY_SECONDS = 0.1  # until a client whose router has died asks another one
 END_SECONDS_MAX = 300.0
 LOOK_SECONDS = 0.5  # between two looks at the other routers
-LOOKS_IN_VAIN = 3  # and one counts as gone
-SIGN_OF_LIFE_SECONDS = 2.0  # in which each endpoint hears from each router
-PUSH_SECONDS_MIN = 0.1  # between two loads that an endpoint sends by itself
+FAILED_LOOKS_MAX = 3  # failed looks after which a router counts as gone
+SIGN_OF_LIFE_SECONDS = 2.0  # each endpoint hears from each router that often
+PUSH_SECONDS_MIN = 0.1  # between two loads that an endpoint pushes
 PUSH_SECONDS_MAX = 1.0
-ANCHOR_SECONDS = 30.0  # between two questions to an endpoint that sends by itself, where nobody has peers
-CLOCK_DRIFT = 0.001  # by so much of the time since the question a router may be wrong about when a load was told
+ANCHOR_SECONDS = 30.0  # between two requests to an endpoint that pushes its load, if the routers have no peers
+CLOCK_DRIFT = 0.001  # share of the time since the last request, by which a router may misjudge the time of a load
 
 
 class _Request:
-    """One of a client."""
+    """One request of a client."""
 
     def __init__(self, come: Come, came_at: float) -> None:
         self.number = come.number
@@ -52,12 +52,18 @@ class _Request:
         self.router: _Router | None = None
         self.ticket: Ticket | None = None
         self.endpoint: EndpointId | None = None
-        self.turn = 0  # counts its tries: what was on its way for one before is nothing to it any more
+        self.turn = 0  # counts its attempts: events of an earlier attempt are ignored
 
 
 class _Router:
-    """life: how often it has begun. unseen: others that it cannot see. looks_in_vain: in a row, for each other one.
-    asked_at: when it has told each endpoint that it lives."""
+    """One router.
+
+    Attributes:
+        life: how often it has begun.
+        unseen: other routers that it cannot see.
+        failed_looks: consecutive failed looks at each other router.
+        asked_at: when each endpoint last heard from it.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -66,19 +72,32 @@ class _Router:
         self.is_alive = False
         self.core: RouterCore
         self.shares: PeerShares
-        self.told_shares: dict[EndpointId, int] = {}
+        self.noted_shares: dict[EndpointId, int] = {}
         self.unseen: set[int] = set()
-        self.looks_in_vain: dict[int, int] = {}
+        self.failed_looks: dict[int, int] = {}
         self.asked_at: dict[EndpointId, float] = {}
         self.by_ticket: dict[int, _Request] = {}
         self.waiting_count = 0
-        self.sent_at: list[float] = []  # of each request that was sent anywhere, in order
+        self.sent_at: list[float] = []  # time of each request that was sent anywhere, in order
         self.ticks_at = math.inf
 
 
 class RoutersSimulation:
-    """figures: what came of it. counts: of what came to pass. trace: is told each line of it. core_of: makes the core
-    of a router; one that takes its own time. Raises AssertionError where a promise is broken."""
+    """One run of several routers.
+
+    Args:
+        world: the settings.
+        trace: called with a line for each effect.
+        core_of: creates the core of a router. A bench passes one that measures its own time.
+
+    Attributes:
+        figures: results.
+        counts: counts of what happened, by name.
+        books: checks of leases and shares.
+
+    Raises:
+        AssertionError: a contract is broken.
+    """
 
     def __init__(
         self,
@@ -97,10 +116,10 @@ class RoutersSimulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._event_count = 0
         self._numbers: set[int] = set()
-        self._requests: dict[int, _Request] = {}  # that have not ended
-        self._undecided: set[int] = set()  # of these, those that are at no endpoint and on the way to none
+        self._requests: dict[int, _Request] = {}  # requests that have not ended
+        self._undecided: set[int] = set()  # those of them that are at no endpoint, and on the way to none
         self._is_ending = False
-        self._first_at: float | None = None  # when the first requests came
+        self._first_at: float | None = None  # when the first requests arrived
         self._endpoints = {
             EndpointId(f"e{index}"): SimulatedEndpoint(EndpointId(f"e{index}"), world.seats)
             for index in range(world.endpoints)
@@ -109,8 +128,8 @@ class RoutersSimulation:
         for router in self._routers:
             self._at(0.0, lambda router=router: self._begin(router))  # type: ignore[misc]
         for endpoint in self._endpoints.values():
-            # Not all at the same moment.
-            self._tell_at(endpoint, self.now + self._rng(endpoint.id).random() * self._tell_seconds_max)
+            # Not all endpoints report at the same moment.
+            self._report_at(endpoint, self.now + self._rng(endpoint.id).random() * self._report_seconds_max)
         if world.shares:
             self._at(1.0, self._check_shares)
 
@@ -131,25 +150,27 @@ class RoutersSimulation:
                 self._part(event)
 
     def run_to_end(self) -> None:
-        """Until every request has ended, and for so long that all have to know what has come to pass."""
+        """Run until every request has ended, and until all routers must know the final state."""
         self._pass_to(self.now)
         if not any(router.is_alive for router in self._routers):
             self._come_back(self._routers[0])
         self._is_ending = True
         end = self.now + END_SECONDS_MAX
         while self._events:
-            is_over = not self._requests  # what is left then is a look at the time that nobody needs any more
-            assert is_over or self._events[0][0] < end, f"{len(self._requests)} requests have no end"
+            is_over = not self._requests  # the events left then are checks that no request needs any more
+            assert is_over or self._events[0][0] < end, f"{len(self._requests)} requests did not end"
             self._next()
         self.books.check_end(len(self._numbers))
         for endpoint in self._endpoints.values():
-            assert not endpoint.count, f"{endpoint.count} are left at {endpoint.id}"
+            assert not endpoint.count, f"{endpoint.count} requests are left at {endpoint.id}"
         for router in self._routers:
             if router.is_alive:
                 stats = router.core.stats()
-                assert not stats.waiting, f"{stats.waiting} wait at {router.name} for ever"
-                assert not any(stats.leases.values()), f"{router.name} has leases of nobody"
-                assert not any(state.in_flight for state in router.core.endpoints.values()), f"{router.name} counts on"
+                assert not stats.waiting, f"{stats.waiting} requests are left in the queue of {router.name}"
+                assert not any(stats.leases.values()), f"{router.name} has leases without a request"
+                assert not any(state.in_flight for state in router.core.endpoints.values()), (
+                    f"{router.name} still counts requests in flight"
+                )
         self.figures.end(self._endpoints.values())
 
     # --- clients ---
@@ -172,7 +193,7 @@ class RoutersSimulation:
             self.books.note_first_choice(router.number, request.endpoint)
 
     def _ask(self, request: _Request, router: _Router) -> None:
-        """This router, or another one if it is gone; in a while again, if there is none."""
+        """Send a request to this router, or to another one if it is gone. If all are gone, try again later."""
         if request.number not in self._requests:
             return  # its client has left
         alive = [other for other in self._routers if other.is_alive]
@@ -198,7 +219,7 @@ class RoutersSimulation:
         self._retime(router)
 
     def _leave(self, request: _Request) -> None:
-        """Its client does not want it any more."""
+        """Let the client of a request leave."""
         if self._requests.get(request.number) is not request:
             return
         self._count("clients that left")
@@ -235,7 +256,7 @@ class RoutersSimulation:
     # --- routers ---
 
     def _begin(self, router: _Router) -> None:
-        """It knows its own name and the others', and nothing else."""
+        """Start a router. It knows its own name and those of the others, and nothing else."""
         world = self._world
         router.life += 1
         router.is_alive = True
@@ -253,7 +274,7 @@ class RoutersSimulation:
             rng=self._rng(f"{router.name}, life {router.life}"),
         )
         router.by_ticket, router.sent_at, router.ticks_at = {}, [], math.inf
-        router.told_shares, router.looks_in_vain, router.asked_at = {}, {}, {}
+        router.noted_shares, router.failed_looks, router.asked_at = {}, {}, {}
         for id in self._endpoints:
             router.core.add_endpoint(id, ["m"], self.now)
             router.core.note_health(id, True, self.now)
@@ -278,7 +299,7 @@ class RoutersSimulation:
         endpoint = request.endpoint = request.ticket.endpoint
         self._undecided.discard(request.number)
         self._count("grants")
-        self._tell(f"  {request.number}: {router.name} -> {endpoint}")
+        self._note(f"  {request.number}: {router.name} -> {endpoint}")
         self.books.give(router.number, endpoint, request.number, self.now)
         router.core.sent(request.ticket)
         router.sent_at.append(self.now)
@@ -286,7 +307,7 @@ class RoutersSimulation:
         self._at(self._world.wire_seconds, lambda: self._arrive(request, turn))
 
     def _served(self, request: _Request, turn: int) -> None:
-        """The response has come."""
+        """Take the response."""
         router, ticket = request.router, request.ticket
         if request.turn != turn or router is None or ticket is None:
             return
@@ -316,7 +337,7 @@ class RoutersSimulation:
     # --- routers that die, come back, and lose sight of each other ---
 
     def _die(self, router: _Router) -> None:
-        """Its connections break: what it has at endpoints ends there, and its clients ask another router."""
+        """Stop a router and break its connections: its requests at endpoints end, and its clients ask other routers."""
         if not router.is_alive:
             return
         self._count("routers that died")
@@ -353,19 +374,19 @@ class RoutersSimulation:
         self.books.note_sight(self.now)
 
     def _look(self, router: _Router, core: RouterCore) -> None:
-        """At the others, as it does again and again."""
+        """Look at the other routers, as a router does periodically."""
         if router.core is not core or not router.is_alive:
             return
         for other in self._routers:
             if other is not router:
                 is_seen = other.is_alive and other.number not in router.unseen
-                in_vain = router.looks_in_vain[other.number] = (
-                    0 if is_seen else router.looks_in_vain.get(other.number, 0) + 1
+                failed_count = router.failed_looks[other.number] = (
+                    0 if is_seen else router.failed_looks.get(other.number, 0) + 1
                 )
-                if not 0 < in_vain < LOOKS_IN_VAIN:
+                if not 0 < failed_count < FAILED_LOOKS_MAX:
                     router.shares.note_alive(other.name, is_seen)
         self._share_out(router)
-        if self._goes_on:
+        if self._needs_reports:
             self._at(LOOK_SECONDS, lambda: self._look(router, core))
 
     def _share_out(self, router: _Router) -> None:
@@ -374,9 +395,9 @@ class RoutersSimulation:
 
     def _share_out_at(self, router: _Router, id: EndpointId) -> None:
         share = router.shares.share(id, self._world.leases_max, self.now)
-        if share != router.told_shares.get(id):
-            router.told_shares[id] = share
-            self._tell(f"  {router.name} may give {share} at {id}")
+        if share != router.noted_shares.get(id):
+            router.noted_shares[id] = share
+            self._note(f"  {router.name} may give {share} at {id}")
             self.books.set_share(router.number, id, share, self.now)
             router.core.set_lease_share(id, share, self.now)
             self._check_waits(router, id)
@@ -388,7 +409,7 @@ class RoutersSimulation:
     def _check_shares(self) -> None:
         for id in self._endpoints:
             self.books.check_shares(id, self.now)
-        if self._goes_on:
+        if self._needs_reports:
             self._at(1.0, self._check_shares)
 
     # --- endpoints ---
@@ -418,7 +439,7 @@ class RoutersSimulation:
         self._at(self._world.wire_seconds, lambda: self._served(request, turn))
 
     def _take_from_endpoint(self, router: _Router, request: _Request) -> None:
-        """Before it is served."""
+        """Remove a request from its endpoint before it is served."""
         assert request.endpoint is not None
         self.books.take_back(router.number, request.endpoint, request.number)
         self._leave_endpoint(self._endpoints[request.endpoint], request.number)
@@ -432,45 +453,48 @@ class RoutersSimulation:
         self._note_changed(endpoint)
 
     @property
-    def _tell_seconds_max(self) -> float:
+    def _report_seconds_max(self) -> float:
         return self._world.report_seconds if self._world.reports == "asked" else PUSH_SECONDS_MAX
 
     def _note_changed(self, endpoint: SimulatedEndpoint) -> None:
-        """More or fewer requests are there."""
+        """Note that an endpoint has more or fewer requests."""
         if self._world.reports == "pushed":
-            self._tell_at(endpoint, max(self.now, endpoint.told_at + PUSH_SECONDS_MIN))
+            self._report_at(endpoint, max(self.now, endpoint.reported_at + PUSH_SECONDS_MIN))
 
-    def _tell_at(self, endpoint: SimulatedEndpoint, moment: float) -> None:
-        """Unless it tells its load before that."""
-        if moment < endpoint.tells_at:
-            endpoint.tells_at = moment
-            self._at(moment - self.now, lambda: self._tell_in_time(endpoint, moment))
+    def _report_at(self, endpoint: SimulatedEndpoint, moment: float) -> None:
+        """Report the load of an endpoint at a moment, unless it does so earlier."""
+        if moment < endpoint.reports_at:
+            endpoint.reports_at = moment
+            self._at(moment - self.now, lambda: self._report_in_time(endpoint, moment))
 
-    def _tell_in_time(self, endpoint: SimulatedEndpoint, moment: float) -> None:
-        if endpoint.tells_at == moment:
+    def _report_in_time(self, endpoint: SimulatedEndpoint, moment: float) -> None:
+        if endpoint.reports_at == moment:
             self._report(endpoint)
 
     def _report(self, endpoint: SimulatedEndpoint) -> None:
-        """It tells every router. What a router sent less than one way ago is not in it, as in a response to a question
-        of that moment. Now and then one does ask, and is told, too, from whom the endpoint has heard."""
+        """Report the load of an endpoint to every router.
+
+        Requests that a router sent less than one way ago are not included, as in the response to a request made at that
+        moment. Now and then a router asks, and then learns from which routers the endpoint has heard.
+        """
         asking = [router for router in self._routers if self._world.shares and self._is_asking(router, endpoint.id)]
         for router in asking:
             router.asked_at[endpoint.id] = endpoint.heard_at[router.name] = self.now
         heard = endpoint.routers_heard(self.now) if asking else {}
-        told = {router.number: heard for router in asking}
-        load, told_at = endpoint.load(), self.now
-        endpoint.told_at, endpoint.tells_at = self.now, math.inf
-        self._at(self._world.wire_seconds, lambda: self._noted(endpoint.id, load, told_at, told))
-        if self._goes_on:
-            self._tell_at(endpoint, self.now + self._tell_seconds_max)
+        heard_by_router = {router.number: heard for router in asking}
+        load, reported_at = endpoint.load(), self.now
+        endpoint.reported_at, endpoint.reports_at = self.now, math.inf
+        self._at(self._world.wire_seconds, lambda: self._noted(endpoint.id, load, reported_at, heard_by_router))
+        if self._needs_reports:
+            self._report_at(endpoint, self.now + self._report_seconds_max)
 
     def _is_asking(self, router: _Router, id: EndpointId) -> bool:
         return router.is_alive and self.now >= router.asked_at.get(id, -math.inf) + SIGN_OF_LIFE_SECONDS
 
     def _noted(
-        self, id: EndpointId, load: EndpointLoad, told_at: float, heard: Mapping[int, Mapping[str, float]]
+        self, id: EndpointId, load: EndpointLoad, reported_at: float, heard: Mapping[int, Mapping[str, float]]
     ) -> None:
-        sent_before = told_at - self._world.wire_seconds - self._doubt_seconds
+        sent_before = reported_at - self._world.wire_seconds - self._doubt_seconds
         for router in self._routers:
             if not router.is_alive:
                 continue
@@ -487,7 +511,7 @@ class RoutersSimulation:
 
     @property
     def _doubt_seconds(self) -> float:
-        """By how much the moment of a load that nobody has asked for is taken for earlier than it was, at most."""
+        """Most seconds by which a router dates a pushed load too early."""
         if self._world.reports == "asked":
             return 0.0
         return CLOCK_DRIFT * (SIGN_OF_LIFE_SECONDS if self._world.shares else ANCHOR_SECONDS)
@@ -495,9 +519,11 @@ class RoutersSimulation:
     # --- time ---
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether endpoints and routers have to be told more. What runs ends by itself: a report decides nothing any
-        more when every request has got its endpoint."""
+    def _needs_reports(self) -> bool:
+        """True while endpoints and routers need more reports.
+
+        Running requests end without them: once every request has its endpoint, a report changes nothing.
+        """
         return not self._is_ending or bool(self._undecided) or self._is_unsettled
 
     @property
@@ -521,12 +547,12 @@ class RoutersSimulation:
         heapq.heappush(self._events, (self.now + seconds, self._event_count, happens))
 
     def _rng(self, name: str) -> Random:
-        """Of somebody, whoever else there is."""
+        """Source of random choices of one router or endpoint, independent of how many others there are."""
         return Random(f"{self._world.seed} {name}")
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
-    def _tell(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         if self._trace is not None:
             self._trace(f"{self.now - BEGAN_AT:.3f}{line}")

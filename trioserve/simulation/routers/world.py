@@ -1,4 +1,4 @@
-"""Several routers before the same endpoints: what is given from the beginning of a history."""
+"""Settings of several routers of the same endpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ __all__ = ["RoutersWorld"]
 
 
 class RoutersWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="routers"):
-    """routers, endpoints: how many. seats: sequences that run at an endpoint; the others wait inside it. leases_max: of
-    an endpoint, of all routers together where they share it, else of each. shares: the routers know of each other.
-    reports: "asked", each router gets a load every report_seconds; "pushed", the endpoint sends it when it has changed,
-    as often as an endpoint does that by itself. wire_seconds: one way. queue_requests_max: may wait at each router.
+    """Settings of a history.
+
+    Attributes:
+        routers: number of routers.
+        endpoints: number of endpoints.
+        seats: sequences that run at an endpoint. Others wait inside it.
+        leases_max: lease limit of an endpoint, for all routers together if they share it, else for each.
+        shares: whether the routers know each other and share limits.
+        reports: "asked" if each router gets a load every `report_seconds`; "pushed" if the endpoint sends its load when
+            it has changed, as often as a real endpoint does.
+        wire_seconds: duration of one way.
+        queue_requests_max: most requests that wait at each router.
     """
 
     policy: str = "least_loaded"
