@@ -69,12 +69,12 @@ def test_model_is_given_once_as_word_or_flag(served: list[Config], capsys: Any):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("serve --prot 1", "--prot is no option of serve: did you mean --port?"),
-        ("serve --max_model_length 1", "--max-model-length is no option of serve: did you mean --max-model-len?"),
-        ("serve --colour", "--colour is no option of serve; `trioserve serve --help` lists them"),
-        ("route --endpont u", "--endpont is no option of route: did you mean --endpoint?"),
-        ("chat --port 1", "--port is no option of chat"),
-        ("generate a b", "generate does not take b"),
+        ("serve --prot 1", "--prot is not an option of serve: did you mean --port?"),
+        ("serve --max_model_length 1", "--max-model-length is not an option of serve: did you mean --max-model-len?"),
+        ("serve --colour", "--colour is not an option of serve; `trioserve serve --help` lists them"),
+        ("route --endpont u", "--endpont is not an option of route: did you mean --endpoint?"),
+        ("chat --port 1", "--port is not an option of chat"),
+        ("generate a b", "generate does not accept b"),
         ("serv", "serv is no command: did you mean serve?"),
         ("serve --dtype bfloat17", "bfloat17 is no --dtype: did you mean bfloat16?"),
         ("serve --lora-modules sql", "--lora-modules 'sql' has no name and path: write it like sql=/adapters/sql"),
@@ -145,7 +145,7 @@ def test_kv_cache_bytes_become_gibibytes(flag: str, gib: float, served: list[Con
         ("--kv-cache-memory-bytes lots", "--kv-cache-memory GIB"),
         ("--swap-space", "--swap-space has no value"),
         ("--return-tokens-as-token-ids", "return_token_ids"),
-        ("--max-num-se 4", "--max-num-se is no option of serve: did you mean --max-num-seqs?"),
+        ("--max-num-se 4", "--max-num-se is not an option of serve: did you mean --max-num-seqs?"),
     ],
 )
 def test_unsupported_vllm_flag_is_refused_with_advice(line: str, words: str, served: list[Config], capsys: Any):

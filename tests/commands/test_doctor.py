@@ -47,7 +47,7 @@ def test_port_in_use_is_reported(monkeypatch: Any):
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
-        assert found("port").mend == "serve at another one: --port N"
+        assert found("port").mend == "use another port: --port N"
 
 
 def test_output_is_a_table_or_json_and_imports_no_torch():

@@ -90,9 +90,9 @@ def _processor() -> Finding:
 
     levels = supported_levels()
     if levels:
-        return Finding("processor", "ok", f"{processor_name()}; its best instructions: {levels[0]}")
+        return Finding("processor", "ok", f"{processor_name()}; best supported instructions: {levels[0]}")
     return Finding(
-        "processor", "absent", f"{processor_name()}; no native kernels for it", "native kernels want x86-64 with AVX2"
+        "processor", "absent", f"{processor_name()}; no native kernels for it", "native kernels need x86-64 with AVX2"
     )
 
 
@@ -106,14 +106,14 @@ def _kernels() -> Finding:
         return Finding("compiler", "ok", f"{find_compiler()}, for the native kernels")
     except CannotBuild as error:
         if levels and _version("torch") is None:
-            return Finding("compiler", "missing", f"{error}, nor torch: nothing can compute", "apt install g++")
-        return Finding("compiler", "absent", f"{error}: plain torch computes, much slower", "apt install g++")
+            return Finding("compiler", "missing", f"{error}, and no torch: models cannot run", "apt install g++")
+        return Finding("compiler", "absent", f"{error}: torch runs models, which is much slower", "apt install g++")
 
 
 def _torch() -> Finding:
     found = _version("torch")
     if found is None:
-        return Finding("torch", "absent", "only native kernels can compute", "pip install 'trioserve[torch]'")
+        return Finding("torch", "absent", "models run only with native kernels", "pip install 'trioserve[torch]'")
     return Finding("torch", "ok", found)
 
 
@@ -122,7 +122,7 @@ def _memory() -> Finding:
     what = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
     if total >= MEMORY_BYTES_MIN:
         return Finding("memory", "ok", what)
-    advice = "set --kv-cache-memory to what may be used; --kv-cache-dtype int8 holds twice the tokens in it"
+    advice = "limit the KV cache with --kv-cache-memory; --kv-cache-dtype int8 doubles the tokens that fit"
     return Finding("memory", "absent", what, advice)
 
 
@@ -130,14 +130,14 @@ def _gpu() -> Finding:
     cards = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
     if cards:
         return Finding("gpu", "ok", f"{len(cards)} from NVIDIA")
-    return Finding("gpu", "absent", "none from NVIDIA: the CPU computes")
+    return Finding("gpu", "absent", "none from NVIDIA: models run on the CPU")
 
 
 def _model() -> Finding:
     path = find_default_model("smollm2")
     if path is not None:
         return Finding("bundled model", "ok", f"smollm2, {path.stat().st_size / 1e6:.0f} MB")
-    return Finding("bundled model", "absent", "smollm2 is fetched at its first start", "trioserve pull smollm2")
+    return Finding("bundled model", "absent", "smollm2 is downloaded at its first start", "trioserve pull smollm2")
 
 
 def _version(package: str) -> str | None:
@@ -155,7 +155,5 @@ def _port() -> Finding:
         try:
             asking.bind(("127.0.0.1", PORT))
         except OSError as error:
-            return Finding(
-                "port", "absent", f"{PORT} cannot be had: {error.strerror}", "serve at another one: --port N"
-            )
+            return Finding("port", "absent", f"{PORT} cannot be used: {error.strerror}", "use another port: --port N")
     return Finding("port", "ok", f"{PORT} is free")

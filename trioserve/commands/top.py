@@ -46,11 +46,11 @@ def run_top(server: RemoteServer, *, interval: float, as_json: bool) -> int:
     try:
         from rich.live import Live
     except ImportError:
-        raise StartupError("`top` draws with rich: pip install 'trioserve[top]', or take `top --json`") from None
+        raise StartupError("`top` draws with rich: pip install 'trioserve[top]', or use `top --json`") from None
     with Live(screen=True, auto_refresh=False) as live, closing(states(server, interval)) as seen:
         for state in seen:
             live.update(view(state, server.url), refresh=True)
-    raise ServerFailed(f"{server.url} has ended the view: it stops, or was asked to")
+    raise ServerFailed(f"{server.url} has ended the event stream: the server is stopping")
 
 
 def states(server: RemoteServer, interval: float) -> Generator[FeedState, None, None]:

@@ -62,13 +62,11 @@ def _refuse(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str
     """Raise StartupError for the first unknown flag, or for all unknown words if none of them is a flag."""
     flag = next((word for word in unknown if word.startswith("-")), None)
     if flag is None:
-        raise StartupError(
-            f"{command} does not take {' '.join(unknown)}: `trioserve {command} --help` shows what it does"
-        )
+        raise StartupError(f"{command} does not accept {' '.join(unknown)}: see `trioserve {command} --help`")
     name = flag.partition("=")[0]
     closest = closest_name(name, _flags(parser, command))
     hint = f": did you mean {closest}?" if closest else f"; `trioserve {command} --help` lists them"
-    raise StartupError(f"{name} is no option of {command}{hint}")
+    raise StartupError(f"{name} is not an option of {command}{hint}")
 
 
 def _flags(parser: argparse.ArgumentParser, command: str) -> Iterator[str]:
