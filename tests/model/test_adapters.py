@@ -208,7 +208,7 @@ def test_removed_adapter_fails_only_its_own_request(
     served.runner.remove_adapter(AdapterId(1))
     result = served.driver.step({"with": 1, "without": 1})
     assert list(result.errors) == ["with"]
-    assert "not loaded here any more" in result.errors["with"]
+    assert "no longer loaded here" in result.errors["with"]
     assert result.token_ids[1] is not None
 
 

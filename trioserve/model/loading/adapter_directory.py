@@ -195,7 +195,7 @@ def _pattern(fields: Fields, name: str) -> dict[str, float]:
                 "write the names of modules"
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelLoadError(f"{name} in {fields.source} gives {key[:80]} {value!r}, which is no number")
+            raise ModelLoadError(f"{name} in {fields.source} maps {key[:80]} to {value!r}, which is no number")
     return {key.strip("^$"): float(value) for key, value in found.items() if isinstance(value, int | float)}
 
 
@@ -218,7 +218,7 @@ def _factors(stored: Mapping[str, FileTensor]) -> dict[str, _Factors]:
             )
         pair = parts.setdefault(match["module"], {})
         if match["factor"] in pair:
-            raise ModelLoadError(f"{WEIGHTS_NAME} gives lora_{match['factor']} of {match['module'][:120]} twice")
+            raise ModelLoadError(f"{WEIGHTS_NAME} has lora_{match['factor']} of {match['module'][:120]} twice")
         pair[match["factor"]] = tensor
     if not parts:
         raise ModelLoadError(f"{WEIGHTS_NAME} holds nothing: save the adapter again")
@@ -247,7 +247,7 @@ def _matched(factors: Mapping[str, _Factors], modules: Mapping[str, tuple[int, .
                 "another model"
             )
         if module in taken:
-            raise ModelLoadError(f"{WEIGHTS_NAME} gives factors for {module[:120]} twice")
+            raise ModelLoadError(f"{WEIGHTS_NAME} has factors for {module[:120]} twice")
         taken.add(module)
         yield module, pair
 
