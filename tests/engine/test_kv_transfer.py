@@ -301,7 +301,7 @@ async def test_connector_that_ends_early_stops_no_request(autojump_clock, caplog
             await stream.wait_until_released()
         fake.assert_all_free()
     assert [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()] == [
-        "connector ended by itself connector=Short"
+        "connector ended without a request to stop connector=Short"
     ]
 
 

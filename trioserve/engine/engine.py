@@ -295,7 +295,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             with scope:
                 await connector.run(task_status=cast(Started, task_status))
                 # The connector broke its contract. Blocks that are held or being loaded still have deadlines.
-                logger.warning("connector ended by itself connector=%s", type(connector).__name__)
+                logger.warning("connector ended without a request to stop connector=%s", type(connector).__name__)
         except Exception as error:
             if not self._is_running:
                 raise

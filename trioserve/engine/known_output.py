@@ -207,5 +207,5 @@ def _check_logprobs(index: int, token_ids: Sequence[int], entries: Sequence[Toke
 
 def _over(index: int, why: str) -> InvalidRequest:
     return InvalidRequest(
-        f"choice {index} has ended with the known tokens ({why}): resume.finished[{index}] is to be true", param=PARAM
+        f"choice {index} has ended with the known tokens ({why}): resume.finished[{index}] must be true", param=PARAM
     )

@@ -200,8 +200,9 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         self._loop.wake()
 
     def _leave(self, request: ScopeT) -> None:
-        """Leave a request's scope. This synchronous call is the only way out. Without running or held parts it does
-        little.
+        """Leave a request's scope: abort what runs, end or keep its holds, and release what it has.
+
+        This synchronous call is the only way out.
         """
         self._delivery.end(request, FinishReason.ABORT)
         if not request.core_count:
