@@ -115,6 +115,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "trioserve/simulation/idle_watch.py",
     "trioserve/simulation/images",
     "trioserve/simulation/iterative",
+    "trioserve/simulation/lasting",
     "trioserve/simulation/orders.py",
     "trioserve/simulation/pair",
     "trioserve/simulation/poor_hash.py",

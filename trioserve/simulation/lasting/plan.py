@@ -1,7 +1,9 @@
-"""Who asks for what outlives a request, who leaves and comes back, who ends it, and when the store's disk is full.
+"""Plans for a simulation of work that outlives its request: when clients ask, leave and come back, who ends what, and
+when the store's disk is full.
 
-Drawn from a seed beforehand, on a coarse grid of times, so that much happens at the same moment and the order of tasks
-decides."""
+A plan is drawn from a seed in advance, on a coarse grid of times. So much happens at the same moment, and the order of
+tasks matters.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,17 @@ OWNERS = ("a", "b")
 
 
 class LastingStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="lasting"):
-    """The server. seconds: for which streams go on without a reader. bytes_max: of the events of one. schedule_seed:
-    decides who goes first among the tasks that can run."""
+    """The server, and the order of its tasks.
+
+    Attributes:
+        schedule_seed: decides the order of the tasks that can run.
+        seconds: how long streams continue without a reader.
+        bytes_max: most bytes of the events of one stream.
+        streams_max: most streams of all owners.
+        streams_of_one_max: most streams of one owner.
+        responses_of_one_max: most background responses of one owner.
+        batches_running_max: most batches that run at the same time.
+    """
 
     schedule_seed: int
     block_count: int = 32
@@ -51,8 +62,13 @@ class LastingStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="watch"):
-    """A stream of its own. stays: seconds of the first reading; None: to the end. returns: seconds away, and of the
-    reading then; a negative number of seconds away takes over from the reader that is there."""
+    """A client with a stream of its own.
+
+    Attributes:
+        stays: seconds of the first reading, or None to read to the end.
+        returns: seconds away, and seconds of the reading after that, for each return. With a negative number of seconds
+            away, the client takes over from its current reader.
+    """
 
     number: int
     owner: str
@@ -63,7 +79,12 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="work"):
-    """A background response. cancels_after: seconds; None: it is let be. looks: seconds between readings of it."""
+    """A background response.
+
+    Attributes:
+        cancels_after: seconds until its owner cancels it, or None.
+        looks: seconds between readings of it.
+    """
 
     number: int
     owner: str
@@ -74,21 +95,21 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
-    """The stream of this number is ended by its owner."""
+    """The owner ends the stream with this number."""
 
     number: int
     at: float
 
 
 class Snoop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="snoop"):
-    """The other caller looks for it, and tries to end it."""
+    """The other owner looks for the stream with this number, and tries to end it."""
 
     number: int
     at: float
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="leave"):
-    """The server begins to leave."""
+    """The server begins to shut down."""
 
     at: float
 
@@ -96,10 +117,10 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 class Batch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="batch"):
     """A file of requests, and a batch of them.
 
-    Args:
+    Attributes:
         lines: requests of the batch.
         output: tokens of each response.
-        cancels_after: seconds; None: its owner waits for the end.
+        cancels_after: seconds until its owner cancels it, or None if the owner waits for the end.
     """
 
     number: int
@@ -120,8 +141,13 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="k
 
 
 class Disk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="disk"):
-    """The store's disk is full from `at` to `until`; None: until the server has left. Then another server starts with
-    the same store, whose disk has room."""
+    """The store's disk is full for a time.
+
+    Attributes:
+        at: when it becomes full.
+        until: when it has room again, or None if it stays full until the server has shut down. Then another server
+            starts with the same store, whose disk has room.
+    """
 
     at: float
     until: float | None
@@ -140,7 +166,14 @@ def script_of(plan: LastingPlan) -> str:
 
 
 def lasting_plan_of(script: str) -> LastingPlan:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read a plan that script_of has written. Comments are skipped.
+
+    Args:
+        script: the text.
+
+    Raises:
+        InvalidRequest: the text is not such a plan.
+    """
     stage, *parts = parts_of(script, LastingStage | Part) or [None]
     if not isinstance(stage, LastingStage) or any(isinstance(part, LastingStage) for part in parts):
         raise InvalidRequest("a plan begins with its stage, and has one: put 'lasting schedule_seed=1 ...' first, once")
@@ -148,7 +181,12 @@ def lasting_plan_of(script: str) -> LastingPlan:
 
 
 def drawn_lasting_plan(rng: Random, client_count: int) -> LastingPlan:
-    """So many who ask, and others who meddle with what they asked for."""
+    """Draw a plan.
+
+    Args:
+        rng: source of random choices.
+        client_count: number of clients with a stream or a background response.
+    """
     span = rng.choice((0.1, 0.5))
 
     def moment(seconds_max: float) -> float:
@@ -188,7 +226,7 @@ def drawn_lasting_plan(rng: Random, client_count: int) -> LastingPlan:
     leaves = rng.random() < 0.2
     if leaves:
         parts.append(Leave(at=moment(span)))
-    # Drawn last, so that a seed without a full disk gives the plan that it always gave.
+    # Drawn last, so that a seed without a full disk gives the same plan as before.
     if rng.random() < 0.4:
         stage = msgspec.structs.replace(stage, batches_running_max=rng.randint(1, 4))
         for number in range(client_count, client_count + rng.randint(1, 5)):

@@ -1,8 +1,9 @@
-"""What outlives its request, in virtual time: streams whose readers leave and come back, background responses, callers
-who look for what is not theirs, a server that leaves. Everything is real but the model, the network and the clock.
+"""Runs work that outlives its request, in virtual time. Only the model, the network and the clock are fakes.
 
-The books know of each stream which events were seen, by number, and when somebody last read it. So they tell what may
-be there, what must not be any more, and that every event comes once. What the store keeps, see stored_work.py.
+Readers of streams leave and come back, responses run in the background, callers look for streams of others, and the
+server shuts down. For each stream, a book notes by number which events were seen, and when the stream was last read.
+From that follows which streams may exist, and which must not exist any more, and that every event comes once. For the
+content of the store, see stored_work.py.
 """
 
 from __future__ import annotations
@@ -48,15 +49,20 @@ from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["LastingSimulation"]
 
-SECONDS_MAX = 1_000.0  # of virtual time: who is not done then waits for something that never comes
-MOMENT_SECONDS = 0.001  # everybody has done what could be done without waiting
-END_BYTES_MAX = 1_000  # of the events that tell of an end, for which there is always room
+SECONDS_MAX = 1_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
+MOMENT_SECONDS = 0.001  # by then every task has done what it can do without waiting
+END_BYTES_MAX = 1_000  # of the events that report an end, for which there is always room
 RANKS = {"queued": 0, "in_progress": 1}
 
 
 class _Book:
-    """Of one stream. events: by number. read_until: when its last reader left; inf while there is one, None before it
-    has begun. ended_at: when somebody ended it."""
+    """State that one stream should have.
+
+    Attributes:
+        events: events seen, by number.
+        read_until: when its last reader left; inf while there is a reader, None before the stream has begun.
+        ended_at: when its owner ended it.
+    """
 
     def __init__(self, watch: Watch, expected: tuple[int, ...]) -> None:
         self.watch = watch
@@ -76,18 +82,27 @@ class _Book:
 
 
 class LastingSimulation(TracedRun):
-    """One plan, once."""
+    """One run of one plan.
+
+    Args:
+        plan: the plan.
+        trace: called with a line for each effect.
+    """
 
     def __init__(self, plan: LastingPlan, *, trace: Callable[[str], None] | None = None) -> None:
         super().__init__(trace)
         self.plan = plan
         self._books: dict[int, _Book] = {}
-        self._let_go: dict[str, float] = {}  # request ids that must not compute from then on
+        self._must_not_run: dict[str, float] = {}  # request ids that must not be computed from then on
         self._left_at = math.inf
         self._stored = StoredWork(self, plan, client_of=_client, left_at=lambda: self._left_at)
 
     def run(self) -> None:
-        """Raises AssertionError, or whatever the server raises, when something is not as it has to be."""
+        """Run the plan.
+
+        Raises:
+            AssertionError: something is not as it must be. Exceptions of the server pass through too.
+        """
         with seeded_schedule(self.plan.stage.schedule_seed), without_log_lines("trioserve.store"):
             trio.run(self._main, clock=MockClock(autojump_threshold=0))
 
@@ -99,7 +114,7 @@ class LastingSimulation(TracedRun):
             streams_of_one_max=stage.streams_of_one_max,
             bytes_max=stage.bytes_max,
         )
-        # In memory, except where another server has to find it.
+        # In memory, except where another server must find it.
         new_directory = TemporaryDirectory() if self._stored.is_restarted else nullcontext()
         with trio.fail_after(SECONDS_MAX), new_directory as directory:
 
@@ -146,7 +161,7 @@ class LastingSimulation(TracedRun):
         await self._stored.check_end(server)
         await server.assert_all_free()
         detached = server.app.detached
-        assert detached.kept_count == 0, f"{detached.kept_count} streams are kept, and their time is over"
+        assert detached.kept_count == 0, f"{detached.kept_count} streams are kept beyond their time"
         await server.app.wait_until_idle()
 
     # --- streams ---
@@ -183,7 +198,7 @@ class LastingSimulation(TracedRun):
                         await self._read(book, response, after=0)
                     else:
                         book.is_refused = True
-                        self._judge_refusal(server, book, status, response)
+                        self._check_refusal(server, book, status, response)
             client.close()
             await self._note_left(server, book)
             for away, stays in watch.returns:
@@ -203,7 +218,7 @@ class LastingSimulation(TracedRun):
                 if status == 200:
                     await self._read(book, response, after=after)
                 else:
-                    self._judge_absence(book, status)
+                    self._check_absence(book, status)
         client.close()
         await self._note_left(server, book)
 
@@ -211,39 +226,39 @@ class LastingSimulation(TracedRun):
         name = f"stream {book.watch.number}"
         book.reader_count += 1
         book.read_until = math.inf
-        expected_number, told = after + 1, 0
+        expected_number, block_count = after + 1, 0
         try:
             async with aclosing(response.pieces()) as pieces:
                 async for _piece in pieces:
                     *blocks, _rest = response.body.split(b"\n\n")
-                    for block in blocks[told:]:
-                        told += 1
+                    for block in blocks[block_count:]:
+                        block_count += 1
                         if block.startswith(b":"):
                             continue
                         line, _, event = block.partition(b"\n")
-                        if not line.startswith(b"id: "):  # the reader's own end
+                        if not line.startswith(b"id: "):  # the end of this reader
                             assert b"stream_taken_over" in line, f"{name}: {block!r} has no number"
                             return
                         number = int(line.removeprefix(b"id: "))
-                        assert number == expected_number, f"{name}: event {number} comes in place of {expected_number}"
+                        assert number == expected_number, f"{name}: event {number} comes instead of {expected_number}"
                         expected_number += 1
                         known = book.events.setdefault(number, event)
                         assert known == event, f"{name}: event {number} is {event!r}, and was {known!r}"
                         self.tell(f"{name}: {number}")
-                        self._judge_events(book)
+                        self._check_events(book)
             is_gapless = len(book.events) == book.last
-            assert book.end is not None or not is_gapless, f"{name} is over, and no event says how it ended"
+            assert book.end is not None or not is_gapless, f"{name} has ended, and no event reports how"
         finally:
             book.reader_count -= 1
             if not book.reader_count:
                 book.read_until = trio.current_time()
 
-    def _judge_events(self, book: _Book) -> None:
+    def _check_events(self, book: _Book) -> None:
         name = f"stream {book.watch.number}"
         tokens: list[int] = []
         for number in range(1, book.last + 1):
             if number not in book.events:
-                return  # a reader that was taken over has not read what comes before
+                return  # a reader that was taken over has not read the events before
             assert book.end is None or number <= book.last
             value = book.events[number].removeprefix(b"data: ")
             if value == b"[DONE]":
@@ -254,12 +269,12 @@ class LastingSimulation(TracedRun):
             if "error" in event:
                 book.end = event["error"]["code"]
                 self.count(f"ends: {book.end}")
-                self._judge_end(book)
+                self._check_end_reason(book)
             else:
                 tokens += [token for choice in event["choices"] for token in choice.get("token_ids", ())]
         assert tuple(tokens) == book.expected[: len(tokens)], f"{name}: {tokens} of {book.expected}"
 
-    def _judge_end(self, book: _Book) -> None:
+    def _check_end_reason(self, book: _Book) -> None:
         now = trio.current_time()
         reasons = {
             "stream_buffer_full": book.was_away,
@@ -267,7 +282,7 @@ class LastingSimulation(TracedRun):
         }
         assert reasons.get(str(book.end), False), f"stream {book.watch.number} ended with {book.end} without a reason"
 
-    def _judge_refusal(self, server: MemoryServer, book: _Book, status: int, response: MemoryResponse) -> None:
+    def _check_refusal(self, server: MemoryServer, book: _Book, status: int, response: MemoryResponse) -> None:
         stage, now = self.plan.stage, trio.current_time()
         others = len(self._books) - 1
         reasons = {
@@ -277,8 +292,8 @@ class LastingSimulation(TracedRun):
         assert reasons.get(status, False), f"stream {book.watch.number} is refused with {status}: {response.headers}"
         self.count(f"refusals: {status}")
 
-    def _judge_absence(self, book: _Book, status: int) -> None:
-        """Why it may not be there."""
+    def _check_absence(self, book: _Book, status: int) -> None:
+        """Assert that there is a reason why the stream does not exist."""
         now, seconds = trio.current_time(), self.plan.stage.seconds
         left_at = book.read_until
         is_over = left_at is None or (left_at < math.inf and left_at + seconds <= now + MOMENT_SECONDS)
@@ -292,11 +307,11 @@ class LastingSimulation(TracedRun):
         }
         others = len(self._books) > min(self.plan.stage.streams_max, self.plan.stage.streams_of_one_max)
         assert reasons.get(status, False) or (status == 404 and others), (
-            f"stream {book.watch.number} is not there ({status}), {now - (left_at or now):.3f} s after its reader left"
+            f"stream {book.watch.number} is missing ({status}), {now - (left_at or now):.3f} s after its reader left"
         )
 
     async def _note_left(self, server: MemoryServer, book: _Book) -> None:
-        """One who does not read any more. Its stream goes on if it has begun, which the client need not know."""
+        """Note a reader that has left. Its stream continues if it has begun, which the client may not know."""
         left_at = trio.current_time()
         await trio.sleep(MOMENT_SECONDS)
         stream = _stream_of(server, book.watch)
@@ -304,7 +319,7 @@ class LastingSimulation(TracedRun):
             book.has_begun = True
             book.read_until = left_at
         if not book.has_begun:
-            self._let_go.setdefault(f"w{book.watch.number}", trio.current_time())
+            self._must_not_run.setdefault(f"w{book.watch.number}", trio.current_time())
 
     async def _be_ender(self, server: MemoryServer, part: End) -> None:
         await trio.sleep(part.at)
@@ -318,7 +333,7 @@ class LastingSimulation(TracedRun):
             status = await response.head()
         self.count(f"deletes: {status}")
         if status == 200:
-            self._let_go.setdefault(f"w{part.number}", trio.current_time())
+            self._must_not_run.setdefault(f"w{part.number}", trio.current_time())
 
     async def _be_snooper(self, server: MemoryServer, part: Snoop) -> None:
         await trio.sleep(part.at)
@@ -344,45 +359,45 @@ class LastingSimulation(TracedRun):
             now = trio.current_time()
             is_full = response.status == 429 and sum(isinstance(part, Work) for part in self.plan.parts) > 1
             if not is_full and self._left_at > now:
-                self._stored.judge_refusal(f"background {work.number}", response.status or 0, began_at)
+                self._stored.check_refusal(f"background {work.number}", response.status or 0, began_at)
             return
-        told = msgspec.json.decode(response.body)
-        path = f"/v1/responses/{told['id']}"
+        seen = msgspec.json.decode(response.body)
+        path = f"/v1/responses/{seen['id']}"
         for seconds in work.looks:
             await trio.sleep(seconds)
-            told = await self._look(client, path, work, told)
+            seen = await self._look(client, path, work, seen)
         if work.cancels_after is not None:
             await trio.sleep(work.cancels_after)
             async with client.ask(f"{path}/cancel", method="POST") as response:
-                now_told = await response.json()
+                cancelled = await response.json()
             assert response.status == 200, f"cancelling background {work.number} gives {response.status}"
-            assert now_told["status"] in FINAL, f"background {work.number} was cancelled, and is {now_told['status']}"
-            self._check_moves(work, told, now_told)
-            self._let_go.setdefault(f"b{work.number}", trio.current_time())
-            told = now_told
+            assert cancelled["status"] in FINAL, f"background {work.number} was cancelled, and is {cancelled['status']}"
+            self._check_moves(work, seen, cancelled)
+            self._must_not_run.setdefault(f"b{work.number}", trio.current_time())
+            seen = cancelled
         else:
-            while told["status"] not in FINAL:
-                self._stored.judge_wait(f"background {work.number}", began_at)
+            while seen["status"] not in FINAL:
+                self._stored.check_wait(f"background {work.number}", began_at)
                 await trio.sleep(0.05)
-                told = await self._look(client, path, work, told)
-        self.count(f"background: {told['status']}")
-        if told["status"] == "cancelled":
+                seen = await self._look(client, path, work, seen)
+        self.count(f"background: {seen['status']}")
+        if seen["status"] == "cancelled":
             assert work.cancels_after is not None or self._left_at <= trio.current_time()
-        assert await self._look(client, path, work, told) == told, f"background {work.number} changed after its end"
-        self._stored.note_end(work.owner, path, told)
+        assert await self._look(client, path, work, seen) == seen, f"background {work.number} changed after its end"
+        self._stored.note_end(work.owner, path, seen)
         client.close()
 
     async def _look(self, client: MemoryClient, path: str, work: Work, before: dict[str, Any]) -> dict[str, Any]:
         response = await client.get(path)
-        assert response.status == 200, f"background {work.number} is not to be found: {response.status}"
-        told: dict[str, Any] = msgspec.json.decode(response.body)
-        self._check_moves(work, before, told)
-        return told
+        assert response.status == 200, f"background {work.number} was not found: {response.status}"
+        seen: dict[str, Any] = msgspec.json.decode(response.body)
+        self._check_moves(work, before, seen)
+        return seen
 
-    def _check_moves(self, work: Work, before: dict[str, Any], told: dict[str, Any]) -> None:
-        old, new = before["status"], told["status"]
+    def _check_moves(self, work: Work, before: dict[str, Any], seen: dict[str, Any]) -> None:
+        old, new = before["status"], seen["status"]
         assert RANKS.get(old, 2) <= RANKS.get(new, 2), f"background {work.number} was {old}, and is {new}"
-        assert new != "failed" or self._left_at <= trio.current_time(), f"background {work.number}: {told['error']}"
+        assert new != "failed" or self._left_at <= trio.current_time(), f"background {work.number}: {seen['error']}"
 
     async def _be_operator(self, server: MemoryServer, part: Leave) -> None:
         await trio.sleep(part.at)
@@ -394,26 +409,38 @@ class LastingSimulation(TracedRun):
     # --- what has to hold ---
 
     def check(self, server: MemoryServer) -> None:
-        """At any moment."""
+        """Check what must hold at any moment.
+
+        Args:
+            server: the server.
+        """
         check_core(server.engine.core)
         stage = self.plan.stage
         detached = server.app.detached
-        assert detached.kept_count <= stage.streams_max, f"{detached.kept_count} streams, {stage.streams_max} may be"
+        assert detached.kept_count <= stage.streams_max, (
+            f"{detached.kept_count} streams, at most {stage.streams_max} may exist"
+        )
         bytes_max = detached.kept_count * (stage.bytes_max + END_BYTES_MAX)
         assert detached.kept_bytes <= bytes_max, f"{detached.kept_bytes} bytes of events are kept"
 
     def check_step(self, server: MemoryServer, request_ids: set[str], planned_at: float) -> None:
-        """What a step computes that was planned then."""
+        """Check that a step computes no request that should have ended.
+
+        Args:
+            server: the server.
+            request_ids: requests of the step.
+            planned_at: when the step was planned.
+        """
         for request_id in request_ids:
-            let_go_at = self._let_go.get(request_id, math.inf)
-            assert planned_at <= let_go_at + MOMENT_SECONDS, f"{request_id} was ended at {let_go_at}, and goes on"
+            let_go_at = self._must_not_run.get(request_id, math.inf)
+            assert planned_at <= let_go_at + MOMENT_SECONDS, f"{request_id} was ended at {let_go_at}, and continues"
             if not request_id.startswith("w"):
                 continue
             left_at = self._books[int(request_id[1:])].read_until
             is_old = left_at is not None and planned_at > left_at + self.plan.stage.seconds + 2 * MOMENT_SECONDS
-            assert not is_old, f"{request_id} goes on, {planned_at - (left_at or 0):.3f} s after its last reader left"
+            assert not is_old, f"{request_id} continues, {planned_at - (left_at or 0):.3f} s after its last reader left"
             is_left = left_at is not None and planned_at > max(left_at, self._left_at) + MOMENT_SECONDS
-            assert not is_left, f"{request_id} goes on without a reader while the server leaves"
+            assert not is_left, f"{request_id} continues without a reader while the server shuts down"
         self.check(server)
 
     def count(self, what: str) -> None:
@@ -422,7 +449,7 @@ class LastingSimulation(TracedRun):
 
 
 class _WatchedSteps:
-    """The executor, with a look at the books before it computes."""
+    """The executor. It reports each step before it computes it."""
 
     def __init__(self, simulation: LastingSimulation, server: MemoryServer) -> None:
         self._simulation = simulation
@@ -438,7 +465,7 @@ class _WatchedSteps:
 
 
 def _stream_of(server: MemoryServer, watch: Watch) -> DetachedStream | None:
-    try:  # the owner of a key is the key's digest
+    try:  # the id of a key's owner is the key's digest
         return server.app.detached.find(_session(watch.number), sha256(watch.owner.encode()).hexdigest())
     except Refusal:
         return None
