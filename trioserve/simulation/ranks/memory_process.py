@@ -1,4 +1,7 @@
-"""What a link has of a played rank: a connection in memory and a process that is none, in virtual time."""
+"""A simulated rank as its link sees it: a connection in memory, and a process object without a process.
+
+Time is virtual.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,21 @@ PEER_HOST = "10.0.0.2"
 
 
 class MemoryConnection:
-    """Both its ends. The server's is a Connection; the rank's are the methods behind it. pipe_bytes: that are on their
-    way to the rank at a time. piece_bytes: that the server is given at a time."""
+    """Both ends of a connection. The server's end is a Connection. The rank's end are the methods below it.
+
+    Args:
+        pipe_bytes: most bytes on their way to the rank.
+        piece_bytes: most bytes that the server gets at a time.
+
+    Attributes:
+        is_closed: whether the server has closed it.
+    """
 
     def __init__(self, pipe_bytes: int, piece_bytes: int) -> None:
         self._pipe_bytes, self._piece_bytes = pipe_bytes, piece_bytes
         self._to_rank, self._from_rank = bytearray(), bytearray()
         self._is_ended = False
-        self.is_closed = False  # by the server
+        self.is_closed = False
         self.peer_host = PEER_HOST
         self._changed = trio.Event()
 
@@ -35,19 +45,19 @@ class MemoryConnection:
         await self._until(lambda: len(self._to_rank) < self._pipe_bytes or self._is_ended)
 
     def receive(self, byte_count_max: int) -> bytes:
-        assert not self.is_closed, "the server reads what it has closed"
+        assert not self.is_closed, "the server reads from a connection that it has closed"
         if self._from_rank:
             piece = bytes(self._from_rank[: min(byte_count_max, self._piece_bytes)])
             del self._from_rank[: len(piece)]
             return piece
         if not self._is_ended:
             raise BlockingIOError
-        if self._to_rank:  # as the kernel does where something was not read
+        if self._to_rank:  # like the kernel, if something was not read
             raise OSError(errno.ECONNRESET, "Connection reset by peer")
         return b""
 
     def send(self, content: bytes | bytearray) -> int:
-        assert not self.is_closed, "the server writes to what it has closed"
+        assert not self.is_closed, "the server writes to a connection that it has closed"
         if self._is_ended:
             raise OSError(errno.EPIPE, "Broken pipe")
         room = self._pipe_bytes - len(self._to_rank)
@@ -64,19 +74,23 @@ class MemoryConnection:
     # --- the rank's end ---
 
     async def take(self) -> bytes:
-        """Some of what has come; empty when the server has closed it."""
+        """Wait for content from the server.
+
+        Returns:
+            All received bytes, or none when the server has closed the connection.
+        """
         await self._until(lambda: bool(self._to_rank) or self.is_closed)
         taken = bytes(self._to_rank)
         self._to_rank.clear()
         self._note()
         return taken
 
-    def say(self, content: bytes) -> None:
+    def send_to_server(self, content: bytes) -> None:
         self._from_rank += content
         self._note()
 
     def end(self) -> None:
-        """The rank is gone."""
+        """End the rank's side, as when its process is gone."""
         self._is_ended = True
         self._note()
 
@@ -91,7 +105,12 @@ class MemoryConnection:
 
 
 class MemoryProcess:
-    """A Process. on_kill: ends the rank that it is."""
+    """A Process.
+
+    Args:
+        pid: the process id.
+        on_kill: ends the simulated rank.
+    """
 
     def __init__(self, pid: int, on_kill: Callable[[], None]) -> None:
         self.pid = pid
@@ -114,6 +133,10 @@ class MemoryProcess:
         self.kill()
 
     def end(self, how: str) -> None:
-        """It is over, as the kernel says it."""
+        """Note how the process ended, in the kernel's words.
+
+        Args:
+            how: how it ended.
+        """
         self._how = self._how or how
         self._ended.set()

@@ -1,5 +1,8 @@
-"""Who asks an engine in ranks for what, and what happens to which rank when: drawn from a seed beforehand. Harm is not
-tied to times but to what a rank is doing, so that all that it does is hit."""
+"""Plans for a simulation of an engine whose model runs in ranks: what clients request, and what happens to which rank.
+
+A plan is drawn from a seed in advance. Harm does not come at a time but at a moment of a rank's work, so that it hits
+every kind of work.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +44,30 @@ Moment = Literal[
 LOADING: tuple[Moment, ...] = ("setup", "allocate", "warm_up")
 WORKING: tuple[Moment, ...] = ("step", "step", "masks", "met", "met", "answered", "answered", "claim", "adapter")
 REPLACING: tuple[Moment, ...] = ("look", "write", "write")
-SWAPS_IN_ONE_OF = 6  # stages: those whose seed leaves a rest of 1, so that what is drawn for others stays as it is
+SWAPS_IN_ONE_OF = 6  # stages: those whose seed modulo this is 1, so that the draws of the others stay as they were
 SUDDEN: tuple[HarmKind, ...] = ("kill", "kill", "end", "garble", "stop")
 
 
 class RanksStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ranks"):
-    """The engine and its ranks. far_count: of the ranks, the last ones, on another machine. step_seconds: how long the
-    steps take, in turn. mask_seconds: how long masks take. answer_seconds_max: the step timeout. claim_count: how often
-    there is memory to be claimed while nothing is computed. adapters_max: for how many a rank has room. pipe_bytes:
-    that are on their way to a rank at a time. piece_bytes: that are read of what it says at a time. notice_seconds:
-    after which the other ranks notice by themselves that one has gone, and break; None: never. ending_seconds: from a
-    rank's end until its connection is seen to end, and once more until its process is. write_seconds: that new weights
-    take. leaves_at: then everything is cancelled. overlaps, draft_tokens, vocab_size, schedule_seed: see the stack's
-    stage."""
+    """The engine, its ranks, and the order of tasks. For `overlaps`, `draft_tokens`, `vocab_size` and `schedule_seed`,
+    see the stack's stage.
+
+    Attributes:
+        far_count: how many of the ranks, the last ones, are on another machine.
+        step_seconds: durations of the steps, in turn.
+        mask_seconds: duration of computing masks.
+        answer_seconds_max: the step timeout.
+        restarts_max: how often the engine may restart.
+        claim_count: how often there is memory to claim while nothing is computed.
+        adapters_max: how many adapters a rank has memory for.
+        pipe_bytes: most bytes on their way to a rank.
+        piece_bytes: most bytes read from a rank at a time.
+        notice_seconds: seconds after which the other ranks notice by themselves that a rank is gone, and fail; None if
+            they never do.
+        ending_seconds: seconds from a rank's end until its connection ends, and from then until its process ends.
+        write_seconds: duration of writing new weights.
+        leaves_at: when everything is cancelled, or None.
+    """
 
     schedule_seed: int
     rank_count: int = 2
@@ -79,8 +93,12 @@ class RanksStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="client"):
-    """A task with a request. pause, leaves_after, patience, timeout, form: see the stack's. logprobs: of so many
-    others, and of the prompt's tokens, too. adapter: the name of the one that it asks for; "": none."""
+    """A task with one request. For `pause`, `leaves_after`, `patience`, `timeout` and `form`, see the stack's client.
+
+    Attributes:
+        logprobs: how many alternatives get log probabilities, for the prompt too, or None.
+        adapter: name of the requested adapter, or "".
+    """
 
     number: int
     at: float
@@ -111,22 +129,30 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
-    """The operator loads an adapter, whose name no other has."""
+    """The operator loads an adapter. Its name is unique."""
 
     name: str
     at: float
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="unload"):
-    """The operator takes the name away, and waits until nothing of it is there."""
+    """The operator removes an adapter, and waits until nothing of it is left."""
 
     name: str
     at: float
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="swap"):
-    """The operator replaces the weights, by those of this number, which no others have, and which say the same: what is
-    right does not depend on when they come. refused_by: ranks that they do not fit. patience: see Client."""
+    """The operator replaces the weights.
+
+    Every number stands for other weights that give the same tokens, so the expected response does not depend on the
+    time of the swap.
+
+    Attributes:
+        number: the number of the weights.
+        refused_by: ranks that the weights do not fit.
+        patience: seconds until the operator's scope is cancelled.
+    """
 
     number: int
     at: float
@@ -136,12 +162,25 @@ class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class Harm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="harm"):
-    """What happens to a rank. opening: of the engine, which one. moment: what the rank has come to, count: for the
-    how-manieth time, and after: seconds later.
+    """Something that happens to a rank.
 
-    kill: its process is killed. end: it ends without a word. break: it says what is wrong, and ends. garble: it says
-    what nobody understands. stop: it does nothing any more, and is not gone. hang: the same, but it answers pings.
-    slow: it takes so many seconds longer, which it may. stray: it has chosen something else. refuse: it cannot load.
+    Kinds:
+
+    - kill: its process is killed.
+    - end: it ends without a message.
+    - break: it reports an error, and ends.
+    - garble: it sends an invalid message.
+    - stop: it does nothing any more, but is not gone.
+    - hang: the same, but it answers pings.
+    - slow: it takes `seconds` longer, which is allowed.
+    - stray: it has chosen other tokens.
+    - refuse: it cannot load the model.
+
+    Attributes:
+        moment: what the rank has just reached.
+        opening: during which opening of the engine.
+        count: at which occurrence of the moment.
+        after: seconds after the moment.
     """
 
     kind: HarmKind
@@ -166,7 +205,14 @@ def script_of(plan: RanksPlan) -> str:
 
 
 def ranks_plan_of(script: str) -> RanksPlan:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read a plan that script_of has written. Comments are skipped.
+
+    Args:
+        script: the text.
+
+    Raises:
+        InvalidRequest: the text is not such a plan.
+    """
     stage, *parts = parts_of(script, RanksStage | Part) or [None]
     if not isinstance(stage, RanksStage) or any(isinstance(part, RanksStage) for part in parts):
         raise InvalidRequest("a plan begins with its stage, and has one: put 'ranks schedule_seed=1 ...' first, once")
@@ -174,7 +220,12 @@ def ranks_plan_of(script: str) -> RanksPlan:
 
 
 def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
-    """So many clients, and others who meddle."""
+    """Draw a plan.
+
+    Args:
+        rng: source of random choices.
+        client_count: number of clients.
+    """
     stage = _drawn_stage(rng)
     draws = _Draws(rng, stage)
     names = tuple(f"a{number}" for number in range(rng.choice((0, 0, 1, 3))))
@@ -198,7 +249,8 @@ def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
         stage = msgspec.structs.replace(
             stage,
             write_seconds=swaps.choice((0.0, 0.01, 0.05)),
-            # What a rank says of another one would come before that one's own word, behind all that it has found.
+            # What a rank reports about another one would come before the other's own report, which waits behind its
+            # results.
             notice_seconds=stage.notice_seconds or None,
         )
         parts += _Draws(swaps, stage).swaps()
@@ -206,8 +258,10 @@ def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
 
 
 def _slow_twice(harm: Harm, stage: RanksStage) -> list[Harm]:
-    """In two steps that follow each other, and may overlap: each has its own time. Of every other stage, drawn from its
-    seed as everything else."""
+    """Slow down two consecutive steps, which may overlap. Each has its own timeout.
+
+    This applies to every second stage, chosen by its seed.
+    """
     if stage.schedule_seed % 2:
         return [harm]
     once = msgspec.structs.replace(harm, moment="step", after=0.0, seconds=round(0.6 * stage.answer_seconds_max, 3))
@@ -243,7 +297,11 @@ def _drawn_stage(rng: Random) -> RanksStage:
 
 
 class _Draws:
-    """What the parts of one plan have in common. span: seconds in which everything begins."""
+    """Random choices that the parts of one plan share.
+
+    Attributes:
+        span: seconds in which everything begins.
+    """
 
     def __init__(self, rng: Random, stage: RanksStage) -> None:
         self._rng = rng
@@ -282,7 +340,7 @@ class _Draws:
         )
 
     def swaps(self) -> list[Part]:
-        """Some, and what may happen to ranks meanwhile."""
+        """Draw some swaps, and harm to ranks meanwhile."""
         rng, stage = self._rng, self._stage
         parts: list[Part] = [
             Swap(
@@ -303,14 +361,19 @@ class _Draws:
                 opening=rng.choice((0, 0, 1)),
                 count=rng.choice((1, 1, 2)),
                 after=rng.choice((0.0, 0.0, 0.003)) if kind != "slow" else 0.0,
-                # More than a step may take: there is no time for what is read.
+                # More than a step may take: reading weights has no time limit.
                 seconds=round(1.5 * stage.answer_seconds_max, 3) if kind == "slow" else 0.0,
             )
             parts.append(harm)
         return parts
 
     def harm(self, opening: int, *, slow_share: float) -> Harm:
-        """slow_share: of the step timeout, which several may not use up together."""
+        """Draw one harm.
+
+        Args:
+            opening: during which opening of the engine.
+            slow_share: share of the step timeout that a slow rank takes. Several together must not use it up.
+        """
         rng, stage = self._rng, self._stage
         rank = rng.randrange(stage.rank_count)
         if rng.random() < 0.2:
@@ -319,7 +382,8 @@ class _Draws:
             return Harm(kind=kind, rank=rank, moment=rng.choice(LOADING), opening=opening, after=after)
         kind = rng.choice((*SUDDEN, "break", "hang", "hang", "slow", "slow", "stray"))
         if kind == "stray":
-            rank = max(1, rank)  # what rank 0 says is the response, and nobody can know better at that moment
+            # the output of rank 0 is the response, and no check can find an error in it at that moment
+            rank = max(1, rank)
         return Harm(
             kind=kind,
             rank=rank,

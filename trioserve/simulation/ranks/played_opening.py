@@ -1,5 +1,4 @@
-"""The ranks of one opening of the engine: what happens to them, and the book of it, which knows what the group has to
-make of that and by when."""
+"""The ranks of one opening of the engine: what happens to them, and how the group must react, and by when."""
 
 from __future__ import annotations
 
@@ -20,15 +19,20 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["PlayedOpening"]
 
-# What is promised: from a first sign until it is judged; until the process of a connection that ended is waited for;
-# and from the end of the step timeout until a rank that hangs is named. Until it has loaded, it has at least so long.
+# Promised times: from the first sign of an end until it is judged; the wait for the process of a connection that has
+# ended; from the step timeout until a hanging rank is named. START_SECONDS is the minimum timeout until a rank has
+# loaded.
 SIGNS_SECONDS, EXIT_SECONDS, HANG_SECONDS, START_SECONDS = 0.02, 0.05, 1.0, 60.0
 MOMENT_SECONDS = 1e-6
 PIDS_OF_ONE = 100
 
 
 class _Harmed:
-    """Something that ends the group. by: when everybody has to know."""
+    """Harm that ends the group.
+
+    Attributes:
+        by: when the engine must have noticed it.
+    """
 
     def __init__(self, harm: Harm, rank: PlayedRank, stage: RanksStage) -> None:
         self.harm = harm
@@ -54,9 +58,25 @@ class _Harmed:
 
 
 class PlayedOpening:
-    """A PlayedGroup. index: of the opening. nursery: of the ranks, which live as long as nobody ends them. tell, count,
-    check, noting: the simulation's. is_open: an engine computes with it. refused_by: by where weights are, the ranks
-    that they do not fit. failed_at, failure: what the group has told. closed_at: when its engine had let it go."""
+    """A PlayedGroup.
+
+    Args:
+        index: the index of the opening.
+        stage: the settings.
+        harms: the harm in this opening.
+        refused_by: ranks that weights do not fit, by the path of the weights.
+        nursery: nursery of the ranks, which run until something ends them.
+        tell: the simulation's trace.
+        count: the simulation's counts.
+        check: the simulation's check.
+        noting: context manager that records failed checks.
+
+    Attributes:
+        is_open: whether an engine computes with the ranks.
+        failure: the error that the group has reported.
+        failed_at: when it reported the error.
+        closed_at: when the engine closed the group.
+    """
 
     def __init__(
         self,
@@ -85,11 +105,12 @@ class PlayedOpening:
         self._come: Counter[tuple[int, Moment]] = Counter()
         self._pending: dict[int, list[Harm]] = {}
         self._arrivals: Counter[int] = Counter()
-        self._views: dict[int, dict[int, bool]] = {}  # by the serial of the step, what each rank has brought
-        self._abandoned: dict[int, tuple[float, set[int]]] = {}  # by the serial: since when, and who has heard of it
+        self._views: dict[int, dict[int, bool]] = {}  # by the serial of the step: what each rank has brought
+        # by the serial of the step: since when, and which ranks know
+        self._abandoned: dict[int, tuple[float, set[int]]] = {}
         self._step_weights: dict[int, str | None] = {}  # by the serial of the step
         self._refused_by = refused_by
-        self._digests: dict[int, dict[int, int]] = {}  # by the serial, what each rank has chosen
+        self._digests: dict[int, dict[int, int]] = {}  # by the serial of the step: what each rank has chosen
         self._strayed: dict[int, Harm] = {}
         self._has_come_apart = False
         self._changed = trio.Event()
@@ -115,7 +136,10 @@ class PlayedOpening:
             await rank.run()
 
     def find_missing(self) -> Sequence[int]:
-        """As shared memory shows it; ranks on several machines have none."""
+        """Ranks that have not arrived at the latest step, as shared memory shows them.
+
+        Ranks on several machines have none.
+        """
         if self.stage.far_count:
             return ()
         most = max(self._arrivals.values(), default=0)
@@ -125,7 +149,7 @@ class PlayedOpening:
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
         self._come[rank.number, moment] += 1
-        # Who reads takes as long as it takes: whatever has to be noticed soon waits for another moment.
+        # Reading weights has no time limit, so pending harm that must be noticed soon waits for another moment.
         due = [] if moment in REPLACING else self._pending.pop(rank.number, [])
         for harm in self._harms:
             if (harm.rank, harm.moment, harm.count) != (rank.number, moment, self._come[rank.number, moment]):
@@ -160,21 +184,21 @@ class PlayedOpening:
             chunks = " ".join(f"{chunk.request.id}[{chunk.start}:{chunk.start + chunk.count}]" for chunk in plan.chunks)
             self._tell(f"step {plan.step_index}: {chunks}")
 
-    def hear_abandoned(self, rank: PlayedRank, serial: int) -> None:
+    def note_abandoned(self, rank: PlayedRank, serial: int) -> None:
         _since, ranks = self._abandoned.setdefault(serial, (trio.current_time(), set()))
-        assert rank.number not in ranks, f"rank {rank.number} is told twice that step {serial} is abandoned"
+        assert rank.number not in ranks, f"rank {rank.number} is notified twice that step {serial} is abandoned"
         ranks.add(rank.number)
 
     def take_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
         if digest is None:
             return
-        said = self._digests.setdefault(serial, {})
-        said[rank.number] = digest
+        digests = self._digests.setdefault(serial, {})
+        digests[rank.number] = digest
         strayed = self._strayed.get(serial)
         if rank.stray is not None:
             strayed = self._strayed[serial] = rank.stray
             rank.stray = None
-        if strayed is not None and len(set(said.values())) > 1:  # which are both on their way by now
+        if strayed is not None and len(set(digests.values())) > 1:  # both digests are on their way by now
             del self._strayed[serial]
             self._note_harmed(strayed, self.ranks[strayed.rank])
 
@@ -182,11 +206,11 @@ class PlayedOpening:
         return f"{path} does not fit rank {rank.number}" if rank.number in self._refused_by[path] else None
 
     def take_weights(self, rank: PlayedRank, path: str) -> None:
-        assert not self._refused_by[path], f"{rank.name} writes {path}, and another one cannot"
+        assert not self._refused_by[path], f"{rank.name} writes {path}, which another rank has refused"
         self._tell(f"{rank.name} writes {path}")
 
     def note_end(self) -> None:
-        """A rank has gone, which others may notice."""
+        """Note that a rank is gone, which others may notice."""
         seconds = self.stage.notice_seconds
         if seconds is not None:
             self._nursery.start_soon(self._come_apart, seconds)
@@ -202,7 +226,11 @@ class PlayedOpening:
             self._pending.setdefault(rank.number, []).append(harm)
 
     def _strike(self, harm: Harm, rank: PlayedRank) -> bool:
-        """What may happen at any moment does. False: it is something that a rank has to come to."""
+        """Do harm that can happen at any moment.
+
+        Returns:
+            False if this harm needs the rank to reach a moment.
+        """
         if rank.is_over:
             return True
         kind = harm.kind
@@ -255,22 +283,22 @@ class PlayedOpening:
     def note_failure(self, error: Exception) -> None:
         self.failure, self.failed_at = error, trio.current_time()
         self._tell(f"opening {self.index} failed: {error}")
-        assert self.harmed, f"the ranks are said to be lost, and nothing has happened to them: {error}"
+        assert self.harmed, f"the group reports an error, and nothing has happened to its ranks: {error}"
         assert any(self._is_right(harmed, error) for harmed in self.harmed), (
-            f"it is said that {error}, and what happened is: {', '.join(map(str, self.harmed))}"
+            f"the group reports: {error}, but this happened: {', '.join(map(str, self.harmed))}"
         )
 
     def _is_right(self, harmed: _Harmed, error: Exception) -> bool:
-        harm, name, said = harmed.harm, harmed.rank.name, str(error)
+        harm, name, message = harmed.harm, harmed.rank.name, str(error)
         if harm.kind == "refuse" and isinstance(error, ModelLoadError):
-            return said == CAUSE
+            return message == CAUSE
         if not isinstance(error, RankLost):
             return False
         if harm.kind == "stray":
-            return "have chosen different tokens" in said and str(harm.rank) in said.partition(" have ")[0]
-        # Several may be named: on several machines it is not to be seen who holds up whom.
+            return "have chosen different tokens" in message and str(harm.rank) in message.partition(" have ")[0]
+        # Several ranks may be named: across machines it is unknown which rank waits for which.
         if harm.kind in ("hang", "stop") and (self.stage.far_count or len(self.harmed) > 1):
-            return name in said and "has not answered for" in said
+            return name in message and "has not answered for" in message
         is_gone = harmed.rank.process is None
         how = {
             "kill": ("has closed its connection", "cannot be reached any more")
@@ -279,28 +307,32 @@ class PlayedOpening:
             "end": ("has closed its connection", "cannot be reached any more") if is_gone else ("ended with code 3",),
             "garble": ("sent an invalid message",),
         }.get(harm.kind, ("has not answered for",) if harm.kind in ("stop", "hang") else ("failed ",))
-        return said.startswith(tuple(f"{name} {one}" for one in how))
+        return message.startswith(tuple(f"{name} {one}" for one in how))
 
-    def check_told(self, *, is_engine_over: bool) -> None:
-        """What has happened is known by now; who has heard that a step is abandoned is not alone with it."""
+    def check_reported(self, *, is_engine_over: bool) -> None:
+        """Check that harm was noticed in time, and that all ranks know of each abandoned step.
+
+        Args:
+            is_engine_over: whether the engine has ended.
+        """
         now = trio.current_time()
         if self.failure is None and self.closed_at == math.inf:
             for harmed in self.harmed:
-                assert now <= harmed.by, f"{harmed}, and at {now:.3f} nobody knows"
+                assert now <= harmed.by, f"{harmed} is not reported at {now:.3f}"
         assert now <= self.failed_at + MOMENT_SECONDS or self.closed_at < math.inf or is_engine_over, (
-            f"the ranks were lost at {self.failed_at:.3f}, and at {now:.3f} the engine goes on with them"
+            f"the ranks were lost at {self.failed_at:.3f}, and at {now:.3f} the engine still uses them"
         )
         if self.harmed:
             return
         for serial, (since, ranks) in self._abandoned.items():
             assert now == since or len(ranks) == len(self.ranks), (
-                f"step {serial} is abandoned since {since:.3f}, and of the ranks {sorted(ranks)} alone know"
+                f"step {serial} is abandoned since {since:.3f}, and only ranks {sorted(ranks)} know"
             )
 
     def check_closed(self) -> None:
-        """The group is over: nothing of it is left."""
+        """Check that nothing of the group is left after it was closed."""
         self.closed_at = trio.current_time()
         for rank in self.ranks:
-            assert rank.connection.is_closed, f"the connection of {rank.name} is open, and its group is over"
+            assert rank.connection.is_closed, f"the connection of {rank.name} is open, and its group is closed"
             is_gone = rank.process is None or rank.process.how_ended() is not None
-            assert is_gone, f"{rank.name} lives, and its group is over"
+            assert is_gone, f"{rank.name} is alive, and its group is closed"

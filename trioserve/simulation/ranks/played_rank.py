@@ -1,5 +1,7 @@
-"""One rank, played: it obeys orders as a real one does, one after another, and hears meanwhile what a real one hears.
-What happens to it at which moment its group says."""
+"""A simulated rank. It obeys orders one after another, and receives others meanwhile, like a real one.
+
+Its group decides what happens to it, and at which moment.
+"""
 
 from __future__ import annotations
 
@@ -55,44 +57,93 @@ CAUSE = "this is what broke"
 
 
 class CameApart(Exception):
-    """Another rank has gone, and this one has noticed."""
+    """Another rank is gone, and this one has noticed."""
 
 
 class Refused(Exception):
-    """It cannot load, and says so."""
+    """The rank reports that it cannot load."""
 
 
 class PlayedGroup(Protocol):
-    """What a rank asks of the others."""
+    """The interface between a rank and the others."""
 
     stage: RanksStage
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
-        """Whatever happens to it there happens. Raises what it breaks with."""
+        """Let happen what happens to the rank at this moment.
+
+        Args:
+            rank: the rank.
+            moment: what it has reached.
+
+        Raises:
+            Exception: the error that breaks the rank.
+        """
 
     async def meet(self, rank: PlayedRank, serial: int, view: bool) -> bool:
-        """Waits for all ranks. Returns whether any of them has heard that the step is abandoned. Raises CameApart."""
+        """Wait for all ranks.
+
+        Args:
+            rank: the rank.
+            serial: the step.
+            view: whether this rank knows that the step is abandoned.
+
+        Returns:
+            True if any rank knows that the step is abandoned.
+
+        Raises:
+            CameApart: a rank is gone.
+        """
 
     def take_step(self, rank: PlayedRank, plan: StepPlan) -> None:
-        """It begins with this one."""
+        """Note that a rank begins a step.
+
+        Args:
+            rank: the rank.
+            plan: the step.
+        """
 
     def take_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
-        """It says that it has chosen this."""
+        """Note which tokens a rank has chosen.
 
-    def hear_abandoned(self, rank: PlayedRank, serial: int) -> None:
-        """It was told of that."""
+        Args:
+            rank: the rank.
+            serial: the step.
+            digest: digest of the tokens, or None if the step was abandoned.
+        """
+
+    def note_abandoned(self, rank: PlayedRank, serial: int) -> None:
+        """Note that a rank was notified of an abandoned step.
+
+        Args:
+            rank: the rank.
+            serial: the step.
+        """
 
     def note_end(self) -> None:
-        """It has gone, which others may notice."""
+        """Note that a rank is gone, which others may notice."""
 
     def refusal(self, rank: PlayedRank, path: str) -> str | None:
-        """Why it cannot have the weights that lie there; None: it can."""
+        """Reason why a rank cannot use weights.
+
+        Args:
+            rank: the rank.
+            path: where the weights are.
+
+        Returns:
+            None if it can use them.
+        """
 
     def take_weights(self, rank: PlayedRank, path: str) -> None:
-        """It is about to write these."""
+        """Note that a rank is about to write weights.
+
+        Args:
+            rank: the rank.
+            path: where the weights are.
+        """
 
     def check(self) -> None:
-        """Whatever has to hold at any moment."""
+        """Check what must hold at any moment."""
 
 
 class _Masks:
@@ -110,7 +161,7 @@ class _Masks:
         self.filled.set()
 
     def wait(self) -> None:
-        assert self.filled.is_set(), "a rank computes with masks that it does not have"
+        assert self.filled.is_set(), "a rank computes with masks that have not arrived"
 
 
 class _Step:
@@ -123,9 +174,19 @@ class _Step:
 
 
 class PlayedRank:
-    """process: None: it is on another machine. stray: what it says next is something else than the others have.
-    is_over: it does nothing any more. weights: where those were that it has; None: those that it was loaded with, or
-    some that are being written."""
+    """One rank.
+
+    Args:
+        group: the other ranks.
+        number: its rank.
+        pid: its process id, or None if it is on another machine.
+
+    Attributes:
+        process: its process, or None if it is on another machine.
+        stray: harm that changes its next digest.
+        is_over: whether it does nothing any more.
+        weights: where its weights came from. None for those that it was loaded with, and while new ones are written.
+    """
 
     def __init__(self, group: PlayedGroup, number: int, pid: int | None) -> None:
         stage = group.stage
@@ -138,7 +199,7 @@ class PlayedRank:
         self.stray: Harm | None = None
         self.is_over = False
         self.weights: str | None = None
-        self._looked: tuple[int, str] | None = None  # at what, and where that was
+        self._checked: tuple[int, str] | None = None  # serial of the offer that it has checked, and its path
         self.doing = "while it loaded"
         self._scope = trio.CancelScope()
         self._claims_left = stage.claim_count
@@ -148,20 +209,23 @@ class PlayedRank:
     # --- how it ends ---
 
     async def run(self) -> None:
-        """Until it ends, or does nothing any more."""
+        """Run until the rank ends, or does nothing any more."""
         with self._scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read)
                 await self._faulting(self._work(nursery))
 
     def stop(self) -> None:
-        """It does nothing any more."""
+        """Do nothing any more."""
         self.is_over = True
         self._scope.cancel()
 
     async def end(self, how: str | None) -> None:
-        """It ends: how, as the kernel says of a process; the server sees it when that comes through. None: by
-        SIGKILL."""
+        """End the rank. The server sees it later.
+
+        Args:
+            how: how the process ended, in the kernel's words, or None for SIGKILL.
+        """
         self.stop()
         self._group.note_end()
         seconds = self._group.stage.ending_seconds
@@ -176,7 +240,7 @@ class PlayedRank:
         self.connection.end()
 
     def garble(self) -> None:
-        self.connection.say(framed(b"\xc1"))
+        self.connection.send_to_server(framed(b"\xc1"))
 
     # --- what it hears ---
 
@@ -184,34 +248,34 @@ class PlayedRank:
         reader = FrameReader()
         while received := await self.connection.take():
             for message in reader.feed(received):
-                self._hear(decode_order(message))
+                self._receive(decode_order(message))
             self._group.check()
-        self.stop()  # with its server
+        self.stop()  # it ends with its server
 
-    def _hear(self, order: Order) -> None:
+    def _receive(self, order: Order) -> None:
         if isinstance(order, Ping):
-            self._say(Pong(order.serial))
+            self._send(Pong(order.serial))
         elif isinstance(order, Abandon | Masks):
             if isinstance(order, Abandon):
-                self._group.hear_abandoned(self, order.serial)
+                self._group.note_abandoned(self, order.serial)
             for step in self._steps:
                 if step.serial == order.serial:
-                    self._tell(step, order)
+                    self._apply(step, order)
         else:
             if isinstance(order, Run):
                 self._steps.append(_Step(order))
             self._orders.append(self._steps[-1] if isinstance(order, Run) else order)
             self._has_orders.set()
 
-    def _tell(self, step: _Step, order: Abandon | Masks) -> None:
+    def _apply(self, step: _Step, order: Abandon | Masks) -> None:
         if isinstance(order, Abandon):
             step.is_abandoned.leave()
         else:
             assert step.masks is not None, f"step {step.plan.step_index} has no masks, and gets some"
             step.masks.fill(order.bits)
 
-    def _say(self, report: Report) -> None:
-        self.connection.say(framed(encode(report)))
+    def _send(self, report: Report) -> None:
+        self.connection.send_to_server(framed(encode(report)))
 
     # --- what it does ---
 
@@ -222,7 +286,7 @@ class PlayedRank:
                 await self._has_orders.wait()
             order = self._orders.popleft()
             if isinstance(order, CheckWeights):
-                nursery.start_soon(self._faulting, self._look(order))  # beside the steps
+                nursery.start_soon(self._faulting, self._check_weights(order))  # beside the steps
             else:
                 await self._obey(order)
 
@@ -231,7 +295,7 @@ class PlayedRank:
             await doing
         except (RuntimeError, Refused, CameApart) as error:
             kind = {Refused: "ModelLoadError", CameApart: "RuntimeError"}.get(type(error), "KeyError")
-            self._say(Fault(self.doing, kind, str(error)))
+            self._send(Fault(self.doing, kind, str(error)))
             with trio.CancelScope(shield=True):
                 await self.end(f"ended with code {END_CODE}")
 
@@ -247,20 +311,20 @@ class PlayedRank:
             assert order.block_count == stage.block_count, f"rank {self.number} makes {order.block_count} blocks"
             model = LookingModel(vocab_size=stage.vocab_size)
             self.executor = WireExecutor(block_count=order.block_count, block_size=BLOCK_SIZE, model=model)
-            self._say(Answer(order.serial))
+            self._send(Answer(order.serial))
         elif isinstance(order, WarmUp):
             await come_to(self, "warm_up")
             self.doing = "at work"
-            self._say(Answer(order.serial))
+            self._send(Answer(order.serial))
         elif isinstance(order, Claim):
             await come_to(self, "claim")
             self._claims_left -= self._claims_left > 0
-            self._say(Answer(order.serial, self._claims_left > 0))
+            self._send(Answer(order.serial, self._claims_left > 0))
         elif isinstance(order, AddAdapter):
             await come_to(self, "adapter")
-            self._say(Answer(order.serial, self._added(order)))
+            self._send(Answer(order.serial, self._added(order)))
         elif isinstance(order, ConfirmWeights):
-            self._say(Answer(order.serial))
+            self._send(Answer(order.serial))
         elif isinstance(order, WriteWeights):
             await self._write(order)
         else:
@@ -268,17 +332,17 @@ class PlayedRank:
             await come_to(self, "adapter")
             assert self.executor is not None
             self.executor.adapters.discard(order.id)
-            self._say(Answer(order.serial))
+            self._send(Answer(order.serial))
 
     async def _load(self, setup: RankSetup) -> None:
-        assert setup.rank == self.number, f"rank {self.number} is told that it is {setup.rank}"
+        assert setup.rank == self.number, f"rank {self.number} got the setup of rank {setup.rank}"
         await self._group.come_to(self, "setup")
         for done in range(3):
             await trio.sleep(LOADING_SECONDS / 3)
-            self._say(Progress("", done + 1, 3))
+            self._send(Progress("", done + 1, 3))
         stage = self._group.stage
-        spare = 0 if self.number == stage.rank_count - 1 else 1 + self.number  # the last has the least room
-        self._say(
+        spare = 0 if self.number == stage.rank_count - 1 else 1 + self.number  # the last rank has the least memory
+        self._send(
             Loaded(
                 device="cpu",
                 dtype="float32",
@@ -297,25 +361,25 @@ class PlayedRank:
             )
         )
 
-    async def _look(self, order: CheckWeights) -> None:
+    async def _check_weights(self, order: CheckWeights) -> None:
         path = order.path
-        assert path is not None, f"rank {self.number} is to find weights nowhere"
+        assert path is not None, f"rank {self.number} is to check weights without a path"
         await self._group.come_to(self, "look")
         why = self._group.refusal(self, path)
         if why is None:
-            self._looked = order.offer, path
-        self._say(Answer(order.serial, None if why is None else Refusal(why, "model_path")))
+            self._checked = order.offer, path
+        self._send(Answer(order.serial, None if why is None else Refusal(why, "model_path")))
 
     async def _write(self, order: WriteWeights) -> None:
-        assert self._looked is not None, f"rank {self.number} is to write what it has not looked at"
-        offer, path = self._looked
-        assert offer == order.offer, f"rank {self.number} is to write {order.offer}, and has looked at {offer}"
+        assert self._checked is not None, f"rank {self.number} is to write weights that it has not checked"
+        offer, path = self._checked
+        assert offer == order.offer, f"rank {self.number} is to write {order.offer}, and has checked {offer}"
         self._group.take_weights(self, path)
         self.weights = None
         await self._group.come_to(self, "write")
         await trio.sleep(self._group.stage.write_seconds)
         self.weights = path
-        self._say(Answer(order.serial))
+        self._send(Answer(order.serial))
 
     def _added(self, order: AddAdapter) -> str | None:
         executor = self.executor
@@ -347,7 +411,7 @@ class PlayedRank:
             digest += 1
         group.take_digest(self, step.serial, digest)
         response = result if self.number == 0 else None
-        self._say(Answer(step.serial, None, response, digest))
+        self._send(Answer(step.serial, None, response, digest))
         await group.come_to(self, "answered")
 
 

@@ -1,8 +1,9 @@
-"""An engine whose model is in ranks, in virtual time: the real engine, the real RankGroup and its links, over ranks
-that are played in memory. These compute from the plan as it comes over the wire, and lose their lives at any moment.
+"""Runs an engine whose model runs in ranks, in virtual time: the real engine, and the real RankGroup and its links.
+Only the ranks are simulated, in memory.
 
-The books know what was done to whom and when, what the reference says to each client, and how often the engine may be
-opened anew. So they tell which rank has to be named and by when, and that nothing of anybody is left.
+The ranks compute from the plan as they receive it, and can fail at any moment. The simulation knows what was done to
+which rank and when, the reference response of each client, and how often the engine may restart. From that follows
+which rank must be named, and by when, and that nothing of any request is left.
 """
 
 from __future__ import annotations
@@ -78,23 +79,29 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["RanksSimulation"]
 
-SECONDS_MAX = 1_000.0  # of virtual time: who is not done then waits for something that never comes
-LOOK_SECONDS = 0.1  # between two looks at what has to be known by now
-BACKOFF_SECONDS_MAX = 4.0  # before an engine is opened anew
-IN_VAIN_MAX = 3  # openings in a row that bring nothing end it
+SECONDS_MAX = 1_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
+LOOK_SECONDS = 0.1  # between two checks of what must have been reported
+BACKOFF_SECONDS_MAX = 4.0  # before an engine restarts
+IN_VAIN_MAX = 3  # consecutive openings without a step, after which the engine ends
 WAITING_MAX = 40
 ADAPTERS_MAX = 8
 ADAPTER_SECONDS = 0.01
 READ = "read to the end"
 
 
-IN_VAIN_MAX = 1_000  # jumps by nothing: what is awaited outside of the run has come by then
+IN_VAIN_MAX = 1_000  # jumps without progress: results from outside the run arrive within them
 
 
 def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClock:
-    """Jumps as soon as nobody can go on. Raises AssertionError out of the run (as the cause of a TrioInternalError)
-    when there is nothing to jump to, or so much time has passed, as long as is_bounded says so: nobody may wait for a
-    real thread meanwhile."""
+    """Create a clock that jumps as soon as no task can run.
+
+    While is_bounded returns true, no task may wait for a real thread. The clock then raises an AssertionError out of
+    the run, as the cause of a TrioInternalError, when there is nothing to jump to, or too much time has passed.
+
+    Args:
+        seconds_max: most virtual seconds.
+        is_bounded: returns whether the bound applies.
+    """
     clock = MockClock(autojump_threshold=0)
     jump, in_vain = clock._autojump, 0
 
@@ -106,15 +113,20 @@ def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClo
         in_vain = in_vain + 1 if now == before else 0
         if not is_bounded():
             return
-        assert in_vain < IN_VAIN_MAX, f"at {now:.3f} everybody waits for something that never comes"
-        assert now < seconds_max, f"somebody waits for something that does not come in {now:.0f} s"
+        assert in_vain < IN_VAIN_MAX, f"at {now:.3f} all tasks wait for something that never comes"
+        assert now < seconds_max, f"a task waits for something that does not come in {now:.0f} s"
 
     clock._autojump = bounded_jump  # type: ignore[method-assign]  # Trio has no other place for it
     return clock
 
 
 class RanksSimulation(TracedRun):
-    """One plan, once."""
+    """One run of one plan.
+
+    Args:
+        plan: the plan.
+        trace: called with a line for each effect.
+    """
 
     def __init__(self, plan: RanksPlan, *, trace: Callable[[str], None] | None = None) -> None:
         super().__init__(trace)
@@ -122,7 +134,7 @@ class RanksSimulation(TracedRun):
         self._openings: list[PlayedOpening] = []
         self._streams: dict[int, RequestStream] = {}  # of the clients that are inside, by number
         self._aborted: set[int] = set()  # clients
-        self._named: dict[str, AdapterId] = {}  # adapters that may be asked for
+        self._named: dict[str, AdapterId] = {}  # adapters that may be requested
         self._core: EngineCore | None = None
         self._engine: Engine | None = None
         self._is_live = self._was_open = False
@@ -130,12 +142,16 @@ class RanksSimulation(TracedRun):
         self._expected = ReferenceEngine(LookingModel(vocab_size=plan.stage.vocab_size))
 
     def run(self) -> None:
-        """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
+        """Run the plan.
+
+        Raises:
+            AssertionError: something is not as it must be. Exceptions of the engine pass through too.
+        """
         with seeded_schedule(self.plan.stage.schedule_seed):
             try:
                 trio.run(self._main, clock=bounded_clock(2 * SECONDS_MAX, lambda: self._is_live))
             except trio.TrioInternalError as error:
-                # What was violated first may be why nobody could go on.
+                # The first violation may be the reason why no task could run.
                 raise next(iter(self._violations), error.__cause__ or error) from None
 
     async def _main(self) -> None:
@@ -147,7 +163,11 @@ class RanksSimulation(TracedRun):
             world.cancel_scope.cancel()
 
     async def _be_server(self, texts: TextThreads, world: trio.Nursery) -> None:
-        """world: of the ranks, which no scope of the engine's ends."""
+        """Run the server.
+
+        Args:
+            world: nursery of the ranks, which no scope of the engine ends.
+        """
         stage = self.plan.stage
         leaves_at = math.inf if stage.leaves_at is None else stage.leaves_at
         try:
@@ -159,33 +179,33 @@ class RanksSimulation(TracedRun):
                 self._check_left_in_time(trio.current_time() - begun_at - leaves_at)
         except (EngineFault, RankLost, ModelLoadError) as error:
             self._check_over(error)
-        self._check_told()
+        self._check_reported()
         for opening in self._openings:
             assert opening.closed_at < math.inf, f"opening {opening.index} of the engine is never left"
         assert not self._streams, f"clients {sorted(self._streams)} have not left"
 
     def _check_left_in_time(self, seconds: float) -> None:
-        """Whoever is left waits for the steps in flight, and for nothing else."""
+        """Check that the engine has waited only for the steps in flight."""
         stage = self.plan.stage
         harm = max((part.seconds for part in self.plan.parts if isinstance(part, Harm)), default=0.0)
         is_harmed = any(opening.harmed for opening in self._openings)
         steps = 2 * (max(stage.step_seconds) + stage.mask_seconds + harm) + 0.01
         seconds_max = max(steps, stage.answer_seconds_max + 1.1 if is_harmed else 0.0)
-        assert seconds <= seconds_max, f"leaving took {seconds:.3f} s, and {seconds_max:.3f} s are enough"
+        assert seconds <= seconds_max, f"leaving took {seconds:.3f} s, more than {seconds_max:.3f} s"
         self.count("left while it ran")
 
     def _check_over(self, error: Exception) -> None:
-        """The engine has ended by itself, which has to have a reason, and is the last word."""
-        self._check_told()
+        """Check that an engine that has ended by itself had a reason."""
+        self._check_reported()
         last = self._openings[-1]
         failures = [opening for opening in self._openings if opening.failure is not None]
         if last.failure is None:
-            raise error  # nothing has happened to the ranks: something else is wrong
+            raise error  # nothing has happened to the ranks, so another error has ended the engine
         assert str(last.failure) in str(error), f"the engine ended with {error}, and broke with {last.failure}"
         restarts_max = self.plan.stage.restarts_max
         if isinstance(error, EngineFault):
             is_over = len(failures) > restarts_max or len(failures) >= IN_VAIN_MAX
-            assert is_over, f"the engine broke {len(failures)} times, and might have been opened anew: {error}"
+            assert is_over, f"the engine broke {len(failures)} times, and could have restarted: {error}"
             self.count("engines broken for good")
         else:
             assert not self._was_open, f"an engine that once ran ended with {error!r}"
@@ -226,7 +246,7 @@ class RanksSimulation(TracedRun):
                 weights=parts.weights,
             )
             self._engine = engine
-            engine.on_fault = engine.wait_until_idle  # clients have their time
+            engine.on_fault = engine.wait_until_idle  # clients get time to finish
             return engine
 
         with errors_unwrapped():
@@ -236,7 +256,7 @@ class RanksSimulation(TracedRun):
                 @asynccontextmanager
                 async def open_parts() -> AsyncIterator[EngineParts]:
                     self._note_opening()
-                    with self._noting():  # the engine would take it for a fault of what it computes with
+                    with self._noting():  # the engine would treat a failed check as a fault of its executor
                         async with self._open_parts(adapters, world) as parts:
                             yield parts
 
@@ -269,7 +289,7 @@ class RanksSimulation(TracedRun):
                     opening.is_open = True
                     yield EngineParts(
                         self._core,
-                        _JudgedSteps(group, self._violate),
+                        _CheckedSteps(group, self._violate),
                         when_idle=group.claim_memory,
                         guard=group.guard,
                         weights=RankedWeights(group, TrainerGroups()),
@@ -292,14 +312,14 @@ class RanksSimulation(TracedRun):
             nursery,
             tell=self.tell,
             count=self.count,
-            check=self._check_told,
+            check=self._check_reported,
             noting=self._noting,
         )
         self._openings.append(opening)
         return opening
 
     async def _watch(self, opening: PlayedOpening, group: RankGroup) -> None:
-        """Notes the moment at which the group breaks."""
+        """Note the moment at which the group breaks."""
         try:
             await group.guard()
         except (RankLost, ModelLoadError) as error:
@@ -307,7 +327,7 @@ class RanksSimulation(TracedRun):
                 opening.note_failure(error)
 
     def _note_opening(self) -> None:
-        """It is about to be opened, perhaps anew."""
+        """Note that the engine is about to open, or to restart."""
         with suppress(AssertionError), self._noting():
             self._check_opening()
 
@@ -316,13 +336,13 @@ class RanksSimulation(TracedRun):
         if not openings:
             return
         last = openings[-1]
-        assert last.failure is not None, "the engine is opened anew, and nothing had broken"
-        assert len(openings) <= stage.restarts_max, f"it is opened anew {len(openings)} times"
+        assert last.failure is not None, "the engine restarts, and nothing had broken"
+        assert len(openings) <= stage.restarts_max, f"the engine restarts {len(openings)} times"
         seconds = trio.current_time() - last.failed_at
-        assert seconds <= BACKOFF_SECONDS_MAX + 0.001, f"opened anew {seconds:.3f} s after it broke"
+        assert seconds <= BACKOFF_SECONDS_MAX + 0.001, f"the engine restarts {seconds:.3f} s after it broke"
         in_vain = [opening for opening in openings[-IN_VAIN_MAX:] if opening.failure is not None]
         is_vain = len(in_vain) == IN_VAIN_MAX and not any(opening.step_count for opening in in_vain)
-        assert not is_vain, f"opened anew behind {IN_VAIN_MAX} openings that computed nothing"
+        assert not is_vain, f"the engine restarts after {IN_VAIN_MAX} openings that computed nothing"
         self.count("engines opened anew")
 
     # --- what tasks do ---
@@ -341,16 +361,16 @@ class RanksSimulation(TracedRun):
                 elif isinstance(part, Swap):
                     nursery.start_soon(self._swap, engine, part)
         await engine.wait_until_idle()
-        # Whatever has happened meanwhile is known after that, and the engine is open again, or is not to be.
+        # After that, everything that has happened is known, and the engine is open again or stays closed.
         await trio.sleep(self.plan.stage.answer_seconds_max + 2.0)
-        while not engine.ready:  # noqa: ASYNC110  # that it takes requests is all that tells
+        while not engine.ready:  # noqa: ASYNC110  # no event reports it
             await trio.sleep(LOOK_SECONDS)
         self._check_all_free(engine)
         last = Client(number=len(self.plan.parts), at=0.0, prompt=(1, 2, 3, 4, 5), output=4)
         opening_count = len(self._openings)
         outcome = await self._be_client(engine, last)
         is_lost = len(self._openings) > opening_count or self._openings[-1].failure is not None
-        assert outcome == READ or is_lost, f"nobody is left, and the next one is {outcome}"
+        assert outcome == READ or is_lost, f"no client is left, and the next one is {outcome}"
         await trio.sleep(0.5)
         if engine.ready:
             self._check_all_free(engine)
@@ -372,23 +392,23 @@ class RanksSimulation(TracedRun):
         try:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
                 async with stream:
-                    assert has_adapter, f"client {client.number} has {client.adapter}, which is not there"
+                    assert has_adapter, f"client {client.number} uses {client.adapter}, which is not loaded"
                     with self._noting():
                         if await self._read(client, stream, openings_before):
                             outcome = READ
         except EngineReopening:
-            assert not self._openings[-1].is_open, "it is said to be opened anew, and is open"
+            assert not self._openings[-1].is_open, "a request is refused for a restart, and the engine is open"
             outcome = "refused: reopening"
         except StepOverdue:
-            assert any(opening.harmed for opening in self._openings), "a step is overdue, and nothing holds it up"
+            assert any(opening.harmed for opening in self._openings), "a step is overdue, and no rank was harmed"
             outcome = "refused: overdue"
         except Overloaded as error:
             raise AssertionError(f"client {client.number} is refused: {error}") from error
         except EngineFault as fault:
-            self._check_told_of(client, fault)
+            self._check_fault(client, fault)
             outcome = "told of a fault"
         except UnknownModel:
-            assert not has_adapter, f"client {client.number}: {client.adapter} is there"
+            assert not has_adapter, f"client {client.number}: {client.adapter} is loaded"
             outcome = "refused: no such adapter"
         finally:
             self._streams.pop(client.number, None)
@@ -399,13 +419,17 @@ class RanksSimulation(TracedRun):
         self.count(f"clients: {outcome}")
         return outcome
 
-    def _check_told_of(self, client: Client, fault: EngineFault) -> None:
+    def _check_fault(self, client: Client, fault: EngineFault) -> None:
         failure = self._last_failure
-        assert failure is not None, f"client {client.number} is told of a fault, and nothing had broken: {fault}"
-        assert str(failure) in str(fault), f"client {client.number} is told {fault}, and what broke is {failure}"
+        assert failure is not None, f"client {client.number} got a fault, and nothing had broken: {fault}"
+        assert str(failure) in str(fault), f"client {client.number} got {fault}, but the failure is {failure}"
 
     async def _read(self, client: Client, stream: RequestStream, openings_before: int) -> bool:
-        """Whether everything was read."""
+        """Read the stream.
+
+        Returns:
+            True if it was read to the end.
+        """
         responses = [self._expected.response(_sequence(client, index)) for index in range(client.choices)]
         counts, ends = [0] * client.choices, [0] * client.choices
         if client.leaves_after == 0:
@@ -431,9 +455,11 @@ class RanksSimulation(TracedRun):
             if delta_count == client.leaves_after:
                 return False
             await trio.sleep(client.pause)
-        assert all(ends), f"client {client.number}: the stream is over, and choices have no end: {ends}"
+        assert all(ends), f"client {client.number}: the stream has ended, and choices have not: {ends}"
         if client.logprobs is not None and whole == client.choices:
-            assert stream.prompt_logprobs == responses[0].prompt_logprobs, f"client {client.number}: of its prompt"
+            assert stream.prompt_logprobs == responses[0].prompt_logprobs, (
+                f"client {client.number}: other prompt logprobs"
+            )
         return True
 
     def _check_end(
@@ -445,22 +471,24 @@ class RanksSimulation(TracedRun):
         name = f"client {client.number}, choice {delta.index}"
         if reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert reason is expected.reason, f"{name} ended with {reason}, the reference with {expected.reason}"
-            assert count == len(expected.token_ids), f"{name} is said to be complete with {count} tokens"
+            assert count == len(expected.token_ids), f"{name} is reported as complete with {count} tokens"
         elif reason is FinishReason.ABORT and delta.stop_reason == WEIGHTS_REPLACED:
             swaps = [part for part in self.plan.parts if isinstance(part, Swap) and part.in_flight == "abort"]
-            assert swaps, f"{name} was ended for new weights, and nobody asked for that"
+            assert swaps, f"{name} was ended for new weights, and no swap aborts requests"
         elif reason is FinishReason.ABORT:
-            assert client.number in self._aborted, f"{name} was aborted by nobody"
+            assert client.number in self._aborted, f"{name} was aborted, and no operator aborted it"
         elif reason is FinishReason.DEADLINE:
             assert client.timeout is not None, f"{name} has no deadline"
         elif "adapter of this request is not loaded" in str(delta.message):
-            # One that came while the engine was opened anew, and had no room there.
-            assert self.plan.stage.adapters_max < ADAPTERS_MAX, f"{name} is told {delta.message}"
-            assert len(self._openings) > 1, f"{name} is told {delta.message}"
+            # An adapter loaded during a restart, which had no memory for it.
+            assert self.plan.stage.adapters_max < ADAPTERS_MAX, f"{name} ended with {delta.message}"
+            assert len(self._openings) > 1, f"{name} ended with {delta.message}"
         else:
             since = [opening for opening in self._openings[openings_before - 1 :] if opening.failure is not None]
             assert len(since) >= 2, f"{name} is ended, and was in {len(since)} steps that failed: {delta.message}"
-            assert str(since[-1].failure) in str(delta.message), f"{name} is told {delta.message}: {since[-1].failure}"
+            assert str(since[-1].failure) in str(delta.message), (
+                f"{name} ended with {delta.message}: {since[-1].failure}"
+            )
 
     def _check_left(self, client: Client, stream: RequestStream) -> None:
         if self._core is None:
@@ -470,7 +498,7 @@ class RanksSimulation(TracedRun):
         for choice in stream._request.choices:
             live = sequences.get(choice.sequence_id)
             assert live is None or is_broken or (live.steps_in_flight and live.abort_reason is not None), (
-                f"client {client.number} has left, and {choice.sequence_id} goes on"
+                f"client {client.number} has left, and {choice.sequence_id} continues"
             )
         self._check()
 
@@ -507,13 +535,15 @@ class RanksSimulation(TracedRun):
         try:
             await engine.unload_adapter(part.name)
         except UnknownModel:
-            assert id is None, f"{part.name} was there, and could not be unloaded"
+            assert id is None, f"{part.name} was loaded, and could not be unloaded"
             return
         self.count("unloads")
         opening = self._openings[-1]
         if id is not None and opening.failure is None and not opening.harmed:
             for rank in opening.ranks:
-                assert rank.executor is None or id not in rank.executor.adapters, f"{part.name} is gone, and takes room"
+                assert rank.executor is None or id not in rank.executor.adapters, (
+                    f"{part.name} is unloaded, and still takes memory"
+                )
 
     async def _swap(self, engine: Engine, part: Swap) -> None:
         await trio.sleep(part.at)
@@ -524,7 +554,7 @@ class RanksSimulation(TracedRun):
                 outcome = part.in_flight
         except (InvalidRequest, WeightsLost, EngineReopening, EngineFault) as error:
             last = self._openings[-1]
-            await trio.lowlevel.checkpoint()  # whoever notes what has broken was told at the same time
+            await trio.lowlevel.checkpoint()  # the task that notes the failure was woken at the same time
             with self._noting():
                 outcome = self._why_kept(part, error, is_over=last is not since or self._is_over(last))
         self.tell(f"weights {part.number}: {outcome}")
@@ -536,31 +566,41 @@ class RanksSimulation(TracedRun):
         return opening.failure is not None or not opening.is_open
 
     def _why_kept(self, part: Swap, error: Exception, *, is_over: bool) -> str:
-        """Why the weights are not there, which has to be true. is_over: whether an opening of the engine is, that was
-        there meanwhile."""
+        """Check the reason why weights were not replaced.
+
+        Args:
+            part: the swap.
+            error: what it raised.
+            is_over: whether an opening of the engine ended during the swap.
+
+        Returns:
+            The outcome.
+        """
         if isinstance(error, InvalidRequest):
             assert part.refused_by, f"weights {part.number} fit every rank: {error}"
             assert all(f"does not fit rank {rank}" in str(error) for rank in part.refused_by), str(error)
             return "refused"
         if isinstance(error, WeightsLost):
             assert is_over, f"weights {part.number} are lost, and no rank is: {error}"
-            assert "the engine ended meanwhile" in str(error), f"weights {part.number} came in part: {error}"
+            assert "the engine ended meanwhile" in str(error), f"weights {part.number} were written in part: {error}"
             return "lost"
         if isinstance(error, EngineReopening):
-            assert is_over, "it is said to be opened anew, and is open"
+            assert is_over, "a swap is refused for a restart, and the engine is open"
             return "reopening"
-        assert self._last_failure is not None, f"who replaces weights is told of a fault: {error}"
+        assert self._last_failure is not None, f"a swap got a fault, and nothing had broken: {error}"
         return "told of a fault"
 
     def _check_weights(self, engine: Engine, part: Swap, outcome: str) -> None:
-        """All ranks have the same ones, and the engine says which."""
-        assert not engine.has_half_weights, f"weights {part.number} are there in part, which ranks never have"
+        """Check that all ranks have the same weights, and that the engine reports those."""
+        assert not engine.has_half_weights, f"weights {part.number} are written in part, which ranks never do"
         path, opening = source_of(part.number), self._openings[-1]
         has_version = engine.weight_version == version_of(part.number)
         if outcome == part.in_flight:
-            assert has_version, f"weights {part.number} are there, and those of {engine.weight_version} are said to be"
+            assert has_version, f"weights {part.number} are written, and the engine reports {engine.weight_version}"
         else:
-            assert not has_version or outcome == "left", f"weights {part.number}: {outcome}, and said to be there"
+            assert not has_version or outcome == "left", (
+                f"weights {part.number}: {outcome}, and the engine reports them"
+            )
         if opening.failure is None and not opening.harmed and (has_version or outcome == "refused"):
             for rank in opening.ranks:
                 assert (rank.weights == path) == has_version, f"{rank.name} has {rank.weights}, and {path}: {outcome}"
@@ -568,16 +608,16 @@ class RanksSimulation(TracedRun):
     # --- what has to hold ---
 
     async def _look(self) -> None:
-        """Also when nobody does anything."""
+        """Check periodically, even if no task does anything."""
         while True:
             await trio.sleep(LOOK_SECONDS)
-            self._check_told()
+            self._check_reported()
 
     @property
     def _last_failure(self) -> Exception | None:
         return next((opening.failure for opening in reversed(self._openings) if opening.failure is not None), None)
 
-    def _check_told(self) -> None:
+    def _check_reported(self) -> None:
         if self._violations:
             raise self._violations[0]
         with self._noting():
@@ -585,7 +625,7 @@ class RanksSimulation(TracedRun):
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """What is violated first is kept: those who are ended by it may hang."""
+        """Record a failed check. The first one is reported, since tasks that it ends may hang."""
         try:
             yield
         except AssertionError as violation:
@@ -594,10 +634,10 @@ class RanksSimulation(TracedRun):
 
     def _check_openings(self) -> None:
         for opening in self._openings:
-            opening.check_told(is_engine_over=self._engine is not None and self._engine.fault is not None)
+            opening.check_reported(is_engine_over=self._engine is not None and self._engine.fault is not None)
 
     def _check(self) -> None:
-        self._check_told()
+        self._check_reported()
         if self._core is not None and self._openings[-1].failure is None:
             check_core(self._core)
 
@@ -613,7 +653,7 @@ class RanksSimulation(TracedRun):
                 assert rank.executor.adapters == {*self._named.values()}, f"{rank.name} has {rank.executor.adapters}"
 
     def _forget_given_up(self, engine: Engine) -> None:
-        """Adapters that came while the engine broke, and for which the new ranks have no room."""
+        """Forget adapters that were loaded while the engine broke, and for which the new ranks have no memory."""
         if len(self._openings) > 1 and self.plan.stage.adapters_max < ADAPTERS_MAX:
             self._named = {name: id for name, id in self._named.items() if name in engine.adapters.names}
 
@@ -621,9 +661,14 @@ class RanksSimulation(TracedRun):
         self._violations.append(AssertionError(what))
 
 
-class _JudgedSteps:
-    """A StepRunner, held to its promise: no result is missing without a reason, and one error is the last word.
-    violate: is told what is not so, since the engine takes whatever a step raises for a fault of its own."""
+class _CheckedSteps:
+    """A StepRunner that checks its contract: no result is missing without a reason, and no step follows one that
+    failed.
+
+    Args:
+        steps: the real one.
+        violate: called with each violation. Raising it would make the engine treat it as a fault of its own.
+    """
 
     def __init__(self, steps: StepRunner, violate: Callable[[str], None]) -> None:
         self._steps = steps
@@ -640,18 +685,18 @@ class _JudgedSteps:
             result = await computed
         except RankLost as error:
             if self._has_raised:
-                self._violate(f"step {index} raises, too, behind one that did: {error}")
+                self._violate(f"step {index} raises after another step did: {error}")
             self._has_raised = True
             raise
         if result is not None and self._has_raised:
-            self._violate(f"step {index} is computed behind one that failed")
+            self._violate(f"step {index} is computed after one that failed")
         if result is None and not (self._has_raised or is_abandoned()):
-            self._violate(f"step {index} was not computed, and somebody waits for it")
+            self._violate(f"step {index} was not computed, and a request waits for it")
         return result
 
 
 class _LateMasks:
-    """A MaskMaker whose masks take their time, of the clock's."""
+    """A MaskMaker whose masks take time, on the virtual clock."""
 
     def __init__(self, seconds: float, nursery: trio.Nursery) -> None:
         self._buffers = MaskBuffers(BYTE_VOCAB_SIZE)
@@ -762,7 +807,7 @@ def _sampling(client: Client) -> SamplingParams:
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:
-    """What the engine makes of a choice, as far as the response depends on it."""
+    """The engine's request for one choice, as far as the response depends on it."""
     adapter = AdapterRef(AdapterId(1), fake_adapter_digest(f"/{client.adapter}")) if client.adapter else None
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),

@@ -1,6 +1,6 @@
-"""A model that is not one, computed from a plan as it comes to a rank: of all tokens those alone that came with it.
+"""A fake model that computes from a plan as a rank receives it. It knows only the tokens that came with the plan.
 
-It takes from the wire whatever a real model takes, so that what is missing there, or wrong, gives other tokens.
+It uses everything from the message that a real model uses, so that missing or wrong content gives other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LookingModel", "WireExecutor"]
 
 
 class LookingModel(FakeModel):
-    """One in which penalties look at tokens, and every parameter of sampling changes what comes."""
+    """A model whose penalties depend on tokens, and where every sampling parameter changes the output."""
 
     def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
         sampling = request.sampling
@@ -41,7 +41,7 @@ class LookingModel(FakeModel):
 
 
 class WireExecutor(FakeExecutor):
-    """What stands in a slot is what was written there, right or wrong: nobody here knows the tokens before a chunk."""
+    """An executor that trusts the content of its slots. It does not know the tokens before a chunk."""
 
     def _check_plan(self, plan: StepPlan, chunks: Iterable[ScheduledChunk]) -> None:
         assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
