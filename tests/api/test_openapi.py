@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -62,6 +63,14 @@ async def test_every_reference_resolves(api: Any) -> None:
     check(document)
     ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(set(ids)) == len(ids)
+
+
+async def test_sections_of_docstrings_become_descriptions_of_properties(api: Any) -> None:
+    schemas = (await described(api))["components"]["schemas"]
+    for name, schema in schemas.items():
+        description = schema.get("description", "")
+        assert not re.search(r"^(Attributes|Args|Returns|Raises):", description, re.MULTILINE), name
+    assert any("description" in part for part in schemas["ChatMessage"]["properties"].values())
 
 
 async def test_refused_fields_are_not_offered(api: Any) -> None:

@@ -6,6 +6,8 @@ document, and tests compare it with the server's behaviour.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -219,6 +221,7 @@ def _components(operations: Operations) -> dict[str, Any]:
                 used[kind.__name__] = kind
     _, components = msgspec.json.schema_components(used.values(), ref_template=REF)
     for name, schema in components.items():
+        _describe_properties(schema)
         taken = TAKEN_BY_SOME if issubclass(used.get(name, object), PooledBody) else ()
         for field, reason in REFUSED.items():
             if field in schema.get("properties", ()) and field not in taken:
@@ -233,6 +236,18 @@ def _components(operations: Operations) -> dict[str, Any]:
                 inner, _, field = place.rpartition(".")
                 _say_range(components[inner or described.body.__name__]["properties"].get(field, {}), allowed)
     return components
+
+
+def _describe_properties(schema: dict[str, Any]) -> None:
+    """Move the section "Attributes:" of a type's docstring to the descriptions of the type's properties."""
+    description = inspect.cleandoc(schema.get("description", ""))
+    text, _, section = description.partition("\nAttributes:\n")
+    if description:
+        schema["description"] = text.strip()
+    if section:
+        for name, meaning in re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE):
+            if name in schema.get("properties", ()):
+                schema["properties"][name].setdefault("description", " ".join(meaning.split()))
 
 
 def _say_range(schema: dict[str, Any], allowed: Range) -> None:
