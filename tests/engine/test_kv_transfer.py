@@ -300,7 +300,7 @@ async def test_connector_that_ends_early_stops_no_request(autojump_clock, caplog
             assert [delta async for delta in stream]
             await stream.wait_until_released()
         fake.assert_all_free()
-    assert [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()] == [
+    assert [record.getMessage() for record in caplog.records if "without a request to stop" in record.getMessage()] == [
         "connector ended without a request to stop connector=Short"
     ]
 
