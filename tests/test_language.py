@@ -56,6 +56,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/proxy",
     "tests/ranks",
     "tests/router",
+    "tests/sim",
     "tests/store",
     "tests/testing",
     "tests/text",

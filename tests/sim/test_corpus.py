@@ -1,4 +1,4 @@
-"""What once failed, by a bug or by a rule that was wrong, does not fail any more."""
+"""Seeds and histories that failed once, because of a bug or a wrong rule, pass now."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HISTORIES = sorted((HERE / "histories").glob("*.txt"))
 
 
 @pytest.mark.parametrize("line", SEED_LINES)
-def test_a_seed_that_once_failed_holds(line):
+def test_seed_that_failed_once_passes(line):
     mode, step_count, seed, reason = line.split(" ", 3)
     assert runs_of(mode).run_seed(int(seed), int(step_count)).failure is None, reason
 
 
 @pytest.mark.parametrize("file", HISTORIES, ids=lambda file: file.stem)
-def test_a_history_that_once_failed_holds(file):
+def test_history_that_failed_once_passes(file):
     script = file.read_text(encoding="utf-8")
     first = next(line for line in script.splitlines() if not line.startswith("#"))
     word = first.split()[0]

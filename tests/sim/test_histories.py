@@ -1,4 +1,4 @@
-"""Histories are data: what is written is what is read, and what a seed gives reaches every phase."""
+"""Histories as data: scripts are parsed as they were written, and seeds reach every phase."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ ITERATIVE_MOMENTS = [
 ]
 
 
-def test_a_script_says_everything():
+def test_script_is_parsed_as_it_was_written():
     assert history_of(script_of(EVERYTHING)) == EVERYTHING
 
 
@@ -362,20 +362,20 @@ def test_comments_and_empty_lines_are_skipped():
         (script_of(EVERYTHING) + "explode", "line 16"),
     ],
 )
-def test_a_script_that_cannot_be_read_says_where(script, match):
+def test_invalid_script_is_refused_with_its_line(script, match):
     with pytest.raises(InvalidRequest, match=match):
         history_of(script)
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
-def test_a_history_means_something_whatever_is_missing(missing):
+def test_core_history_without_some_events_runs(missing):
     events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("core").run_script(script_of(History(EVERYTHING.world, kept))).failure is None
 
 
 @pytest.mark.parametrize("plan", [STACK, LENDING, HALTS, SWAPS], ids=["connections", "lending", "halts", "swaps"])
-def test_a_script_of_the_stack_says_everything(plan):
+def test_stack_script_is_parsed_as_it_was_written(plan):
     assert stack_plan_of(stack_script_of(plan)) == plan
 
 
@@ -383,65 +383,65 @@ def test_a_script_of_the_stack_says_everything(plan):
     ("plan", "missing"),
     [(plan, missing) for plan in (STACK, LENDING, HALTS, SWAPS) for missing in range(len(plan.parts))],
 )
-def test_a_plan_of_the_stack_means_something_whatever_is_missing(plan, missing):
+def test_stack_plan_without_some_parts_runs(plan, missing):
     parts = plan.parts[:missing] + plan.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
         assert runs_of("stack").run_script(stack_script_of(StackPlan(plan.stage, kept))).failure is None
 
 
-def test_a_script_of_a_router_says_everything():
+def test_router_script_is_parsed_as_it_was_written():
     assert router_history_of(router_script_of(ROUTER)) == ROUTER
 
 
 @pytest.mark.parametrize("script", ["", 'send name="a"', "router\nrouter"])
-def test_a_script_of_a_router_begins_with_its_settings(script):
+def test_router_script_without_settings_first_is_refused(script):
     with pytest.raises(InvalidRequest, match="begins with its settings"):
         router_history_of(script)
 
 
 @pytest.mark.parametrize("missing", range(len(ROUTER.events)))
-def test_a_history_of_a_router_means_something_whatever_is_missing(missing):
+def test_router_history_without_some_events_runs(missing):
     events = ROUTER.events[:missing] + ROUTER.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("router").run_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
 
 
-def test_a_script_of_several_routers_says_everything():
+def test_routers_script_is_parsed_as_it_was_written():
     assert routers_history_of(routers_script_of(ROUTERS)) == ROUTERS
 
 
 @pytest.mark.parametrize("script", ["", "come number=1", "routers\nrouters"])
-def test_a_script_of_several_routers_begins_with_what_they_stand_before(script):
+def test_routers_script_without_settings_first_is_refused(script):
     with pytest.raises(InvalidRequest, match="begins with 'routers'"):
         routers_history_of(script)
 
 
 @pytest.mark.parametrize("missing", range(len(ROUTERS.events)))
-def test_a_history_of_several_routers_means_something_whatever_is_missing(missing):
+def test_routers_history_without_some_events_runs(missing):
     events = ROUTERS.events[:missing] + ROUTERS.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("routers").run_script(routers_script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
 
 
-def test_a_script_of_iterative_requests_says_everything():
+def test_iterative_script_is_parsed_as_it_was_written():
     assert iterative.history_of(iterative.script_of(ITERATIVE)) == ITERATIVE
 
 
 @pytest.mark.parametrize("script", ["", "begin", "iterative\niterative"])
-def test_a_script_of_iterative_requests_begins_with_its_world(script):
+def test_iterative_script_without_settings_first_is_refused(script):
     with pytest.raises(InvalidRequest, match="begins with 'iterative'"):
         iterative.history_of(script)
 
 
 @pytest.mark.parametrize("missing", range(len(ITERATIVE.events)))
-def test_a_history_of_iterative_requests_means_something_whatever_is_missing(missing):
+def test_iterative_history_without_some_events_runs(missing):
     events = ITERATIVE.events[:missing] + ITERATIVE.events[missing + 1 :]
     for kept in (events, events[::-1]):
         script = iterative.script_of(iterative.IterativeHistory(ITERATIVE.world, kept))
         assert runs_of("iterative").run_script(script).failure is None
 
 
-def test_a_few_seeds_of_iterative_requests_hold_and_reach_every_moment():
+def test_iterative_seeds_pass_and_reach_every_phase():
     totals: Counter[str] = Counter()
     for seed in range(120):
         verdict = runs_of("iterative").run_seed(seed, 150)
@@ -462,7 +462,7 @@ def test_a_few_seeds_of_iterative_requests_hold_and_reach_every_moment():
     ],
     ids=["core", "stack", "router", "routers", "iterative"],
 )
-def test_the_seeds_hold_and_reach_every_phase(run, step_count, seed_count, moments):
+def test_seeds_pass_and_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()
     for seed in range(seed_count):
         verdict = run(seed, step_count)

@@ -1,4 +1,4 @@
-"""An engine of pictures in virtual time: what a plan says, that plans hold, and that they reach every moment."""
+"""The simulation of an engine that makes pictures: scripts of plans, and seeds that reach every phase."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ MOMENTS = [
 SELDOM = ("clients: told of a fault", "engines broken", "wakes: done")  # few seeds may not have these
 
 
-def test_a_script_says_everything():
+def test_script_is_parsed_as_it_was_written():
     assert images_plan_of(script_of(EVERYTHING)) == EVERYTHING
 
 
 @pytest.mark.parametrize("script", ["", 'client number=0 id="a"', "images schedule_seed=1\nimages schedule_seed=1"])
-def test_a_script_begins_with_its_stage(script):
+def test_script_without_stage_first_is_refused(script):
     with pytest.raises(InvalidRequest, match="begins with 'images"):
         images_plan_of(script)
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.parts) + 1))
-def test_a_plan_means_something_whatever_is_missing(missing):
+def test_plan_without_some_parts_runs(missing):
     parts = EVERYTHING.parts[:missing] + EVERYTHING.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
         assert runs_of("images").run_script(script_of(ImagesPlan(EVERYTHING.stage, kept))).failure is None
 
 
-def test_a_seed_is_the_same_trace_again():
+def test_seed_gives_the_same_trace_again():
     traces: list[list[str]] = [[], []]
     for trace in traces:
         assert runs_of("images").run_seed(5, 12, trace=trace.append).failure is None
@@ -75,7 +75,7 @@ def test_a_seed_is_the_same_trace_again():
 
 
 @pytest.mark.parametrize("seed_count", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_seeds_hold_and_reach_every_moment(seed_count):
+def test_seeds_pass_and_reach_every_phase(seed_count):
     totals: Counter[str] = Counter()
     for seed in range(seed_count):
         verdict = runs_of("images").run_seed(seed, 12)

@@ -1,5 +1,4 @@
-"""The simulation of a pair: its scripts, what its seeds reach, and what becomes of a request whose client or engine
-leaves, with every message in its place."""
+"""The simulation of a pair: scripts, seeds that reach every phase, and requests whose client or engine leaves."""
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ class Played:
 PHASES = ["is_held", "is_loading", "is_half_read", "is_loaded", "is_decoding"]
 
 
-def test_what_one_engine_has_computed_the_other_goes_on_from():
+def test_decode_continues_from_the_kv_of_prefill():
     played = Played()
     counts = played.end()
     assert played.client.state == "done"
@@ -139,8 +138,8 @@ def test_what_one_engine_has_computed_the_other_goes_on_from():
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_client_that_leaves_gives_both_sides_blocks_back_without_a_deadline(phase):
-    """S07, S10: nothing is lost here, so nothing is left to a deadline."""
+def test_leaving_client_frees_blocks_of_both_engines_at_once(phase):
+    """S07, S10: nothing is lost here, so nothing waits for a deadline."""
     played = Played()
     played.until(getattr(played, phase)).do(Leave(id="a"))
     played.end()
@@ -150,7 +149,7 @@ def test_a_client_that_leaves_gives_both_sides_blocks_back_without_a_deadline(ph
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("host", ["prefill", "decode"])
-def test_an_engine_that_is_killed_leaves_nothing_at_the_other_and_no_wrong_response(phase, host):
+def test_killed_engine_leaves_no_blocks_at_the_other_and_no_wrong_response(phase, host):
     played = Played()
     played.until(getattr(played, phase)).do(Kill(host=host))
     played.end()
@@ -160,7 +159,7 @@ def test_an_engine_that_is_killed_leaves_nothing_at_the_other_and_no_wrong_respo
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("host", ["prefill", "decode"])
-def test_an_engine_that_stops_for_longer_than_a_hold_lasts_costs_time_and_no_blocks(phase, host):
+def test_engine_stopped_longer_than_a_hold_loses_no_blocks(phase, host):
     """S08: the hold expires while it is read, and what it brought is not used."""
     played = Played()
     played.until(getattr(played, phase)).do(Stop(host=host), PairWait(seconds=15.0), Continue(host=host))
@@ -168,7 +167,8 @@ def test_an_engine_that_stops_for_longer_than_a_hold_lasts_costs_time_and_no_blo
     assert played.client.state == "done"
 
 
-def test_a_hold_that_expires_in_the_middle_of_its_reading_is_noticed():
+def test_hold_that_expires_while_read_is_noticed():
+    """S08: the hold expires while it is read, and the content read is not used."""
     played = Played(hold_seconds=2.0)
     played.until(played.is_half_read).do(PairWait(seconds=2.5))
     assert not played.is_held()
@@ -178,7 +178,7 @@ def test_a_hold_that_expires_in_the_middle_of_its_reading_is_noticed():
     assert (counts["holds: expired"], counts["loads: failed"], counts["loads: completed"]) == (1, 1, 0)
 
 
-def test_a_reader_that_is_slow_keeps_its_hold_by_signs_of_life():
+def test_slow_reader_keeps_its_hold():
     """S08: heartbeats count, also while no byte moves."""
     played = Played(load_seconds=100.0)
     played.until(played.is_half_read)
@@ -191,7 +191,7 @@ def test_a_reader_that_is_slow_keeps_its_hold_by_signs_of_life():
     assert (counts["holds: expired"], counts["loads: completed"]) == (0, 1)
 
 
-def test_a_decode_side_that_refuses_leaves_the_response_to_the_prefill_side():
+def test_prefill_engine_responds_if_decode_engine_refuses():
     """S07."""
     played = Played()
     counts = played.do(Refuse(host="decode")).end()
@@ -200,25 +200,25 @@ def test_a_decode_side_that_refuses_leaves_the_response_to_the_prefill_side():
     assert played.simulation.now < 10.0
 
 
-def test_a_script_says_everything():
+def test_script_is_parsed_as_it_was_written():
     assert history_of(script_of(EVERYTHING)) == EVERYTHING
 
 
 @pytest.mark.parametrize("script", ["", "deliver", "pair\npair"])
-def test_a_script_begins_with_its_world(script):
+def test_script_without_settings_first_is_refused(script):
     with pytest.raises(InvalidRequest, match="begins with its world"):
         history_of(script)
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
-def test_a_history_means_something_whatever_is_missing(missing):
+def test_core_history_without_some_events_runs(missing):
     events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("pair").run_script(script_of(PairHistory(EVERYTHING.world, kept))).failure is None
 
 
 @pytest.mark.slow
-def test_the_seeds_hold_and_reach_every_phase():
+def test_seeds_pass_and_reach_every_phase():
     totals: Counter[str] = Counter()
     for seed in range(150):
         verdict = runs_of("pair").run_seed(seed, 300)
@@ -228,7 +228,7 @@ def test_the_seeds_hold_and_reach_every_phase():
 
 
 @pytest.mark.slow
-def test_a_history_is_cut_down(monkeypatch):
+def test_failing_pair_history_is_shrunk(monkeypatch):
     monkeypatch.setattr(Sends, "aborted", lambda sends, request_id: None)
     monkeypatch.setattr(Sends, "expired", lambda sends, request_id: sends._reports.forget(HoldKind.SEND, request_id))
     failure = next(filter(None, (runs_of("pair").run_seed(seed, 300).failure for seed in range(50))))

@@ -1,4 +1,4 @@
-"""The simulator can fail: bugs of every kind are planted in the code, and each must be found.
+"""The simulator finds bugs: bugs of every kind are planted in the code, and each must be found.
 
 The folder planted has a folder for each simulation with one file per bug: what rule the bug breaks, then, for each
 change, the file, the old text and the new text. An old text that is no longer in its file is an error: plant the bug
@@ -46,7 +46,7 @@ SEEDS_SEARCHED, SEEDS_SEARCHED_FOR_NOTES = 300, 4000
 FOUND_BY = HERE / "planted" / "found_by.txt"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
 HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
-# Taken once: pytest changes a variable for each test, and bugs are looked for in other threads meanwhile.
+# Read once: pytest changes a variable for each test while other threads search for bugs.
 ENVIRONMENT = dict(os.environ)
 OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "images", "ranks")
 MODES = {"core": [], **{mode: [f"--{mode}"] for mode in OTHERS}}
@@ -102,8 +102,13 @@ def simulate(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def copy_package(folder: Path, files: Collection[str] = ()) -> Path:
-    """Of these files. All others are links, to what is compiled already, too: copying several hundred files for each
-    bug would take longer than finding it. Returns the folder."""
+    """Copy a package's changed files, and link all others and their compiled code.
+
+    Copying several hundred files for each bug would take longer than finding it.
+
+    Returns:
+        The folder of the copy.
+    """
     copies = {Path(file) for file in files}
     assert all((ROOT / file).is_file() for file in copies)
     parents = {parent for file in copies for parent in file.parents}
@@ -383,7 +388,7 @@ def copy(tmp_path):
     return copy_package(tmp_path)
 
 
-def test_there_are_enough_of_them():
+def test_enough_bugs_are_planted():
     assert len(FILES) >= 20
 
 
@@ -395,7 +400,7 @@ def test_a_planted_bug_fits_the_code_of_today(file):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default:.* is found by seed")
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_a_planted_bug_is_found(file, planted_runs):
+def test_planted_bug_is_found(file, planted_runs):
     ran = planted_runs[file].result()
     assert ran.returncode == 1, f"not found:\n{ran.stdout}{ran.stderr}"
     seed, noted = seed_in(ran.stdout), noted_seeds().get(name_of(file))
@@ -406,14 +411,14 @@ def test_a_planted_bug_is_found(file, planted_runs):
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.stem)
-def test_a_history_holds_where_nothing_is_planted(history, copy):
+def test_history_of_a_bug_passes_without_the_bug(history, copy):
     ran = simulate(copy, "--replay", str(history), *MODES[history.parent.name])
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_found_where_nothing_is_planted(mode, copy):
+def test_nothing_is_found_without_a_bug(mode, copy):
     """test_histories.py and test_pair.py take more seeds, in one process."""
     ran = simulate(copy, *MODES[mode], "--seeds", "0:60" if mode == "lasting" else "0:10")
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -455,12 +460,12 @@ def test_changed_function_is_found_wherever_it_moved():
     assert [(old.co_qualname, new.co_qualname) for old, new in pairs] == [("A.f", "A.f")]
 
 
-def test_a_bug_whose_place_is_gone_is_an_error(tmp_path):
+def test_bug_whose_old_text_is_gone_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="holds this 0 times"):
         plant([Change("trioserve/core/engine.py", "no such text", "")], tmp_path)
 
 
-def test_what_is_planted_is_in_the_copy_alone(tmp_path):
+def test_bug_is_planted_only_in_the_copy(tmp_path):
     file, neighbour = "trioserve/core/engine.py", "trioserve/core/scheduler.py"
     before = (ROOT / file).read_bytes()
     plant([Change(file, "from __future__ import annotations", "planted = True")], tmp_path)

@@ -1,4 +1,4 @@
-"""Histories of an engine in ranks: seeds hold, they reach every phase of a rank's life, and what is written is read."""
+"""The simulation of an engine in ranks: scripts, and seeds that reach every phase of a rank's life."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PLAN = RanksPlan(
 )
 
 
-def test_seeds_hold_and_reach_every_phase() -> None:
+def test_seeds_pass_and_reach_every_phase() -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEED_COUNT):
         verdict = runs_of("ranks").run_seed(seed, CLIENT_COUNT)
@@ -68,17 +68,17 @@ def test_seeds_hold_and_reach_every_phase() -> None:
     assert {phase for _, _, phase in harms if phase} == {*PHASES}
 
 
-def test_a_script_is_read_as_it_is_written() -> None:
+def test_script_is_parsed_as_it_was_written() -> None:
     assert ranks_plan_of(script_of(PLAN)) == PLAN
     assert runs_of("ranks").run_script(script_of(PLAN)).failure is None
 
 
-def test_a_script_without_a_stage_is_refused() -> None:
+def test_script_without_stage_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="a plan begins with its stage"):
         ranks_plan_of("abort number=1 at=0.1\n")
 
 
-def test_the_rank_that_dies_is_named_in_the_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dead_rank_is_named_in_the_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "plan.txt"
     script.write_text(script_of(PLAN), encoding="utf-8")
     assert main(["simulate", "--replay", str(script)]) == 0

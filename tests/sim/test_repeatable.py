@@ -1,4 +1,4 @@
-"""The same seed is the same trace, byte for byte, in every process; another seed is another order."""
+"""A seed gives the same trace, byte for byte, in every process. Another seed gives another order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace_of(seed: int, hash_seed: int, *mode: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode) or "core")
 @pytest.mark.parametrize("seed", [3, 5])
-def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
+def test_seed_gives_the_same_trace_in_every_process(seed, mode):
     first = trace_of(seed, 1, *mode)
     assert first.count(b"\n") > 30
     assert trace_of(seed, 4242, *mode) == first
@@ -46,7 +46,7 @@ def test_a_seed_is_the_same_trace_in_every_process(seed, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", STEPS)
-def test_seeds_are_the_same_traces_whatever_the_process_did_before(mode):
+def test_traces_do_not_depend_on_earlier_runs(mode):
     def traces() -> list[list[str]]:
         told: list[list[str]] = []
         for seed in range(2, 9):
@@ -60,19 +60,19 @@ def test_seeds_are_the_same_traces_whatever_the_process_did_before(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode) or "core")
-def test_another_seed_is_another_trace(mode):
+def test_other_seed_gives_other_trace(mode):
     assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 4, 6])
-def test_what_a_server_sends_over_http_is_the_same_in_every_process(seed):
+def test_http_bytes_are_the_same_in_every_process(seed):
     first = trace_of(seed, 7, "--stack")
     assert first.count(b"server sends on ") > 10  # lines with a digest of the bytes
     assert trace_of(seed, 99, "--stack") == first
 
 
-def test_every_byte_that_the_server_sends_is_in_the_trace(monkeypatch):
+def test_trace_contains_every_byte_that_the_server_sends(monkeypatch):
     """A second later, and nothing else is different: the date, and in the responses `created`."""
 
     def lines() -> list[str]:
@@ -107,12 +107,12 @@ def order_of(seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def test_the_schedule_follows_from_the_seed():
+def test_schedule_depends_on_the_seed():
     assert [order_of(seed) for seed in range(5)] == [order_of(seed) for seed in range(5)]
     assert len({order_of(seed) for seed in range(10)}) == 10
 
 
-def test_another_thread_takes_no_numbers_of_the_seed():
+def test_other_thread_does_not_use_the_seeded_source():
     def numbers() -> tuple[float, list[int], list[int]]:
         source, order = getattr(trio._core._run, SOURCE), list(range(8))
         source.shuffle(order)
@@ -126,14 +126,14 @@ def test_another_thread_takes_no_numbers_of_the_seed():
 
 
 @pytest.mark.parametrize("name", [SWITCH, SOURCE])
-def test_a_trio_without_its_private_names_is_refused(monkeypatch, name):
+def test_trio_without_its_private_names_is_refused(monkeypatch, name):
     """If this fails with a new version of Trio, its scheduling has to be made repeatable in another way."""
     monkeypatch.delattr(trio._core._run, name)
     with pytest.raises(StartupError, match="cannot be repeated"), seeded_schedule(0):
         pass
 
 
-def test_everything_is_as_before_afterwards():
+def test_schedule_is_restored_afterwards():
     source = getattr(trio._core._run, SOURCE)
     state, was_on = source.getstate(), getattr(trio._core._run, SWITCH)
     with seeded_schedule(7):
@@ -142,7 +142,7 @@ def test_everything_is_as_before_afterwards():
     assert (source.getstate(), getattr(trio._core._run, SWITCH)) == (state, was_on)
 
 
-def test_a_plan_does_not_depend_on_who_runs_first():
+def test_plan_does_not_depend_on_task_order():
     from random import Random
 
     assert drawn_stack_plan(Random(5), 12) == drawn_stack_plan(Random(5), 12)

@@ -1,5 +1,7 @@
-"""Several routers before the same endpoints in steady traffic: what they promise together, and the table of it. That
-breaches are found is for the planted bugs to show."""
+"""Several routers of the same endpoints in steady traffic: their contracts, and the table of results.
+
+The planted bugs show that breaches are found.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +32,28 @@ def simulated(*, seed: int = 0, dies: bool = False, seconds: float = 8.0, **sett
 
 @pytest.mark.parametrize("policy", policies.POLICIES)
 @pytest.mark.parametrize("shares", [False, True])
-def test_several_routers_keep_what_they_promise(policy, shares):
+def test_several_routers_keep_their_contracts(policy, shares):
     row = simulated(policy=policy, shares=shares, leases_max=12 if shares else 64)
     assert row.requests > 200
     assert row.refused == 0
 
 
 @pytest.mark.parametrize("leases_max", [3, 8, 13])
-def test_with_shares_a_limit_is_kept_while_a_router_goes_and_comes(leases_max):
+def test_shared_limit_is_kept_while_a_router_dies_and_returns(leases_max):
     assert simulated(shares=True, dies=True, leases_max=leases_max, seed=leases_max).requests > 200
 
 
-def test_a_seed_is_one_history():
+def test_seed_gives_one_history():
     assert simulated(seed=4) == simulated(seed=4) != simulated(seed=5)
 
 
 def test_waits_stay_short_with_many_routers():
-    """As they would if each went to the endpoint that reports the least."""
+    """Waits would grow if each router chose the endpoint with the least reported load."""
     fleet = {"endpoints": 32, "seats": 16, "leases_max": 64, "seconds": 12.0}
     assert simulated(routers=32, **fleet).wait_p99 < 1.0
 
 
-def test_every_router_is_asked_at_the_same_moment_and_one_dies():
+def test_all_routers_get_requests_at_once_and_one_dies():
     world = RoutersWorld(**FLEET)
     events = list(drawn_traffic(Random(0), world, Traffic(seconds=8.0, dies=True)))
     first = [event for event in events if isinstance(event, Come)][: world.routers]
@@ -61,14 +63,14 @@ def test_every_router_is_asked_at_the_same_moment_and_one_dies():
     assert [event.at for event in events] == sorted(event.at for event in events)
 
 
-def test_the_command_makes_a_table(capsys):
+def test_command_prints_a_table(capsys):
     assert main(["simulate", "--router", "--routers", "1", "2", "--endpoints", "2", "--seeds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 1 + 3
     assert all(line.startswith("|") and line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_a_row_that_fails_is_shown_cut_down_and_can_be_replayed(capsys, monkeypatch, tmp_path):
+def test_failing_row_is_shrunk_and_can_be_replayed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(EndpointState, "leases_own_max", property(lambda state: state.leases_max))
     monkeypatch.setattr("trioserve.commands.simulate.REPLAYED_LINES_MAX", 20_000)
     counts = ["--routers", "2", "--endpoints", "1"]
@@ -89,7 +91,7 @@ def test_settings_out_of_range_are_refused(settings):
         RoutersWorld(**settings)
 
 
-def test_a_request_that_is_ended_twice_is_found():
+def test_request_that_ends_twice_is_found():
     books = RoutersBooks(RoutersWorld(), 0.0)
     books.end(1)
     with pytest.raises(AssertionError, match="a second time"):

@@ -1,4 +1,4 @@
-"""A failure is cut down to what it takes, and what is left still fails in the same way."""
+"""A failing history is shrunk to the needed parts, and still fails in the same way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trioserve.simulation.shrink import cut
     ("needed", "tries_max"),
     [((), 100), ((0,), 100), ((99,), 100), ((3, 50), 200), ((0, 1, 98, 99), 400), (tuple(range(0, 100, 10)), 900)],
 )
-def test_only_what_is_needed_is_left(needed, tries_max):
+def test_shrinking_keeps_only_needed_parts(needed, tries_max):
     tries = 0
 
     def fails(items: tuple[int, ...]) -> bool:
@@ -34,48 +34,50 @@ def first_failure(run, step_count):
     return next(failure for seed in range(200) if (failure := run(seed, step_count).failure) is not None)
 
 
-def test_a_history_of_the_core_is_cut_down(monkeypatch):
+def test_core_history_is_shrunk(monkeypatch):
     def free_for_good(pool, blocks):
-        pool._free.extend(blocks)  # whoever else uses them
+        pool._free.extend(blocks)  # other requests still use them
 
     monkeypatch.setattr(BlockPool, "release", free_for_good)
     failure = first_failure(runs_of("core").run_seed, 100)
     plainest = runs_of("core").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 3, plainest.script  # a world, somebody, and perhaps a word
+    assert plainest.script.count("\n") <= 3, plainest.script  # a world, one request, and perhaps an event
     again = runs_of("core").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
 
-def test_a_history_of_a_router_is_cut_down(monkeypatch):
+def test_router_history_is_shrunk(monkeypatch):
     def keep(core, ticket, now):
         if ticket.state is TicketState.WAITING:
-            core._queues.of(ticket).leave(ticket)  # and a lease stays where it is
+            core._queues.of(ticket).leave(ticket)  # and its lease is not freed
 
     monkeypatch.setattr(RouterCore, "_release", keep)
     failure = first_failure(runs_of("router").run_seed, 150)
     plainest = runs_of("router").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 5, plainest.script  # settings, an endpoint that is well, who comes and goes
+    # settings, a healthy endpoint, and a request that comes and leaves
+    assert plainest.script.count("\n") <= 5, plainest.script
     again = runs_of("router").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
 
-def test_a_history_of_several_routers_is_cut_down(monkeypatch):
+def test_routers_history_is_shrunk(monkeypatch):
     monkeypatch.setattr(EndpointState, "leases_own_max", property(lambda state: state.leases_max))
     failure = first_failure(runs_of("routers").run_seed, 100)
     plainest = runs_of("routers").shrunk(failure, replays_max=1_000)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 4, plainest.script  # routers, and one request more than the share of one
+    # routers, and one request more than the share of one router
+    assert plainest.script.count("\n") <= 4, plainest.script
     again = runs_of("routers").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
 
 @pytest.mark.slow
-def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
+def test_stack_plan_is_shrunk(monkeypatch):
     def stay(delivery, request, reason):
         for choice in request.choices:
             choice.is_ended = True
@@ -84,12 +86,12 @@ def test_a_plan_of_the_stack_is_cut_down(monkeypatch):
     failure = first_failure(runs_of("stack").run_seed, 12)
     plainest = runs_of("stack").shrunk(failure, replays_max=300)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 3, plainest.script  # the stage, one who leaves, and perhaps one more
+    assert plainest.script.count("\n") <= 3, plainest.script  # the stage, a client that leaves, and perhaps another one
     assert runs_of("stack").run_script(plainest.script).failure is not None
 
 
 @pytest.mark.slow
-def test_a_plan_with_clients_over_http_is_cut_down(monkeypatch):
+def test_http_plan_is_shrunk(monkeypatch):
     def stay(stream):
         stream.gone = True
 
@@ -97,7 +99,7 @@ def test_a_plan_with_clients_over_http_is_cut_down(monkeypatch):
     failure = first_failure(runs_of("stack").run_seed, 12)
     plainest = runs_of("stack").shrunk(failure, replays_max=300)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 4, plainest.script  # the stage, a connection, and who leaves
+    assert plainest.script.count("\n") <= 4, plainest.script  # the stage, a connection, and a request that leaves
     assert runs_of("stack").run_script(plainest.script).failure is not None
 
 

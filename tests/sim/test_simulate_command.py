@@ -1,4 +1,4 @@
-"""The command: what it says, what it answers to the shell, and what it does not take."""
+"""The command `trioserve simulate`: its output, its exit codes, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _length_of(live):
 
 
 @pytest.mark.slow
-def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
+def test_passing_run_prints_its_counts(capsys):
     assert main(["simulate", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:1] == ["requests"] for line in lines)
@@ -42,7 +42,7 @@ def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_router_says_what_came_to_pass(capsys):
+def test_router_run_prints_its_counts(capsys):
     assert main(["simulate", "--router", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
@@ -51,7 +51,7 @@ def test_a_run_of_the_router_says_what_came_to_pass(capsys):
     assert " grants, " in lines[-1]
 
 
-def test_a_script_of_a_router_is_known_by_its_first_line(capsys, tmp_path):
+def test_router_script_is_recognized_by_its_first_line(capsys, tmp_path):
     script = tmp_path / "history.txt"
     script.write_text('# once\nrouter leases_max=1\nadd id="e"\ncheck id="e"\narrive name="a"\n', encoding="utf-8")
     assert main(["simulate", "--replay", str(script)]) == 0
@@ -61,7 +61,7 @@ def test_a_script_of_a_router_is_known_by_its_first_line(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_pair_says_what_came_to_pass(capsys):
+def test_pair_run_prints_its_counts(capsys):
     assert main(["simulate", "--pair", "--seeds", "0:20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
@@ -69,7 +69,7 @@ def test_a_run_of_a_pair_says_what_came_to_pass(capsys):
     assert lines[-1].startswith("20 histories held, seeds 0 to 19: ")
 
 
-def test_a_script_of_a_pair_is_known_by_its_first_line(capsys, tmp_path):
+def test_pair_script_is_recognized_by_its_first_line(capsys, tmp_path):
     script = tmp_path / "history.txt"
     script.write_text('# once\npair\ncome id="a" prompt=[1,2,3] output=2\n', encoding="utf-8")
     assert main(["simulate", "--replay", str(script)]) == 0
@@ -78,7 +78,7 @@ def test_a_script_of_a_pair_is_known_by_its_first_line(capsys, tmp_path):
     assert shown.endswith("every contract held\n")
 
 
-def test_a_script_of_several_routers_is_known_by_its_first_line(capsys, tmp_path):
+def test_routers_script_is_recognized_by_its_first_line(capsys, tmp_path):
     script = tmp_path / "history.txt"
     script.write_text("# once\nrouters\ncome number=1\ndie router=0\n", encoding="utf-8")
     assert main(["simulate", "--replay", str(script)]) == 0
@@ -89,7 +89,7 @@ def test_a_script_of_several_routers_is_known_by_its_first_line(capsys, tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_see_the_same_as_one():
+def test_two_processes_give_the_counts_of_one():
     """Both runs begin in a new process, as a user's do: what other tests left in this one is not in question."""
 
     def counts(*jobs: str) -> list[str]:
@@ -100,7 +100,7 @@ def test_two_processes_see_the_same_as_one():
     assert counts("--jobs", "2") == counts()
 
 
-def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tmp_path):
+def test_failing_seed_is_shrunk_and_can_be_replayed(broken, capsys, tmp_path):
     assert main(["simulate", "--seeds", "0:30"]) == 1
     lines = capsys.readouterr().out.splitlines()
     seed = lines[0].split()[1]
@@ -117,7 +117,7 @@ def test_a_failing_seed_is_shown_cut_down_and_can_be_replayed(broken, capsys, tm
         assert shown[-1].startswith("failed: AssertionError in expected.py")
 
 
-def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
+def test_replay_prints_the_trace(capsys, tmp_path):
     script = tmp_path / "history.txt"
     script.write_text(TWO_FINISH, encoding="utf-8")
     assert main(["simulate", "--replay", str(script)]) == 0
@@ -141,12 +141,12 @@ def test_a_script_is_replayed_with_everything_that_happens(capsys, tmp_path):
         (["--replay", "no such file"], "--replay is 'no such file'"),
     ],
 )
-def test_what_is_out_of_range_is_one_sentence(arguments, match, capsys):
+def test_value_out_of_range_gives_one_sentence(arguments, match, capsys):
     assert main(["simulate", *arguments]) == 1
     assert match in capsys.readouterr().err
 
 
-def test_without_assertions_it_is_refused():
+def test_command_is_refused_without_assertions():
     command = [sys.executable, "-O", "-m", "trioserve", "simulate", "--seeds", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1

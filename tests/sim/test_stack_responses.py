@@ -1,4 +1,4 @@
-"""What a simulated client takes for a correct response over HTTP, and what it objects to."""
+"""Responses over HTTP that a simulated client accepts, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def outcome(body: bytes, *, is_complete: bool = True, status: int = 200, streame
         (b"", False, BROKEN_OFF),
     ],
 )
-def test_a_whole_response_or_a_beginning_is_taken(body, is_complete, expected):
+def test_complete_or_partial_response_is_accepted(body, is_complete, expected):
     assert outcome(body, is_complete=is_complete) == expected
 
 
@@ -68,12 +68,12 @@ def test_a_whole_response_or_a_beginning_is_taken(body, is_complete, expected):
         (b"event: x\n\n", False, "is no event"),
     ],
 )
-def test_anything_else_is_objected_to(body, is_complete, objection):
+def test_other_responses_are_refused(body, is_complete, objection):
     with pytest.raises(AssertionError, match=objection):
         outcome(body, is_complete=is_complete)
 
 
-def test_what_is_not_http_is_objected_to():
+def test_invalid_http_is_refused():
     one, two = StrictClient(http=1), StrictClient(http=2, window=100)
     for client in (one, two):
         client.begin(Response(), "GET", "/", [], has_body=False)
@@ -85,7 +85,7 @@ def test_what_is_not_http_is_objected_to():
         StrictClient(http=1).receive(b"HTTP/1.1 200 OK\r\n\r\n")
 
 
-def test_responses_to_pipelined_requests_are_told_apart():
+def test_pipelined_responses_are_separated():
     client = StrictClient(http=1)
     responses = [Response(), Response(), Response()]
     for response in responses:
@@ -149,7 +149,7 @@ STREAMED_TWO = [begun("f"), more(TWO[0][1]), begun("g", 1), more('{"c"', 1), mor
         (0, 11, [chunk("length")]),  # the opening of a call, and not a word of it
     ],
 )
-def test_calls_as_the_model_made_them_are_taken(number, tokens_max, pieces):
+def test_calls_of_the_model_are_accepted(number, tokens_max, pieces):
     choice = call_choice(number, tokens_max)
     for piece in pieces:
         choice.check_prefix()
@@ -174,7 +174,7 @@ def test_calls_as_the_model_made_them_are_taken(number, tokens_max, pieces):
         (1, 150, [chunk(content="Well, é!"), begun("f")], "no beginning"),
     ],
 )
-def test_other_calls_are_objected_to(number, tokens_max, pieces, objection):
+def test_other_calls_are_refused(number, tokens_max, pieces, objection):
     choice = call_choice(number, tokens_max)
     with pytest.raises(AssertionError, match=objection):
         for piece in pieces:
@@ -183,13 +183,13 @@ def test_other_calls_are_objected_to(number, tokens_max, pieces, objection):
 
 
 @pytest.mark.parametrize("content", ["Well, \ufffd", "Well, é!<tool"])
-def test_an_aborted_choice_may_end_with_what_was_held_back(content):
+def test_aborted_choice_may_end_with_withheld_text(content):
     choice = call_choice(1)
     choice.take(chunk(content=content))
     choice.check_prefix()
 
 
-def test_no_two_calls_of_a_response_have_one_id():
+def test_calls_of_a_response_have_different_ids():
     ids: set[str] = set()
     call_choice(2, ids=ids).take(begun("f"))
     with pytest.raises(AssertionError, match="the id of another call"):
@@ -197,7 +197,7 @@ def test_no_two_calls_of_a_response_have_one_id():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_all_of_a_text_is_shown_but_its_marks(family):
+def test_text_is_shown_without_its_marks(family):
     for number, text in enumerate(TEXTS):
         ask = Ask(number=0, connection=0, prompts=(tuple(b"f g text %d" % number),), output=150, has_tools=True)
         [tokens] = expected_tokens(ask, CallingModel(family, vocab_size=256))
