@@ -1,7 +1,7 @@
-"""What a stream said, whatever pieces it came in: for comparing a disturbed stream with an undisturbed one.
+"""The content of a stream without its division into events, to compare two streams.
 
-Left out is what is not of the response: when it was made, how much of its prompt was cached, comments, ids of events.
-Everything else is here, also how often it was said: a role, an end or a token that came twice is a difference.
+The content leaves out the creation time, the number of cached tokens, comments and ids of events. Everything else is
+compared, repetitions included: a role, an end or a token that comes twice is a difference.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ CONTINUED = b": x-trioserve-continued"
 
 
 class StreamFault(Exception):
-    """The stream is not a whole response. The message says why, in a sentence."""
+    """The stream is not a complete response. The message says why."""
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """choices: by index, everything joined. usage: without cached tokens; None where it was not asked for. ends: how
-    often [DONE] came. continued: comments that tell of a continuation, which count for nothing in a comparison."""
+    """Content of one stream.
+
+    Attributes:
+        response_ids: different ids of the response. A correct stream has one.
+        choices: joined parts of each choice, by index.
+        usage: token counts without cached tokens. None: the client did not ask for them.
+        ends: number of [DONE] events.
+        continued: number of comments that report a resumption. Not compared.
+    """
 
     response_ids: tuple[str, ...]
     choices: dict[int, dict[str, Any]]
@@ -30,8 +37,15 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     continued: int = 0
 
     def differences(self, other: Content, *, logprob_tolerance: float = 0.0) -> list[str]:
-        """In which parts they differ, and how; empty: they are equal. logprob_tolerance: by so much log probabilities
-        may differ."""
+        """Compare two streams.
+
+        Args:
+            other: expected content.
+            logprob_tolerance: allowed difference of log probabilities.
+
+        Returns:
+            One line for each part that differs. Empty: the streams are equal.
+        """
         found = []
         for name in ("response_ids", "usage", "ends"):
             if getattr(self, name) != getattr(other, name):
@@ -45,7 +59,14 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def content_of(body: bytes) -> Content:
-    """Raises StreamFault for an error event, for what is no event, and for a stream that does not end as it should."""
+    """Parse a stream of server-sent events.
+
+    Args:
+        body: bytes of the whole response.
+
+    Raises:
+        StreamFault: the stream contains an error event or an invalid event, or does not end correctly.
+    """
     choices: dict[int, dict[str, Any]] = {}
     ids: dict[str, None] = {}
     moments = set()
@@ -137,7 +158,7 @@ def _are_equal(ours: object, theirs: object, tolerance: float) -> bool:
 
 
 def _apart(ours: object, theirs: object) -> str:
-    """From where on they differ."""
+    """Describe the first difference of two values."""
     if isinstance(ours, str) and isinstance(theirs, str):
         shorter = min(len(ours), len(theirs))
         same = next((at for at in range(shorter) if ours[at] != theirs[at]), shorter)

@@ -1,4 +1,4 @@
-"""Endpoints behind cables that can be cut, a router before them, and what is done to them."""
+"""Endpoints behind relays, the router before them, and the interruptions of endpoints."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ from trioserve.bench.survive.settings import SurviveSettings
 __all__ = ["Endpoint", "SurviveFleet", "open_fleet"]
 
 GONE = frozenset({None})  # the router no longer lists the endpoint
-QUIET_SECONDS_MAX = 60.0  # who is not at rest by then is not coming to rest
+QUIET_SECONDS_MAX = 60.0  # time in which all servers must have released everything
 QUIET_PERIOD_SECONDS = 0.2
-GONE_SECONDS_MAX = 30.0  # for an endpoint whose streams are moved away
-WELL_SECONDS_MAX = 60.0  # until a router takes notice that an endpoint is there again
+GONE_SECONDS_MAX = 30.0  # time for moving the streams of a draining endpoint
+WELL_SECONDS_MAX = 60.0  # time in which the router must use a returned endpoint again
 ASK_SECONDS_MAX = 10.0
 TAKES_REQUESTS = frozenset({"healthy", "probing"})
 """Health of an endpoint that gets requests. Without requests, an endpoint that has passed a probe stays "probing"."""
 
 
 class Endpoint:
-    """is_well: nothing is being done to it."""
+    """One endpoint, its process and its relay.
+
+    Attributes:
+        is_well: True if no interruption of this endpoint goes on.
+    """
 
     def __init__(self, name: str, process: ServerProcess, relay: Relay) -> None:
         self.name = name
@@ -47,7 +51,12 @@ class Endpoint:
 
 
 class SurviveFleet:
-    """happened: interruptions, by kind. troubles: what an interruption itself could not do."""
+    """All endpoints and their router.
+
+    Attributes:
+        happened: number of interruptions of each kind.
+        troubles: interruptions that did not work as planned, one sentence each.
+    """
 
     def __init__(self, endpoints: list[Endpoint], router: ServerProcess) -> None:
         self.router = router
@@ -56,10 +65,17 @@ class SurviveFleet:
         self._endpoints = endpoints
         self._recovered = trio.Event()
 
-    # --- what is done to them ---
+    # --- interruptions ---
 
     async def take_well(self, interruption: Interruption) -> Endpoint:
-        """An endpoint for this to happen to, as soon as it is not the last one that is well. It counts as ill then."""
+        """Choose an endpoint for an interruption, and wait while it would be the last one without an interruption.
+
+        Args:
+            interruption: the interruption that follows.
+
+        Returns:
+            The endpoint. Its `is_well` is False now.
+        """
         while True:
             well = [endpoint for endpoint in self._endpoints if endpoint.is_well]
             if len(well) > 1:
@@ -70,7 +86,12 @@ class SurviveFleet:
             await self._recovered.wait()
 
     async def interrupt(self, endpoint: Endpoint, interruption: Interruption) -> None:
-        """Do it to an endpoint that take_well gave, and return when it takes requests again."""
+        """Interrupt an endpoint, and return when the router sends it requests again.
+
+        Args:
+            endpoint: endpoint that `take_well` returned.
+            interruption: what happens.
+        """
         self.happened[interruption.kind] += 1
         try:
             if interruption.kind is InterruptionKind.KILL:
@@ -106,7 +127,7 @@ class SurviveFleet:
         with trio.move_on_after(GONE_SECONDS_MAX) as patience:
             await self._wait_for_health(endpoint, GONE)
         if patience.cancelled_caught:
-            self.troubles.append(f"{endpoint.name} was not empty {GONE_SECONDS_MAX:g} s after it was to be drained")
+            self.troubles.append(f"{endpoint.name} was not empty {GONE_SECONDS_MAX:g} s after its drain began")
         await trio.sleep(seconds)
         status, said = await self.ask("POST", "/endpoints", msgspec.json.encode(endpoint.spec))
         if status != 201:
@@ -116,7 +137,7 @@ class SurviveFleet:
         with trio.move_on_after(WELL_SECONDS_MAX) as patience:
             await self._wait_for_health(endpoint, TAKES_REQUESTS)
         if patience.cancelled_caught:
-            self.troubles.append(f"{endpoint.name} was not taken for well within {WELL_SECONDS_MAX:g} s")
+            self.troubles.append(f"{endpoint.name} got no requests again within {WELL_SECONDS_MAX:g} s")
 
     async def _wait_for_health(self, endpoint: Endpoint, wanted: Collection[str | None]) -> None:
         while True:
@@ -136,10 +157,20 @@ class SurviveFleet:
             return None
         return {one["id"]: str(one.get("health")) for one in msgspec.json.decode(said)["data"]}
 
-    # --- what they say ---
+    # --- requests to router and endpoints ---
 
     async def ask(self, method: str, path: str, body: bytes = b"", *, port: int | None = None) -> tuple[int, bytes]:
-        """Status 0: no response."""
+        """Send one request and read the whole response.
+
+        Args:
+            method: HTTP method.
+            path: path and query.
+            body: body of the request.
+            port: port of the server. None: the router's.
+
+        Returns:
+            Status and body. Status 0 means that no response came; then the body has the reason.
+        """
         target = Target.from_url(f"http://127.0.0.1:{port or self.router.port}")
         client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
         response = PlainResponse()
@@ -155,8 +186,11 @@ class SurviveFleet:
         return Scrape((await self.ask("GET", "/metrics"))[1].decode())
 
     async def left_behind(self) -> dict[str, float]:
-        """What is still taken some time after all have had their responses: by name, in the endpoints and in the
-        router. Empty: nothing is."""
+        """Wait until router and endpoints have released everything.
+
+        Returns:
+            Counts that are still not 0 after `QUIET_SECONDS_MAX`, by name. Empty: everything was released.
+        """
         left: dict[str, float] = {"the router does not answer": 1.0}
         with trio.move_on_after(QUIET_SECONDS_MAX):
             while left:
@@ -181,14 +215,21 @@ class SurviveFleet:
 
 
 def _shown(scrape: Scrape, name: str, **labels: str) -> float:
-    """A series that is not there counts as one that is not 0."""
+    """Return the value of a metric, or -1 if it does not exist."""
     value = scrape.total(name, **labels)
     return -1.0 if value is None else value
 
 
 @asynccontextmanager
 async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
-    """All of them ready. Whatever happens, no process is left. Raises NotReady."""
+    """Start endpoints and router, and kill all processes at the end.
+
+    Args:
+        settings: settings of the run.
+
+    Raises:
+        NotReady: a server did not become ready.
+    """
     words = ["serve", "--host", "127.0.0.1", "--model", settings.model, "--served-model-name", "survive"]
     names = [f"e{index}" for index in range(settings.endpoints)]
     logs = None if settings.log_directory is None else pathlib.Path(settings.log_directory)

@@ -1,4 +1,4 @@
-"""Who asks what in a survival run, and what happens to which endpoint when. All of it from the seed."""
+"""Requests and interruptions of a survival run, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,15 @@ SCHEMA: dict[str, Any] = {
 
 
 class SurviveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """kinds: what is special of it, in words; they are counted. id: the same in both runs, since the ids of calls and
-    responses come from it."""
+    """One request.
+
+    Attributes:
+        index: position in the run.
+        id: request id, equal in both runs. Ids of responses and tool calls derive from it.
+        path: path of the API.
+        kinds: words for the report that describe the request.
+        body: JSON.
+    """
 
     index: int
     id: str
@@ -58,8 +65,14 @@ class InterruptionKind(enum.Enum):
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
-    """after_seconds: since the one before it. choice: 0 <= choice < 1, of the endpoints that are well. seconds: how
-    long it lasts; one that was killed is down until it has started again."""
+    """One interruption of an endpoint.
+
+    Attributes:
+        kind: what happens to the endpoint.
+        after_seconds: time since the interruption before it.
+        choice: 0 <= choice < 1, chooses among the endpoints without an interruption.
+        seconds: duration. A killed endpoint is also down until it has started again.
+    """
 
     kind: InterruptionKind
     after_seconds: float
@@ -81,7 +94,7 @@ def requests(settings: SurviveSettings) -> list[SurviveRequest]:
 
 
 def interruptions(settings: SurviveSettings) -> Iterator[Interruption]:
-    """Without an end. Each kind comes once in every five, in an order of its own."""
+    """Yield interruptions without end. Each five contain every kind once, in random order."""
     draws = random.Random(f"{settings.seed}/survive/interruptions")
     while True:
         for kind in draws.sample(list(InterruptionKind), len(InterruptionKind)):
@@ -98,7 +111,7 @@ def _request(settings: SurviveSettings, index: int) -> SurviveRequest:
     is_chat = draws.random() < 0.55
     kinds = ["chat" if is_chat else "completions"]
     body: dict[str, Any] = {"stream": True, "max_tokens": draws.randint(8, settings.output_tokens)}
-    body["seed"] = draws.randrange(2**31)  # of greedy ones the ids of their calls follow from it
+    body["seed"] = draws.randrange(2**31)  # also for greedy requests: ids of tool calls derive from the seed
     if draws.random() < 0.8:
         body["stream_options"] = {"include_usage": True}
     words = [draws.choice(WORDS) for _ in range(draws.randint(0, 60))]

@@ -1,4 +1,4 @@
-"""The servers of a survival run: each a process of its own, which is killed at the end in any case."""
+"""The server processes of a survival run. The run kills them at its end in any case."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ READY_SECONDS_MAX = 180.0
 
 
 class NotReady(Exception):
-    """A server has not become ready. The message says its last words."""
+    """A server did not become ready. The message has the last line of its output."""
 
 
 class ServerProcess:
-    """words: of its command line, without the port, which stays the same for its life. log_directory: where what it
-    says is kept; None: nowhere."""
+    """One server, which can be killed and started again on the same port.
+
+    Args:
+        name: name for messages and for the log file.
+        words: words of the command line without the port.
+        log_directory: directory for the output. None: a temporary file keeps it.
+    """
 
     def __init__(self, name: str, words: Sequence[str], *, log_directory: pathlib.Path | None = None) -> None:
         self.name = name
@@ -33,7 +38,7 @@ class ServerProcess:
         self._words = words
         self._log: IO[bytes]
         if log_directory is None:
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() does
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() closes it
         else:
             self._log = (log_directory / f"{name}.log").open("w+b")
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,12 +52,16 @@ class ServerProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
 
     async def wait_until_ready(self) -> None:
-        """Raises NotReady."""
+        """Wait until the server is ready.
+
+        Raises:
+            NotReady: the server ended, or was not ready in time.
+        """
         if await wait_until_ready(self.port, lambda: self.is_alive, READY_SECONDS_MAX) is None:
             raise NotReady(f"{self.name} did not become ready; its last words: {self.last_words()}")
 
     def kill(self) -> None:
-        """With -9, and wait for it: its port is free then."""
+        """Kill the process with SIGKILL and wait for its end. Then its port is free."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -78,7 +87,14 @@ class ServerProcess:
 
 
 async def start_all(processes: Sequence[ServerProcess]) -> None:
-    """At the same time. Raises NotReady."""
+    """Start processes at the same time and wait until all are ready.
+
+    Args:
+        processes: processes that do not run.
+
+    Raises:
+        NotReady: one of them did not become ready.
+    """
     for process in processes:
         process.start()
     async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""A cable between a router and an endpoint that can be cut: what stands in for a network that fails."""
+"""A TCP relay between a router and an endpoint that imitates a failing network."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ CHUNK_BYTES = 65_536
 
 class Cable(enum.Enum):
     WHOLE = "whole"
-    CUT = "cut"  # connections break, and no new one is made
-    SILENT = "silent"  # connections stay, new ones are made, and nothing arrives
+    CUT = "cut"  # connections break, and new ones fail
+    SILENT = "silent"  # connections stay open and new ones succeed, but no byte arrives
 
 
 class Relay:
-    """Takes connections at `port` of 127.0.0.1 and passes their bytes to and from `target_port` there."""
+    """Accepts connections at `port` of 127.0.0.1 and forwards their bytes to and from another port there.
+
+    Args:
+        target_port: port of the endpoint.
+    """
 
     def __init__(self, target_port: int) -> None:
         self.port = 0
@@ -41,7 +45,7 @@ class Relay:
                 scope.cancel()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. Every connection is broken then."""
+        """Serve until cancelled. Cancellation breaks every connection."""
         [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
         self.port = listener.socket.getsockname()[1]
         await trio.serve_listeners(self._connect, [listener], task_status=_Started(task_status))
@@ -59,12 +63,12 @@ class Relay:
                     nursery.start_soon(self._pass_on, near, far, nursery.cancel_scope)
                     nursery.start_soon(self._pass_on, far, near, nursery.cancel_scope)
             except OSError:
-                pass  # the endpoint is down: the router sees a connection that ends
+                pass  # the endpoint is down: the router's connection ends
             finally:
                 self._scopes.discard(scope)
                 for stream in (near, far):
                     if stream is not None:
-                        stream.socket.close()  # at once, also when cancelled
+                        stream.socket.close()  # immediate, also when cancelled
 
     async def _pass_on(self, source: trio.SocketStream, to: trio.SocketStream, both: trio.CancelScope) -> None:
         try:
@@ -77,7 +81,7 @@ class Relay:
 
 
 class _Started:
-    """serve_listeners says its listeners, and nobody wants them."""
+    """A task status that drops the listeners that serve_listeners reports."""
 
     def __init__(self, task_status: trio.TaskStatus[None]) -> None:
         self._task_status = task_status

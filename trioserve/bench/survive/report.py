@@ -1,4 +1,4 @@
-"""How the verdict of a survival run is shown to people and to programs."""
+"""The report of a survival run, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,37 @@ from trioserve.bench.survive.settings import SurviveSettings
 __all__ = ["SurviveReport", "survive_json", "survive_text"]
 
 NOTES = (
-    "Compared is what a stream said: text, thoughts, calls with their ids, log probabilities, ends and usage, each as "
-    "often as it was said. Left out are the moment of its making, cached tokens, comments and ids of events.",
-    "A pause is the time between two pieces of a response with events in them; waiting for the first one is none.",
+    "The comparison includes text, reasoning, tool calls with their ids, log probabilities, ends and usage, and counts "
+    "repetitions. It leaves out the creation time, cached tokens, comments and ids of events.",
+    "A pause is the time between two received pieces with events. The wait for the first event is no pause.",
 )
 
 
 class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
-    """failed, differing: of the disturbed run; lost_before_first_token: of those that failed, without a token;
-    failures, differences: the first of them. compared: whole in both runs. left_behind: what is taken when all is
-    over. troubles: interruptions that went otherwise than planned. continued, not_continued: what the router
-    counted, by reason; told_streams: streams in which a comment said so."""
+    """Result of a survival run.
+
+    Attributes:
+        kinds: number of requests of each kind.
+        undisturbed_failed: failed requests of the run without interruptions.
+        undisturbed_failures: examples of those failures.
+        failed: failed requests of the run with interruptions.
+        lost_before_first_token: failed requests that got no token.
+        failures: examples of failures.
+        compared: streams that are complete in both runs.
+        differing: streams whose content differs between the runs.
+        differences: examples of differences.
+        left_behind: counts in endpoints and router that are not 0 after the run, by name.
+        troubles: interruptions that did not work as planned.
+        interruptions: number of interruptions of each kind.
+        continued: resumed streams that the router counted, by reason.
+        not_continued: streams that the router could not resume, by reason.
+        retries: retries before the first token.
+        told_streams: streams in which a comment reported a resumption.
+        longest_pause_seconds: longest pause of a stream in the run with interruptions.
+        longest_pause_request: the request of that stream.
+        undisturbed_pause_seconds: longest pause in the other run.
+        pauses_seconds: quantiles of the longest pause of each stream.
+    """
 
     settings: SurviveSettings
     date: str

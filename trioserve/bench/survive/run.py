@@ -1,7 +1,6 @@
-"""One survival run from start to exit code: the same requests twice, once undisturbed and once while endpoints die.
+"""A survival run from start to exit code: equal requests twice, first undisturbed, then while endpoints die.
 
-All servers are processes of their own, started by this command and seen from outside. What a client got in the first
-run is what it has to get in the second one.
+This command starts all servers as processes. Each client must get equal responses in both runs.
 """
 
 from __future__ import annotations
@@ -43,8 +42,14 @@ PROGRESS_SECONDS = 1.0
 
 
 def main(settings: SurviveSettings) -> int:
-    """Run, print, and return the exit code: 0, 1 when a claim is broken, 2 when a server does not start, 130 when
-    interrupted."""
+    """Run, and print the report.
+
+    Args:
+        settings: settings of the run.
+
+    Returns:
+        Exit code: 0, 1 if a claim is broken, 2 if a server did not start, 130 if a signal ended the run.
+    """
     outcome = trio.run(survive, settings)
     if isinstance(outcome, int):
         return outcome
@@ -57,7 +62,14 @@ def main(settings: SurviveSettings) -> int:
 
 
 async def survive(settings: SurviveSettings) -> SurviveReport | int:
-    """SIGINT and SIGTERM end it; no process is left in any case. Returns the exit code where there is no report."""
+    """Run until the end or until SIGINT or SIGTERM. No process remains in any case.
+
+    Args:
+        settings: settings of the run.
+
+    Returns:
+        The report, or an exit code if there is none.
+    """
     report: SurviveReport | None = None
     async with trio.open_nursery() as nursery:
         scope = trio.CancelScope()
@@ -76,7 +88,11 @@ async def survive(settings: SurviveSettings) -> SurviveReport | int:
 
 
 class _Heard:
-    """One response as it comes. pause_seconds: the longest time between two pieces that hold events."""
+    """One response while it arrives.
+
+    Attributes:
+        pause_seconds: longest time between two received pieces with events.
+    """
 
     def __init__(self) -> None:
         self.status = 0
@@ -86,7 +102,7 @@ class _Heard:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the response itself has come."""
+        """True if an event of the response has arrived."""
         return self.status == 200 and self._last_at is not None
 
     def head(self, status: int) -> None:
@@ -101,14 +117,18 @@ class _Heard:
         return True
 
     def content(self) -> Content:
-        """Raises StreamFault."""
+        """Parse the whole response.
+
+        Raises:
+            StreamFault: it is not a complete response.
+        """
         if self.status != 200:
             raise StreamFault(f"status {self.status}: {bytes(self._body[:300])!r}")
         return content_of(bytes(self._body))
 
 
 class _Pass:
-    """All requests once, and what came of them."""
+    """All requests once, and their responses."""
 
     def __init__(self, settings: SurviveSettings, port: int, name: str) -> None:
         self.contents: dict[int, Content] = {}
@@ -174,7 +194,7 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
     async with trio.open_nursery() as recoveries, trio.open_nursery() as planning:
         planning.start_soon(_interrupt, settings, fleet, recoveries)
         await disturbed.run(asked)
-        planning.cancel_scope.cancel()  # and what has begun is over before anything is judged
+        planning.cancel_scope.cancel()  # the nursery of recoveries still waits for the interruptions that have begun
     left = await fleet.left_behind()
     scrape = await fleet.scrape_router()
     differing: dict[int, list[str]] = {}
@@ -226,7 +246,7 @@ async def _interrupt(settings: SurviveSettings, fleet: SurviveFleet, recoveries:
 
 
 def _examples(found: Mapping[int, Any], kinds: dict[int, tuple[str, ...]], shown: Callable[..., str]) -> list[str]:
-    """The first of them, with what they asked for."""
+    """Return the first failures or differences, with the kinds of their requests."""
     return [f"{index} ({', '.join(kinds[index])}): {shown(found[index])}" for index in sorted(found)[:EXAMPLES_MAX]]
 
 

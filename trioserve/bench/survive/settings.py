@@ -1,4 +1,4 @@
-"""What a survival run is asked to do. Which requests and interruptions that makes is settled in plan.py."""
+"""Settings of a survival run. plan.py derives the requests and the interruptions from them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,28 @@ __all__ = ["SurviveSettings"]
 
 
 class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Raises StartupError, one sentence, when a value is out of range.
+    """Settings of one run.
 
-    concurrency: requests at a time. More than one endpoint gets (64), and several times what one computes at once,
-    so that many have no token yet when an endpoint dies. model: what each endpoint serves. output_tokens: the most
-    that a response may have. period_seconds: between two interruptions, on the average. timeout_seconds: in which a
-    response has to be whole. server_flags: of every endpoint; they have to make its tokens independent of a
-    request's company, or streams differ for that alone. logprob_tolerance: by so much a log probability may differ;
-    in float32 without --batch-invariant 1e-3 is enough.
+    Attributes:
+        model: model that each endpoint serves.
+        endpoints: number of endpoints.
+        concurrency: concurrent requests. The default exceeds the leases of one endpoint (64) and is several times its
+            batch, so that many requests have no token yet when an endpoint dies.
+        requests: number of requests in each of the two runs.
+        output_tokens: maximum tokens of a response.
+        period_seconds: mean time between two interruptions.
+        seed: seed of requests and interruptions.
+        logprob_tolerance: allowed difference of a log probability. In float32 without --batch-invariant 1e-3 is enough.
+        timeout_seconds: time in which a response must be complete.
+        server_flags: flags of every endpoint. They must make tokens independent of the other requests in the batch.
+            Otherwise streams differ for that reason alone.
+        router_flags: flags of the router.
+        log_directory: directory for the output of all processes. None: the output is dropped.
+        json_path: file for the report as JSON, "-" for standard output. None: no file.
+        label: text before the title of the report.
+
+    Raises:
+        StartupError: a value is out of range.
     """
 
     model: str = "smollm2"
@@ -36,7 +50,7 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
 
     def __post_init__(self) -> None:
-        check_integer("--endpoints", self.endpoints, 2, 16)  # one that is left, at least
+        check_integer("--endpoints", self.endpoints, 2, 16)  # at least one endpoint must remain
         check_integer("--concurrency", self.concurrency, 1, 4096)
         check_integer("--requests", self.requests, 1, 1_000_000)
         check_integer("--output-tokens", self.output_tokens, 8, 100_000)
