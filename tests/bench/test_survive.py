@@ -1,4 +1,4 @@
-"""What a survival run asks, what it does to endpoints, and what it calls a difference."""
+"""Requests, interruptions and comparisons of a survival run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def piece(text: str, *, created: int = 1, **more: object) -> dict[str, object]:
 WHOLE = [piece("Hel"), piece("lo"), piece("", finish_reason="stop")]
 
 
-def test_how_a_stream_is_cut_into_events_is_no_difference():
+def test_division_of_a_stream_into_events_is_no_difference():
     expected = content_of(events(*WHOLE))
     other = content_of(b": hello\n\nid: 0:1,2\n" + events(piece("Hello", finish_reason="stop", created=7)))
     assert other.differences(expected) == []
@@ -45,12 +45,12 @@ def test_how_a_stream_is_cut_into_events_is_no_difference():
     ],
     ids=str,
 )
-def test_what_was_said_otherwise_is_a_difference(other, part):
+def test_changed_part_of_a_stream_is_a_difference(other, part):
     [found] = content_of(events(*other)).differences(content_of(events(*WHOLE)))
     assert part in found
 
 
-def test_a_call_is_joined_and_its_id_counts():
+def test_tool_call_is_joined_and_its_id_is_compared():
     def call(id: str, *pieces: str) -> bytes:
         deltas = [{"role": "assistant"}, {"tool_calls": [{"index": 0, "id": id, "function": {"name": "f"}}]}]
         deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": one}}]} for one in pieces]
@@ -61,7 +61,7 @@ def test_a_call_is_joined_and_its_id_counts():
     assert content_of(call("a", "{", "{}")).differences(content_of(call("a", "{}")))
 
 
-def test_log_probabilities_may_differ_as_much_as_is_allowed():
+def test_log_probabilities_may_differ_by_the_tolerance():
     def heard(logprob: float, token: str = "a") -> bytes:
         return events(piece("a", logprobs={"content": [{"token": token, "logprob": logprob, "top_logprobs": []}]}))
 
@@ -72,7 +72,7 @@ def test_log_probabilities_may_differ_as_much_as_is_allowed():
     assert content_of(heard(-1.5, token="b")).differences(expected, logprob_tolerance=0.01)
 
 
-def test_by_default_every_number_has_to_be_equal_and_servers_see_to_that():
+def test_default_flags_make_log_probabilities_comparable_bit_for_bit():
     assert SurviveSettings().logprob_tolerance == 0
     assert "--batch-invariant" in SurviveSettings().server_flags
 
@@ -88,18 +88,18 @@ def test_by_default_every_number_has_to_be_equal_and_servers_see_to_that():
         events(*WHOLE) + events(*WHOLE),
     ],
 )
-def test_what_is_no_whole_stream_has_failed(body):
+def test_incomplete_stream_is_a_failure(body):
     with pytest.raises(StreamFault):
         content_of(body)
 
 
-def test_a_continuation_is_told_apart_from_the_content():
+def test_comment_of_a_resumption_is_not_content():
     body = b": x-trioserve-continued endpoint=b tokens=same\n\n" + events(*WHOLE)
     assert content_of(body).continued == 1
     assert content_of(body).differences(content_of(events(*WHOLE))) == []
 
 
-def test_the_seed_settles_what_is_asked_and_what_happens():
+def test_seed_determines_requests_and_interruptions():
     def taken(seed: int) -> tuple[object, object]:
         settings = SurviveSettings(seed=seed, requests=300)
         return requests(settings), list(itertools.islice(interruptions(settings), 20))
@@ -108,7 +108,7 @@ def test_the_seed_settles_what_is_asked_and_what_happens():
     assert taken(3) != taken(4)
 
 
-def test_everything_is_asked_for_and_everybody_says_the_seed():
+def test_requests_cover_every_kind_and_name_a_seed():
     asked = requests(SurviveSettings(requests=1000))
     kinds = {kind for request in asked for kind in request.kinds}
     assert kinds == {
@@ -122,7 +122,7 @@ def test_everything_is_asked_for_and_everybody_says_the_seed():
     assert len({request.id for request in asked}) == 1000
 
 
-def test_every_kind_of_interruption_comes_once_in_five():
+def test_five_interruptions_contain_every_kind_once():
     planned = interruptions(SurviveSettings())
     for _ in range(10):
         assert {next(planned).kind for _ in range(5)} == set(InterruptionKind)
@@ -134,7 +134,7 @@ def test_settings_out_of_range_are_refused(values):
         SurviveSettings(**values)
 
 
-async def test_a_cable_is_cut_is_silent_and_is_whole_again():
+async def test_relay_cuts_silences_and_restores_connections():
     async def echo(stream: trio.SocketStream) -> None:
         with stream.socket:
             while data := await stream.receive_some():

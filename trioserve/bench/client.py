@@ -188,11 +188,5 @@ def _attempt_reasons(cause: BaseException | None) -> str:
     return f" ({', '.join(sorted(reasons))})" if reasons else ""
 
 
-# --- HTTP/1.1 -------------------------------------------------------------------------------------------------------
-
-
 def disconnected(kind: FailureKind) -> Failure:
     return Failure(kind, "the server closed the connection before the response was complete")
-
-
-# --- HTTP/2 ---------------------------------------------------------------------------------------------------------

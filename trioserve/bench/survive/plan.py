@@ -94,7 +94,11 @@ def requests(settings: SurviveSettings) -> list[SurviveRequest]:
 
 
 def interruptions(settings: SurviveSettings) -> Iterator[Interruption]:
-    """Yield interruptions without end. Each five contain every kind once, in random order."""
+    """Yield interruptions without end. Each five contain every kind once, in random order.
+
+    Args:
+        settings: settings of the run.
+    """
     draws = random.Random(f"{settings.seed}/survive/interruptions")
     while True:
         for kind in draws.sample(list(InterruptionKind), len(InterruptionKind)):

@@ -45,7 +45,11 @@ class Relay:
                 scope.cancel()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled. Cancellation breaks every connection."""
+        """Serve until cancelled. Cancellation breaks every connection.
+
+        Args:
+            task_status: started when the relay listens.
+        """
         [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
         self.port = listener.socket.getsockname()[1]
         await trio.serve_listeners(self._connect, [listener], task_status=_Started(task_status))

@@ -89,7 +89,7 @@ ADAPTER_SECONDS = 0.01
 READ = "read to the end"
 
 
-IN_VAIN_MAX = 1_000  # jumps without progress: results from outside the run arrive within them
+IDLE_JUMPS_MAX = 1_000  # jumps without progress: results from outside the run arrive within them
 
 
 def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClock:
@@ -113,7 +113,7 @@ def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClo
         in_vain = in_vain + 1 if now == before else 0
         if not is_bounded():
             return
-        assert in_vain < IN_VAIN_MAX, f"at {now:.3f} all tasks wait for something that never comes"
+        assert in_vain < IDLE_JUMPS_MAX, f"at {now:.3f} all tasks wait for something that never comes"
         assert now < seconds_max, f"a task waits for something that does not come in {now:.0f} s"
 
     clock._autojump = bounded_jump  # type: ignore[method-assign]  # Trio has no other place for it
