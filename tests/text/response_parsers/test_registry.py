@@ -67,8 +67,8 @@ def test_an_unknown_name_is_refused_and_the_error_lists_known_names(tool, reason
 
 def test_docs_page_about_call_formats_names_every_family():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "call-formats.md").read_text(encoding="utf-8")
-    calls, _, rest = page.partition("## Formats of thoughts")
-    reasoning = rest.partition("## What is read")[0]
+    calls, _, rest = page.partition("## Formats of reasoning")
+    reasoning = rest.partition("## Rules for calls")[0]
     rows = {kind: {name for line in part.splitlines() if line.startswith("| `") for name in names_of(line)}
             for kind, part in (("calls", calls), ("reasoning", reasoning))}  # fmt: skip
     assert rows == {"calls": set(TOOL_FAMILIES), "reasoning": set(REASONING_FAMILIES)}
