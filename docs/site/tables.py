@@ -1,24 +1,30 @@
-"""The parts of docs/ that are made from code: options, metrics, names to describe.
+"""Parts of docs/ that are generated from code: tables of options, metrics, errors and names, and the Python reference.
 
-Names are looked up, not written down, so that a file that moves takes its page along.
+`python docs/site/tables.py` writes the tables into the pages, between `<!-- generated: NAME -->` and `<!-- end -->`. A
+test compares them. The site also fills in `<!-- described: NAME -->` with the docstrings of the named classes.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from trioserve.api.error_responses import TABLE as ERRORS
-from trioserve.config import Config, RouteConfig, ServerConfig
+from trioserve.config import ENVIRONMENT_PREFIX, Config, RouteConfig, ServerConfig
 from trioserve.metrics.catalogue import CATALOGUE, Metric, Question
 
-__all__ = ["TABLES", "alert_table", "described", "error_table", "metric_table", "option_table"]
+__all__ = ["DESCRIBED", "TABLES", "option_table", "with_tables"]
+
+DOCS = Path(__file__).parents[1]
+GENERATED = re.compile(r"^(<!-- generated: ([a-z-]+) -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 
 ALERTS = Path(__file__).parents[2] / "examples" / "observability" / "prometheus" / "rules" / "alerts.yml"
 
@@ -30,11 +36,27 @@ STREAM_MEMBERS = (
     *("id", "prompt_token_ids", "completion_token_count", "is_finished", "is_held", "wait_until_begun"),
     *("wait_until_released", "keep_hold"),
 )
-"""Of the classes that open_engine gives; what else they have is for the rooms around them."""
+"""Members of the classes that open_engine and generate return. Their other members are for the packages around them."""
+
+
+def with_tables(text: str) -> str:
+    """Return the text of a page with its tables generated again.
+
+    Args:
+        text: Markdown with markers.
+
+    Raises:
+        KeyError: a marker names no table.
+    """
+    return GENERATED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
 
 
 def option_table(kind: type[ServerConfig]) -> str:
-    """The options that `kind` adds to the class it inherits from: flag, meaning, what it takes and its default."""
+    """Return a table of the options that `kind` adds to its base class.
+
+    Args:
+        kind: a class of options.
+    """
     bases = [base for base in kind.__mro__[1:] if base in (ServerConfig, RouteConfig)]
     inherited = {field.name for base in bases for field in _fields(base)}
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -44,12 +66,17 @@ def option_table(kind: type[ServerConfig]) -> str:
             continue
         meaning, _, default_words = hints[field.name].__metadata__[-1].description.partition("; default: ")
         default = default_words or _default(field.default)
-        rows.append((f"`--{field.name.replace('_', '-')}`", meaning, _takes(hints[field.name]), default))
-    return _table(("flag", "meaning", "takes", "default"), rows)
+        names = f"`--{field.name.replace('_', '-')}`<br>`{ENVIRONMENT_PREFIX}{field.name.upper()}`"
+        rows.append((names, meaning, _takes(hints[field.name]), default))
+    return _table(("flag and variable", "meaning", "takes", "default"), rows)
 
 
 def metric_table(part: str) -> str:
-    """The metrics that this part of the program counts, by the question that they answer."""
+    """Return a table of the metrics of one part of the program, by the question that they answer.
+
+    Args:
+        part: name of the part, as in the catalogue.
+    """
     rows = []
     for question in Question:
         asked = question.value
@@ -62,7 +89,7 @@ def metric_table(part: str) -> str:
 
 
 def alert_table() -> str:
-    """The alerts of examples/observability: what each says, and what is to be done."""
+    """Return a table of the alerts of examples/observability, with the action for each."""
     import yaml
 
     rows = []
@@ -77,7 +104,7 @@ def alert_table() -> str:
 
 
 def error_table() -> str:
-    """Return the table of error codes, by status. docs/reference/http-api.md contains this table."""
+    """Return a table of the error codes, by status."""
     rows = sorted(ERRORS.items(), key=lambda row: row[1].status or 1000)
     return _table(
         ("status", "`code`", "when", "what to do"),
@@ -88,27 +115,57 @@ def error_table() -> str:
     )
 
 
-def described(module_name: str) -> str:
-    """What mkdocstrings is to describe: every public name of a module that loads them when they are used."""
+def name_table(module_name: str) -> str:
+    """Return a table of the public names of a module, with the first sentence of each docstring.
+
+    Args:
+        module_name: a module that loads its names at their first use.
+    """
     module = importlib.import_module(module_name)
-    names = [name for name in module.__all__ if not name.startswith("__")]
-    return _described(*(getattr(module, name) for name in names))
+    return _table(("name", "meaning"), [(f"`{name}`", _meaning(getattr(module, name))) for name in _public(module)])
+
+
+def _member_table(*kinds: tuple[type, tuple[str, ...]]) -> str:
+    rows = []
+    for kind, members in kinds:
+        attributes = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", inspect.getdoc(kind) or "", re.MULTILINE))
+        for name in members:
+            meaning = attributes[name] if name in attributes else _meaning(getattr(kind, name))
+            rows.append((f"`{kind.__name__}.{name}`", " ".join(meaning.split())))
+    return _table(("name", "meaning"), rows)
+
+
+def _meaning(value: object) -> str:
+    """Return the first paragraph of a docstring in one line. Empty for values without a docstring of their own."""
+    has_docstring = callable(value) or isinstance(value, property)
+    return " ".join((inspect.getdoc(value) or "" if has_docstring else "").partition("\n\n")[0].split())
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name in module.__all__ if not name.startswith("__")]
+
+
+def _described_module(module_name: str) -> str:
+    module = importlib.import_module(module_name)
+    return _described(*(getattr(module, name) for name in _public(module)))
+
+
+def _engine_classes() -> tuple[tuple[type, tuple[str, ...]], ...]:
+    from trioserve.engine.engine import Engine
+    from trioserve.engine.request_stream import RequestStream
+
+    return (Engine, ENGINE_MEMBERS), (RequestStream, STREAM_MEMBERS)
 
 
 def _described_engine() -> str:
-    """Engine and RequestStream: what open_engine and generate give, though nobody imports these names."""
-    from trioserve.assemble import open_engine
-
-    engine = typing.get_args(typing.get_type_hints(open_engine.__wrapped__)["return"])[0]
-    stream = typing.get_type_hints(engine.generate)["return"]
-    return _described(engine, members=ENGINE_MEMBERS) + "\n\n" + _described(stream, members=STREAM_MEMBERS)
+    return "\n\n".join(_described(kind, members=members) for kind, members in _engine_classes())
 
 
 def _described_asyncio() -> str:
     from trioserve.asyncio import Engine, PooledStream, RequestStream, cancel_on_disconnect
 
     streams = _described(RequestStream, members=STREAM_MEMBERS) + "\n\n" + _described(PooledStream)
-    return "\n\n".join([_described(cancel_on_disconnect), _described(Engine), streams])
+    return "\n\n".join((_described(Engine, members=ENGINE_MEMBERS), streams, _described(cancel_on_disconnect)))
 
 
 def _described_application() -> str:
@@ -181,14 +238,26 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics-of-the-front-end": lambda: metric_table("frontend"),
     "metrics-of-the-router": lambda: metric_table("router"),
     "metrics-of-pictures": lambda: metric_table("images"),
-    "names-of-trioserve": lambda: described("trioserve"),
-    "names-of-the-kit": lambda: described("trioserve.testing"),
-    "names-of-the-engine": _described_engine,
-    "names-of-asyncio": _described_asyncio,
-    "names-of-the-application": _described_application,
+    "error-codes": error_table,
+    "names-of-trioserve": lambda: name_table("trioserve"),
+    "names-of-the-kit": lambda: name_table("trioserve.testing"),
+    "names-of-the-engine": lambda: _member_table(*_engine_classes()),
 }
-"""By the name with which a page asks for them."""
+"""Tables by the name in a page's marker."""
+
+DESCRIBED: dict[str, Callable[[], str]] = {
+    "trioserve": lambda: _described_module("trioserve"),
+    "testing": lambda: _described_module("trioserve.testing"),
+    "engine": _described_engine,
+    "asyncio": _described_asyncio,
+    "application": _described_application,
+}
+"""Directives for mkdocstrings by the name in a page's marker."""
 
 
 if __name__ == "__main__":
-    print(error_table())
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if with_tables(text) != text:
+            page.write_text(with_tables(text), encoding="utf-8")
+            print(f"wrote {page.relative_to(DOCS)}")

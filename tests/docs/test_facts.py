@@ -100,16 +100,18 @@ def test_every_flag_that_is_named_exists():
                 assert {flag, plain} & (known | FOREIGN_FLAGS), f"{page.name}: there is no {flag}"
 
 
-def test_page_of_http_api_has_the_table_of_error_codes():
-    page = (ROOT / "docs/reference/http-api.md").read_text(encoding="utf-8")
-    table = load_tables().error_table()
-    assert table in page, f"put this into docs/reference/http-api.md; `python docs/site/tables.py` prints it:\n{table}"
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "<!-- generated: " in page.read_text()], ids=lambda page: page.name
+)
+def test_generated_tables_of_a_page_are_current(page):
+    text = page.read_text(encoding="utf-8")
+    assert load_tables().with_tables(text) == text, "`python docs/site/tables.py` writes the tables again"
 
 
 def test_every_metric_that_is_named_exists():
     known = {metric.full_name for metric in CATALOGUE} | {alias for metric in CATALOGUE for alias in metric.aliases}
     for page in PAGES:
-        for name in re.findall(r"\b(?:trioserve|trioserve_router|vllm|vllm_router):[a-z_]+", page.read_text()):
+        for name in re.findall(r"\b(?:trioserve|trioserve_router|vllm|vllm_router):[a-z0-9_]+", page.read_text()):
             plain = re.sub(r"_(bucket|sum|count)$", "", name)
             assert plain in known or plain.endswith("_"), f"{page.name}: there is no {name}"
 
@@ -118,11 +120,12 @@ def test_the_generated_tables_have_every_option_and_every_metric():
     tables = load_tables()
     text = "\n".join(make() for make in tables.TABLES.values())
     for field in msgspec.structs.fields(Config):
-        assert f"| `--{field.name.replace('_', '-')}` |" in text, field.name
+        assert f"| `--{field.name.replace('_', '-')}`<br>" in text, field.name
     for metric in CATALOGUE:
         assert f"`{metric.full_name}`" in text, metric.name
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert set(re.findall(r"<!-- generated: ([a-z-]+) -->", pages)) == set(tables.TABLES)
+    assert set(re.findall(r"<!-- described: ([a-z-]+) -->", pages)) == set(tables.DESCRIBED)
 
 
 @pytest.mark.parametrize("kind", ["server", "server of pictures", "router"])
@@ -164,5 +167,6 @@ def test_every_question_is_answered_by_a_metric_with_a_unit_and_a_meaning():
 def test_a_table_says_what_an_option_means_takes_and_is_without_it():
     rows = load_tables().option_table(Config).splitlines()
     assert next(row for row in rows if "--max-num-seqs" in row) == (
-        "| `--max-num-seqs` | sequences that run at a time | number from 1 to 4,096 | `64` |"
+        "| `--max-num-seqs`<br>`TRIOSERVE_MAX_NUM_SEQS` | sequences that run at a time "
+        "| number from 1 to 4,096 | `64` |"
     )
