@@ -1,4 +1,4 @@
-"""Two small clients, one a protocol, that can leave in every way there is."""
+"""Clients for HTTP/1.1 and HTTP/2 over memory streams, which can leave the server in each possible way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 @dataclasses.dataclass
 class Response:
-    """A whole response, whatever brought it."""
+    """A complete response, received over either protocol."""
 
     status: int
     headers: dict[str, str]
@@ -29,7 +29,11 @@ class Response:
 
 
 class Http1Client:
-    """One request over HTTP/1.1. received: all bytes that came."""
+    """Sends one request over HTTP/1.1.
+
+    Attributes:
+        received: all bytes received so far.
+    """
 
     ways_to_leave = ("close", "half-close")
 
@@ -43,7 +47,7 @@ class Http1Client:
         await self.stream.send_all(head.encode() + data)
 
     async def response(self) -> Response:
-        """Read a response that comes in one piece, and not as a stream of events."""
+        """Read a response that is not a stream of events."""
         while True:
             headers, _, data = self.received.partition(b"\r\n\r\n")
             if len(data) >= int(self.headers.get("content-length", "1")):
@@ -54,7 +58,7 @@ class Http1Client:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response; empty until they are complete."""
+        """Headers of the response, or {} until all headers have arrived."""
         lines, separator, _ = self.received.decode(errors="replace").partition("\r\n\r\n")
         if not separator:
             return {}
@@ -62,7 +66,7 @@ class Http1Client:
         return {name.lower(): value.strip() for name, _, value in fields}
 
     async def read(self) -> None:
-        """Read until the other side closes or this client leaves."""
+        """Read until the server closes the connection or this client leaves."""
         try:
             async for piece in self.stream:
                 self.received += piece
@@ -83,7 +87,7 @@ class Http1Client:
 
 
 class Http2Client:
-    """One request at a time over HTTP/2, windows kept open; the listener of its response."""
+    """Sends one request at a time over HTTP/2, keeps its flow-control windows open, and receives the response."""
 
     ways_to_leave = ("close", "half-close", "reset", "goaway")
 
@@ -160,7 +164,11 @@ class Http2Client:
 
 
 def text_of(received: bytes) -> str:
-    """The text in the events of a streamed completion, whatever frames them."""
+    """Join the text of all events of a streamed completion.
+
+    Args:
+        received: body of the response. HTTP/1.1 headers and chunk sizes between the events are skipped.
+    """
     text = ""
     for line in received.split(b"\n"):
         if line.startswith(b"data: {"):
@@ -178,14 +186,14 @@ WAYS = [f"{name} {way}" for name, client in CLIENTS.items() for way in client.wa
 
 @pytest.fixture(params=WAYS)
 def leaver(request: pytest.FixtureRequest) -> tuple[Callable[[MemoryServer], Http1Client | Http2Client], str]:
-    """A kind of client, and one of the ways in which it can leave."""
+    """Give a client class and one way in which its clients can leave."""
     name, way = request.param.split(" ")
     return CLIENTS[name], way
 
 
 @pytest.fixture(params=list(CLIENTS))
 def new_client(request: pytest.FixtureRequest) -> type[Http1Client] | type[Http2Client]:
-    """Either kind of client."""
+    """Give the client class for HTTP/1.1, then the one for HTTP/2."""
     return CLIENTS[request.param]
 
 

@@ -1,5 +1,8 @@
-"""The app under an ASGI host that tells of a disconnect: the handler's scope ends whatever it is doing, and the blocks
-of its request are back. Nothing in the handler has to ask for it."""
+"""Tests the app under an ASGI host that reports a disconnect.
+
+The handler's cancel scope ends in each state of the handler, and the blocks of its request are freed. The handler does
+not poll for the disconnect.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ STEP_SECONDS = 0.01
 
 
 class Host:
-    """One request as a host brings it. takes: whether it takes what the app sends."""
+    """Plays an ASGI host that forwards one request to the app.
+
+    Args:
+        app: the app under test.
+        body: body of the request.
+        takes: True to accept the messages that the app sends, False to block each send forever.
+    """
 
     def __init__(self, app: AsgiApp, body: bytes = b"{}", *, takes: bool = True) -> None:
         self.app = app
@@ -58,7 +67,7 @@ async def only_sends(exchange):
         await trio.sleep(STEP_SECONDS)
 
 
-async def only_sends_and_is_not_taken_from(exchange):
+async def only_sends_to_a_host_that_accepts_nothing(exchange):
     await exchange.start(200, [])
     while True:
         await exchange.send(bytes(10_000))
@@ -87,7 +96,7 @@ async def catches_every_exception(exchange):
 
 HANDLERS = [
     only_sends,
-    only_sends_and_is_not_taken_from,
+    only_sends_to_a_host_that_accepts_nothing,
     only_waits,
     only_computes,
     waits_in_tasks_of_its_own,
@@ -96,7 +105,7 @@ HANDLERS = [
 
 
 @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.__name__)
-async def test_a_disconnect_ends_the_handler_whatever_it_does(handler, autojump_clock):
+async def test_disconnect_cancels_a_handler_that_sends_waits_computes_or_catches_exceptions(handler, autojump_clock):
     """S43."""
     ended_at = []
 
@@ -107,7 +116,7 @@ async def test_a_disconnect_ends_the_handler_whatever_it_does(handler, autojump_
             ended_at.append(trio.current_time())
 
     app = AsgiApp(watched)
-    host = Host(app, takes=handler is not only_sends_and_is_not_taken_from)
+    host = Host(app, takes=handler is not only_sends_to_a_host_that_accepts_nothing)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(host.run)
         await trio.sleep(0.105)
@@ -122,8 +131,8 @@ async def test_a_disconnect_ends_the_handler_whatever_it_does(handler, autojump_
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("takes", [True, False], ids=["takes", "takes nothing"])
 @pytest.mark.parametrize("steps_before", [0, 1, 5], ids=lambda count: f"{count} steps")
-async def test_a_disconnect_gives_the_blocks_back_with_the_step_in_flight(stream, takes, steps_before, autojump_clock):
-    """S28, S43: streamed or whole, in its prompt or in its response, and also while the host takes nothing."""
+async def test_disconnect_frees_the_blocks_when_the_step_in_flight_ends(stream, takes, steps_before, autojump_clock):
+    """S28, S43: streamed or not, during prefill or decode, and also while the host accepts no messages."""
     async with open_fake_engine(max_num_batched_tokens=16) as fake, trio.open_nursery() as nursery:
         app = AsgiApp(App(fake))
         asked = {"prompt": "a prompt of two chunks and more", "max_tokens": 50, "ignore_eos": True, "stream": stream}

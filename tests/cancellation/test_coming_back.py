@@ -1,5 +1,7 @@
-"""What a client still has of its request after the connection is gone: the id by which it can be ended, and the blocks
-that a second try finds."""
+"""Tests what a client can still use of its request after its connection is lost.
+
+The client can abort the request by its id, and a repeated request finds the blocks in the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def small_server():
 
 @pytest.mark.parametrize("steps_before", [1, 3, 6, 12], ids=lambda count: f"{count} steps")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_a_second_try_finds_what_the_first_has_computed(leaver, stream, steps_before, autojump_clock):
-    """S33: full blocks stay cached when a client leaves, in the middle of its prompt or of its response. What the step
-    in flight computes for nobody does not count."""
+async def test_repeated_request_finds_the_blocks_of_an_abandoned_request_in_the_prefix_cache(
+    leaver, stream, steps_before, autojump_clock
+):
+    """S33: full blocks stay cached when a client leaves during prefill or decode.
+
+    The step in flight caches no further blocks for the client that left.
+    """
     new_client, way = leaver
     async with small_server() as server, trio.open_nursery() as nursery:
         core, steps = server.engine.core, server.engine.steps
@@ -60,8 +66,8 @@ async def test_a_second_try_finds_what_the_first_has_computed(leaver, stream, st
         nursery.cancel_scope.cancel()
 
 
-async def test_a_streamed_prompt_can_be_ended_by_the_id_in_the_head_before_its_first_token(new_client, autojump_clock):
-    """S25: the head comes when the prompt begins to be computed, and the id in it is good at once."""
+async def test_stream_can_be_aborted_before_its_first_token_by_the_id_in_its_head(new_client, autojump_clock):
+    """S25: the head is sent when prefill starts, and the id in the head can be aborted at once."""
     async with small_server() as server, trio.open_nursery() as nursery:
         engine, steps = server.engine, server.engine.steps
         steps.hold()

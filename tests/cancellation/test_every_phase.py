@@ -1,7 +1,7 @@
-"""A client leaves, in every way and at every phase; somebody else is served meanwhile and must not notice.
+"""Tests a client that leaves, in each way and in each phase, while another client, the bystander, is served.
 
-Blocks are counted before, during and after, and states, since the model has layers that keep some. Time is virtual, and
-forward passes are held open and let go by the test.
+The bystander's response must not change. Blocks are counted before, during and after, as are state slots, because the
+model has layers with recurrent state. Time is virtual, and the test decides when each forward pass ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def body(prompt: str, *, stream: bool = True, max_tokens: int = 30) -> dict[str,
 
 
 class Scene:
-    """A server with one bystander in the middle of its response, and the next step held open."""
+    """A server that has sent a part of the bystander's response, and whose next step waits for the test."""
 
     def __init__(self, server: MemoryServer, bystander) -> None:
         self.server = server
@@ -34,7 +34,7 @@ class Scene:
         self.used_before = self.core.stats().blocks_used
 
     async def step(self) -> None:
-        """Let the step that is held end, and hold the next one."""
+        """Let the step in flight end, and stop the next step in its forward pass."""
         self.steps.release()
         self.steps.hold()
         await wait_all_tasks_blocked()
@@ -51,7 +51,7 @@ async def scene(http1_client, **options: object):
     options = {"max_num_batched_tokens": 16, "block_size": 4, "block_count": 128, **options}
     options = {"state_slots": 8, "snapshot_slots": 4, **options}
     async with open_memory_server(**options) as server, trio.open_nursery() as nursery:
-        # What the bystander is to get, made while it is alone.
+        # This request runs alone: the bystander must get the same text later.
         alone = http1_client(server)
         nursery.start_soon(alone.read)
         await alone.ask(body(PROMPT))
@@ -77,7 +77,7 @@ async def scene(http1_client, **options: object):
         assert bystander.text == alone.text
         await server.hang_up()
         await wait_all_tasks_blocked()
-        # Nothing is left of anybody: no block, no task, no place.
+        # No block, request, connection or exchange is left.
         check_idle(server.engine.core)
         assert server.connection_count == 0
         assert server.engine.live_requests() == []
@@ -88,7 +88,9 @@ def aborts(server: MemoryServer, phase: str) -> float:
     return server.engine.metrics.aborts_total.labels(phase)._value.get()
 
 
-async def test_before_the_body_is_complete(leaver, http1_client, autojump_clock):
+async def test_client_that_leaves_before_its_body_is_complete_never_reaches_the_engine(
+    leaver, http1_client, autojump_clock
+):
     new_client, way = leaver
     async with scene(http1_client) as here:
         queries_before = here.core.stats().prefix_query_tokens_total
@@ -100,13 +102,13 @@ async def test_before_the_body_is_complete(leaver, http1_client, autojump_clock)
         await wait_all_tasks_blocked()
         assert here.server.server.counters().exchanges_open == 1
         await here.step()
-        # It never reached the engine.
+        # The request never reached the engine.
         assert here.core.stats().prefix_query_tokens_total == queries_before
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
-    """S28, S32, S37: whole responses like streamed ones."""
+async def test_client_that_leaves_the_queue_is_removed_from_it_at_once(leaver, stream, http1_client, autojump_clock):
+    """S28, S32, S37: streamed and unstreamed responses."""
     new_client, way = leaver
     async with scene(http1_client, max_num_seqs=1) as here:
         queries_before = here.core.stats().prefix_query_tokens_total
@@ -116,7 +118,7 @@ async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
         assert here.core.stats().waiting_count == 1
         await client.leave(way)
         await wait_all_tasks_blocked()
-        # At once: the step that runs does not matter to it.
+        # The request left the queue at once, without waiting for the step in flight.
         assert here.core.stats().waiting_count == 0
         assert aborts(here.server, "queued") == 1
         await here.step()
@@ -125,8 +127,10 @@ async def test_in_the_line(leaver, stream, http1_client, autojump_clock):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("chunks_before", [0, 1, 2])
-async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client, autojump_clock):
-    """S10, S28: whole responses like streamed ones."""
+async def test_client_that_leaves_during_a_long_prefill_frees_its_blocks_with_the_step(
+    leaver, stream, chunks_before, http1_client, autojump_clock
+):
+    """S10, S28: streamed and unstreamed responses."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -142,7 +146,7 @@ async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client
         assert held > 0
         await client.leave(way)
         await wait_all_tasks_blocked()
-        # The forward pass still reads its blocks.
+        # The forward pass still reads the blocks of the request.
         assert here.core.stats().blocks_used == used_during
         await here.step()
         assert here.core.stats().blocks_used == here.bystander_blocks
@@ -150,8 +154,10 @@ async def test_during_a_long_prefill(leaver, stream, chunks_before, http1_client
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_between_two_tokens(leaver, stream, http1_client, autojump_clock):
-    """S22, S28, S31: whole responses like streamed ones."""
+async def test_client_that_leaves_between_two_tokens_frees_its_blocks_with_the_step(
+    leaver, stream, http1_client, autojump_clock
+):
+    """S22, S28, S31: streamed and unstreamed responses."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -168,8 +174,8 @@ async def test_between_two_tokens(leaver, stream, http1_client, autojump_clock):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_during_the_last_step(leaver, stream, http1_client, autojump_clock):
-    """S01: it counts as aborted, not as a success, and its blocks are back before the next schedule."""
+async def test_client_that_leaves_during_the_last_step_counts_as_aborted(leaver, stream, http1_client, autojump_clock):
+    """S01: the request counts as aborted, not as a success, and its blocks are free before the next schedule."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -185,11 +191,11 @@ async def test_during_the_last_step(leaver, stream, http1_client, autojump_clock
         assert here.core.stats().blocks_used == here.bystander_blocks
         succeeded = here.server.engine.metrics.request_success_total
         assert succeeded.labels("abort")._value.get() == 1
-        assert succeeded.labels("length")._value.get() == 1  # the one that was alone
+        assert succeeded.labels("length")._value.get() == 1  # the first request, which ran alone
 
 
-async def test_while_reading_nothing(leaver, http1_client, autojump_clock):
-    """The client stopped reading long ago; its response is merged and bounded, and its leaving is noticed."""
+async def test_client_that_leaves_after_it_stopped_reading_frees_its_blocks(leaver, http1_client, autojump_clock):
+    """The client stopped reading 20 steps before. Its unsent deltas are merged, and the server notices that it left."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -204,7 +210,7 @@ async def test_while_reading_nothing(leaver, http1_client, autojump_clock):
 
 
 @pytest.mark.slow
-async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_client, autojump_clock):
+async def test_reset_of_one_http2_stream_does_not_end_the_other_stream_of_its_connection(http2_client, autojump_clock):
     async with open_memory_server(step_seconds=0.01, block_count=128) as server, trio.open_nursery() as nursery:
         client = http2_client(server)
         nursery.start_soon(client.read)
@@ -224,13 +230,13 @@ async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_cl
 
 
 @pytest.mark.slow
-async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, autojump_clock):
-    """Two hundred clients, each gone after another number of steps."""
+async def test_burst_of_clients_that_leave_at_different_steps_leaks_nothing(http1_client, http2_client, autojump_clock):
+    """Two hundred clients leave, each after a different time."""
     async with open_memory_server(step_seconds=0.01, block_count=64, max_queued_requests=300) as server:
         await wait_all_tasks_blocked()
         tasks_before = trio.lowlevel.current_statistics().tasks_living
 
-        async def come_and_go(index: int) -> None:
+        async def ask_and_leave(index: int) -> None:
             client = (http1_client, http2_client)[index % 2](server)
             await trio.sleep(index % 7 * 0.004)
             await client.ask(body(f"{index % 5} {PROMPT}", max_tokens=50, stream=index % 3 != 0))
@@ -242,10 +248,10 @@ async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, aut
 
         async with trio.open_nursery() as nursery:
             for index in range(200):
-                nursery.start_soon(come_and_go, index)
+                nursery.start_soon(ask_and_leave, index)
         await trio.sleep(2)
         check_idle(server.engine.core)
-        await server.hang_up()  # who only reset a stream still has a connection
+        await server.hang_up()  # A client that only reset its stream still has a connection.
         await wait_all_tasks_blocked()
         assert trio.lowlevel.current_statistics().tasks_living == tasks_before
         assert server.engine.live_requests() == []

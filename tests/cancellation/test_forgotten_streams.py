@@ -1,4 +1,4 @@
-"""Clients that forget a stream over HTTP/2: no reset, no close, and nobody reads the connection any more."""
+"""Tests HTTP/2 clients that abandon a stream: they send no reset, do not close, and read nothing more."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trioserve.testing.memory_server import open_memory_server
 SECONDS_MAX = FrontendLimits().ping_seconds + FrontendLimits().ping_answer_seconds_max
 
 
-async def test_blocks_of_a_forgotten_request_are_free_after_an_unanswered_ping(autojump_clock):
-    """Of whole responses, since a stream that fills the client's buffers ends by the bound on stalled writes."""
+async def test_unanswered_ping_frees_the_blocks_of_requests_that_nobody_reads(autojump_clock):
+    """Use unstreamed responses, because a stream that fills the client's buffers would end by the stall limit."""
     asked = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
     async with open_memory_server(step_seconds=0.0637, block_count=4096, max_model_len=10_000) as server:
         used_before = server.engine.stats().blocks_used
         client = server.client(http=2)
         async with client.ask("/v1/completions", asked), client.ask("/v1/completions", asked):
-            await trio.sleep(1)  # nobody reads the connection meanwhile
+            await trio.sleep(1)  # the client reads nothing during this time
             assert server.engine.stats().blocks_used > used_before
             await trio.sleep(SECONDS_MAX + 5)
             await wait_all_tasks_blocked()
@@ -29,8 +29,8 @@ async def test_blocks_of_a_forgotten_request_are_free_after_an_unanswered_ping(a
         await server.assert_all_free()
 
 
-async def test_blocks_of_a_stream_that_synchronous_httpx_leaves_are_free_while_the_client_stays_open():
-    """Over a real socket: the client's thread reads nothing after it has left, and sends no RST_STREAM."""
+async def test_unanswered_ping_frees_the_blocks_of_a_stream_that_synchronous_httpx_left_without_a_reset():
+    """Use a real socket: after httpx has left the stream, it reads nothing and sends no RST_STREAM."""
     asked = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     limits = FrontendLimits(ping_seconds=0.1, ping_answer_seconds_max=0.2)
     listeners = await open_listeners("127.0.0.1", 0)

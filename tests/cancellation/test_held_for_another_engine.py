@@ -1,5 +1,8 @@
-"""Prompt and response in two places: blocks that are held for another engine, and KV that is waited for, are left like
-everything else. Blocks are counted before, during and after; the connector does what the test says, and when."""
+"""Tests clients that leave while one engine computes their prompt and another one their response.
+
+They leave while blocks are held for the other engine, or while KV is loaded from the other engine. Blocks are counted
+before, during and after. The test decides what the connector reports, and when.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def body(kv_transfer_params: object = None, **fields: object) -> dict[str, objec
 
 @asynccontextmanager
 async def served(**options: object) -> AsyncIterator[tuple[MemoryServer, ScriptedConnector]]:
-    """Afterwards nothing may be left of anybody, neither here nor with the connector."""
+    """Serve with a scripted connector. At the end, check that the server and the connector leak nothing."""
     async with open_memory_server(connector=ScriptedConnector, **options) as server:
         connector = server.engine.connector
         yield server, connector
@@ -44,15 +47,15 @@ def events_of(received: bytes) -> list[object]:
     return [line[6:].decode() if line.endswith(b"[DONE]") else json.loads(line[6:]) for line in lines]
 
 
-def told(connector: ScriptedConnector) -> int:
-    """How often it was told that nobody wants what it holds."""
+def abort_notices(connector: ScriptedConnector) -> int:
+    """Count the notices to the connector that a request was aborted after its end."""
     return connector.calls["request_aborted_after_finish"]
 
 
 # --- the side that computes the prompt ---
 
 
-async def test_a_client_that_leaves_while_its_blocks_are_held_lets_them_go(leaver, autojump_clock):
+async def test_client_that_leaves_while_its_blocks_are_held_notifies_the_connector(leaver, autojump_clock):
     new_client, way = leaver
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
@@ -64,12 +67,12 @@ async def test_a_client_that_leaves_while_its_blocks_are_held_lets_them_go(leave
         assert last["kv_transfer_params"]["do_remote_prefill"]
         stats = server.engine.stats()
         assert (stats.blocks_held, stats.blocks_used, stats.running_count) == (9, 0, 0)
-        assert told(connector) == 0
+        assert abort_notices(connector) == 0
 
         await client.leave(way)
         await wait_all_tasks_blocked()
-        assert told(connector) == 1
-        assert server.engine.stats().blocks_held == 9  # what reads them may be in the middle of it
+        assert abort_notices(connector) == 1
+        assert server.engine.stats().blocks_held == 9  # the other engine may still read these blocks
         assert server.engine.live_requests() == []
 
         connector.release_all()
@@ -79,7 +82,7 @@ async def test_a_client_that_leaves_while_its_blocks_are_held_lets_them_go(leave
         await client.leave("close")
 
 
-async def test_a_streamed_response_is_over_when_its_blocks_have_been_read(new_client, autojump_clock):
+async def test_stream_with_held_blocks_ends_when_the_blocks_have_been_read(new_client, autojump_clock):
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
         nursery.start_soon(client.read)
@@ -89,11 +92,11 @@ async def test_a_streamed_response_is_over_when_its_blocks_have_been_read(new_cl
         connector.release_all()
         await wait_all_tasks_blocked()
         assert events_of(client.received)[-1] == "[DONE]"
-        assert told(connector) == 0
+        assert abort_notices(connector) == 0
         await client.leave("close")
 
 
-async def test_the_client_of_a_held_response_is_kept_alive(http1_client, autojump_clock):
+async def test_stream_with_held_blocks_sends_keep_alive_comments(http1_client, autojump_clock):
     async with served(kv_hold_timeout=60.0) as (server, connector), trio.open_nursery() as nursery:
         client = http1_client(server)
         nursery.start_soon(client.read)
@@ -106,7 +109,7 @@ async def test_the_client_of_a_held_response_is_kept_alive(http1_client, autojum
         await client.leave("close")
 
 
-async def test_a_hold_that_nobody_ends_ends_by_its_deadline(new_client, autojump_clock):
+async def test_hold_without_a_release_ends_at_its_deadline(new_client, autojump_clock):
     async with served(kv_hold_timeout=4.0) as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
         nursery.start_soon(client.read)
@@ -121,7 +124,7 @@ async def test_a_hold_that_nobody_ends_ends_by_its_deadline(new_client, autojump
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_abort_by_id_finds_what_is_held(stream, autojump_clock):
+async def test_abort_by_id_of_a_request_with_held_blocks_notifies_the_connector_once(stream, autojump_clock):
     async with served() as (server, connector):
         client, operator = server.client(), server.client()
         async with client.ask("/v1/completions", body(stream=stream), headers={"x-request-id": "mine"}) as response:
@@ -136,31 +139,31 @@ async def test_an_abort_by_id_finds_what_is_held(stream, autojump_clock):
 
             async with operator.ask("/v1/requests/mine", method="DELETE") as deleted:
                 assert (await deleted.json())["result"] == "already_finished"
-            assert told(connector) == 1
+            assert abort_notices(connector) == 1
             aborted = await operator.post("/v1/requests/abort", {"ids": ["mine"]})
             assert (await aborted.json())["data"][0]["result"] == "already_finished"
-            assert told(connector) == 1  # once is enough
+            assert abort_notices(connector) == 1  # the connector gets no second notice
             connector.release_all()
             if stream:
-                assert [event async for event in response] == []  # whole, and nothing more came
+                assert [event async for event in response] == []  # the response was complete: no event follows
                 assert response.body.endswith(b"data: [DONE]\n\n")
         await server.assert_all_free()
 
 
-async def test_a_whole_response_is_sent_at_once_and_its_hold_outlives_it(autojump_clock):
+async def test_unstreamed_response_is_sent_at_once_and_its_blocks_stay_held_until_the_deadline(autojump_clock):
     async with served(kv_hold_timeout=4.0) as (server, connector):
         client = server.client()
         response = await client.post("/v1/completions", body(stream=False))
         assert (await response.json())["kv_transfer_params"]["do_remote_prefill"]
         client.close()
         await wait_all_tasks_blocked()
-        assert told(connector) == 0  # it has left with what it wanted
+        assert abort_notices(connector) == 0  # the client left with a complete response, so the hold stays
         assert server.engine.stats().blocks_held == 9
         await trio.sleep(4.1)
         await server.assert_all_free()
 
 
-async def test_draining_waits_for_a_held_stream(new_client, autojump_clock):
+async def test_drain_waits_for_a_stream_with_held_blocks(new_client, autojump_clock):
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
         nursery.start_soon(client.read)
@@ -176,7 +179,7 @@ async def test_draining_waits_for_a_held_stream(new_client, autojump_clock):
         await client.leave("close")
 
 
-async def test_a_drain_that_takes_too_long_ends_what_is_held(new_client, autojump_clock):
+async def test_abort_at_the_end_of_a_drain_notifies_the_connector_of_every_hold(new_client, autojump_clock):
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
         nursery.start_soon(client.read)
@@ -184,17 +187,17 @@ async def test_a_drain_that_takes_too_long_ends_what_is_held(new_client, autojum
         kept = await server.client().post("/v1/completions", body(stream=False, prompt=f"another: {PROMPT}"))
         assert kept.status == 200
         server.drain()
-        assert told(connector) == 0
+        assert abort_notices(connector) == 0
         server.engine.abort_all("the server is shutting down")
-        assert told(connector) == 2
+        assert abort_notices(connector) == 2
         connector.release_all()
         await server.engine.wait_until_idle()
         await wait_all_tasks_blocked()
-        assert events_of(client.received)[-1] == "[DONE]"  # the response was whole before
+        assert events_of(client.received)[-1] == "[DONE]"  # the response was complete before the abort
         await client.leave("close")
 
 
-async def test_a_client_that_leaves_before_its_prompt_is_computed_is_never_held(leaver, autojump_clock):
+async def test_client_that_leaves_before_its_prompt_is_computed_causes_no_hold(leaver, autojump_clock):
     new_client, way = leaver
     async with served(max_num_batched_tokens=16) as (server, connector), trio.open_nursery() as nursery:
         server.engine.steps.hold()
@@ -215,7 +218,7 @@ async def test_a_client_that_leaves_before_its_prompt_is_computed_is_never_held(
 # --- the side that makes the response ---
 
 
-async def test_a_client_that_leaves_while_kv_is_on_its_way(leaver, autojump_clock):
+async def test_client_that_leaves_during_a_kv_load_has_its_blocks_held_until_the_load_ends(leaver, autojump_clock):
     new_client, way = leaver
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
@@ -228,13 +231,17 @@ async def test_a_client_that_leaves_while_kv_is_on_its_way(leaver, autojump_cloc
         await wait_all_tasks_blocked()
         assert connector.calls["load_abandoned"] == 1
         stats = server.engine.stats()
-        assert (stats.remote_kv_count, stats.blocks_used, stats.blocks_held) == (0, 0, used)  # it may still write there
+        assert (stats.remote_kv_count, stats.blocks_used, stats.blocks_held) == (
+            0,
+            0,
+            used,
+        )  # the connector may still write to the held blocks
         connector.fail_loads()
         await server.assert_all_free()
         await client.leave("close")
 
 
-async def test_a_client_that_leaves_after_its_kv_has_come(leaver, autojump_clock):
+async def test_client_that_leaves_after_its_kv_load_frees_its_blocks_with_the_step(leaver, autojump_clock):
     new_client, way = leaver
     async with served() as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
@@ -246,7 +253,7 @@ async def test_a_client_that_leaves_after_its_kv_has_come(leaver, autojump_clock
         await wait_all_tasks_blocked()
         await client.leave(way)
         await wait_all_tasks_blocked()
-        assert server.engine.stats().blocks_used == 9  # the forward pass reads them
+        assert server.engine.stats().blocks_used == 9  # the forward pass still reads these blocks
         server.engine.steps.release()
         await server.assert_all_free()
         await client.leave("close")
@@ -254,7 +261,7 @@ async def test_a_client_that_leaves_after_its_kv_has_come(leaver, autojump_clock
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-async def test_kv_that_does_not_come_is_computed_or_refused_with_a_status(stream, policy, autojump_clock):
+async def test_failed_kv_load_is_recomputed_or_answered_with_500_as_configured(stream, policy, autojump_clock):
     async with served(kv_load_failure_policy=policy) as (server, connector):
         client = server.client()
         async with client.ask("/v1/completions", body(LOAD, stream=stream)) as response:
@@ -271,18 +278,18 @@ async def test_kv_that_does_not_come_is_computed_or_refused_with_a_status(stream
         await server.assert_all_free()
 
 
-async def test_kv_that_never_comes_is_given_up_in_time(autojump_clock):
+async def test_kv_load_without_a_report_is_replaced_by_computing_at_its_deadline(autojump_clock):
     async with served(kv_load_timeout=3.0, kv_hold_timeout=2.0) as (server, _connector):
         client = server.client()
         begun_at = trio.current_time()
         assert (await client.post("/v1/completions", body(LOAD, stream=False))).status == 200
         assert trio.current_time() - begun_at == pytest.approx(3.0)
-        assert server.engine.stats().blocks_held == 9  # it may still write
+        assert server.engine.stats().blocks_held == 9  # the connector may still write to these blocks
         await trio.sleep(2.1)
         await server.assert_all_free()
 
 
-async def test_a_request_whose_kv_does_not_come_is_no_business_of_others(new_client, autojump_clock):
+async def test_failed_kv_load_of_one_request_does_not_change_another_response(new_client, autojump_clock):
     async with (
         served(kv_load_failure_policy="fail", step_seconds=0.1) as (server, connector),
         trio.open_nursery() as nursery,

@@ -1,4 +1,4 @@
-"""Ctrl-C at every place of a Trio program that opens an engine, uses it and closes it."""
+"""Tests Ctrl-C at each instruction of a Trio program that opens an engine, uses the engine and closes it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.fake_engine import open_fake_engine
 
 INTERRUPTS = int(os.environ.get("TRIOSERVE_INTERRUPTS", "28"))
-"""How many interrupts each test tries, evenly spread. 0: one at every place."""
+"""How many interrupts each test tries, evenly spread over the program. 0 interrupts at every possible instruction."""
 
 OURS = (f"{os.sep}trioserve{os.sep}", __file__)
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Whether the frame is of trioserve or of this test, or of contextlib on their behalf."""
+    """Return True for code of trioserve or of this test, and for code of contextlib that one of the two called."""
     while frame is not None and frame.f_code.co_filename.endswith(f"{os.sep}contextlib.py"):
         frame = frame.f_back
     return frame is not None and any(part in frame.f_code.co_filename for part in OURS)
@@ -39,7 +39,10 @@ def is_ours(frame: FrameType | None) -> bool:
 
 @cache
 def interruptible_offsets(code: CodeType) -> frozenset[int]:
-    """The instructions before which CPython handles signals: after a call, a jump back and the start of a function."""
+    """Return the bytecode offsets at which CPython handles signals.
+
+    They follow a call, a jump back, and the start of a function.
+    """
     offsets, follows = set(), False
     for instruction in dis.get_instructions(code):
         if follows:
@@ -49,7 +52,11 @@ def interruptible_offsets(code: CodeType) -> frozenset[int]:
 
 
 class Interrupter:
-    """Counts the places at which a signal can be handled, and sends SIGINT at one of them."""
+    """Counts the instructions at which a signal can be handled, and sends SIGINT at one of them.
+
+    Args:
+        place: number of the instruction that gets SIGINT, counted from 1. None only counts.
+    """
 
     def __init__(self, place: int | None) -> None:
         self.place = place
@@ -85,14 +92,22 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def remains() -> tuple[int, list[str]]:
-    """Open files and threads of ours."""
+    """Return the number of open files and the names of trioserve's threads."""
     names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("trioserve"))
     return len(os.listdir("/proc/self/fd")), names
 
 
 def sweep(program: Callable[[], Awaitable[None]], count: int) -> list[str]:
-    """Run the program with one interrupt at each of `count` places, and name every place where it ended badly."""
-    trio.run(program)  # imports, caches
+    """Run the program again and again, each time with one interrupt at another instruction.
+
+    Args:
+        program: an async function without arguments.
+        count: how many interrupts to try, evenly spread. 0 tries every instruction.
+
+    Returns:
+        A line for each interrupt that did not end in KeyboardInterrupt alone, or that leaked files or threads.
+    """
+    trio.run(program)  # fills imports and caches
     trio.run(program)
     counter = Interrupter(None)
     with counter.installed():
@@ -113,7 +128,7 @@ def sweep(program: Callable[[], Awaitable[None]], count: int) -> list[str]:
                 outcome = leaves(error)
             gc.collect()
             if not interrupter.where:
-                continue  # threads were faster this time, and the program had fewer places
+                continue  # timing of threads differs: this run had fewer instructions
             if not outcome or any(type(error) is not KeyboardInterrupt for error in outcome):
                 problems.append(f"{interrupter.where}: raised {[*map(repr, outcome)] or 'nothing'}")
             if remains()[1] != before[1] or remains()[0] > before[0]:
@@ -129,7 +144,7 @@ def sweep(program: Callable[[], Awaitable[None]], count: int) -> list[str]:
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """Trio raises KeyboardInterrupt only where nobody else handles SIGINT."""
+    """Restore Python's own SIGINT handler: Trio raises KeyboardInterrupt only if no other handler is installed."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, usual)

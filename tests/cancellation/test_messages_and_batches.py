@@ -1,5 +1,7 @@
-"""A client of the Messages API or of Ollama's leaves, in every way and at every phase; a batch is cancelled at every
-phase. Blocks are counted before and after, and forward passes are held open and let go by the test."""
+"""Tests clients of the Messages and Ollama APIs that leave, in each way and phase, and batches cancelled in each phase.
+
+Blocks are counted before and after. The test decides when each forward pass ends.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ async def step(server) -> None:
 
 
 async def step_into(server, phase: str) -> None:
-    """From the first forward pass of some sequences on, until they are in this phase."""
+    """Run steps until all running sequences are in the phase.
+
+    Args:
+        server: its sequences are in their first forward pass.
+        phase: one of RUNNING.
+    """
     if phase == "later chunk":
         await step(server)
         await step(server)
@@ -55,7 +62,9 @@ async def step_into(server, phase: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", SURFACES)
-async def test_a_message_whose_client_leaves(leaver, path, stream, phase, http1_client, autojump_clock):
+async def test_client_that_leaves_frees_its_blocks_with_the_step_in_flight(
+    leaver, path, stream, phase, http1_client, autojump_clock
+):
     new_client, way = leaver
     asked = SURFACES[path]
     options = {**OPTIONS, "max_num_seqs": 1} if phase == "queue" else OPTIONS
@@ -89,15 +98,15 @@ async def test_a_message_whose_client_leaves(leaver, path, stream, phase, http1_
         await server.assert_all_free()
 
 
-def form(lines: list[dict[str, object]]) -> bytes:
+def multipart_body(lines: list[dict[str, object]]) -> bytes:
     head = '--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     head += '--b\r\ncontent-disposition: form-data; name="file"; filename="lines.jsonl"\r\n\r\n'
     return (head + "\n".join(map(json.dumps, lines)) + "\r\n--b--\r\n").encode()
 
 
 @pytest.mark.parametrize("phase", ["queue", "first chunk", "later chunk", "decode", "last step"])
-async def test_a_batch_that_is_cancelled(phase, autojump_clock):
-    """Of its four lines two run, or wait for others."""
+async def test_cancelled_batch_frees_its_blocks_with_the_step_in_flight(phase, autojump_clock):
+    """Two of the batch's four lines run, or wait in the queue."""
     async with open_memory_server(**{**OPTIONS, "max_num_seqs": 4}) as server:
         core = server.engine.core
         url = "/v1/chat/completions"
@@ -106,7 +115,7 @@ async def test_a_batch_that_is_cancelled(phase, autojump_clock):
         lines = [{"custom_id": str(index), "method": "POST", "url": url, "body": body} for index in range(4)]
         client = server.client()
         headers = {"content-type": "multipart/form-data; boundary=b"}
-        async with client.ask("/v1/files", form(lines), headers=headers) as response:
+        async with client.ask("/v1/files", multipart_body(lines), headers=headers) as response:
             file_id = (await response.json())["id"]
         server.engine.steps.hold()
         others = [server.client() for _ in range(4 if phase == "queue" else 0)]

@@ -1,6 +1,6 @@
-"""Requests for pictures end as those for texts do: what failed elsewhere, for what is denoised and decoded.
+"""Tests the scenarios of README.md with image requests, which are denoised and decoded.
 
-tests/engine/images and tests/api/images have a leaver at each phase.
+Tests in tests/engine/images and tests/api/images leave in each phase.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def ended(fake: FakeImageEngine, reason: str) -> float:
     return fake.metrics.request_success_total.labels(reason)._value.get()
 
 
-async def test_during_the_last_step_it_counts_as_aborted(autojump_clock):
-    """S01: not as a success, and its slot is back before the next schedule."""
+async def test_image_request_aborted_during_its_last_step_counts_as_aborted(autojump_clock):
+    """S01: the request does not count as a success, and its slot is free before the next schedule."""
     async with open_fake_image_engine(paused=True) as fake:
         async with fake.generate_image("a cat", ImageParams(steps=STEPS), request_id="it") as stream:
             await fake.step(1 + STEPS)
@@ -43,8 +43,8 @@ async def test_during_the_last_step_it_counts_as_aborted(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_drain_lets_a_preempted_picture_go_on_from_its_kept_latent(autojump_clock):
-    """S21: it has run, so it is not refused; what has not is."""
+async def test_drain_lets_a_preempted_image_resume_from_its_kept_latent(autojump_clock):
+    """S21: a drain refuses only requests that have not run yet."""
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         outcomes: dict[str, object] = {}
 
@@ -71,12 +71,12 @@ async def test_a_drain_lets_a_preempted_picture_go_on_from_its_kept_latent(autoj
             assert fake.stats().kept_used == 1
             fake.resume()
         assert outcomes == {"late": "refused", "better": True, "worse": True}
-        assert fake.stats().denoised_total == 2 * STEPS  # nothing was computed twice
+        assert fake.stats().denoised_total == 2 * STEPS  # no denoising step was computed twice
         fake.assert_all_free()
 
 
-async def test_a_deadline_that_passes_while_the_latent_is_kept_gives_it_back_at_once(autojump_clock):
-    """Also while the step is in flight whose moves bring it there."""
+async def test_deadline_of_a_preempted_image_frees_its_kept_latent_at_once(autojump_clock):
+    """The step that moves the latent into its kept slot may still be in flight."""
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         ends = []
 
@@ -102,8 +102,8 @@ async def test_a_deadline_that_passes_while_the_latent_is_kept_gives_it_back_at_
         fake.assert_all_free()
 
 
-async def test_one_of_several_pictures_fails_and_the_others_come(autojump_clock):
-    """Each has one end, and the slot of the one that failed is back with its step."""
+async def test_failure_of_one_image_does_not_end_the_other_images_of_its_request(autojump_clock):
+    """Each image ends once, and the slot of the failed image is free after the step in which it failed."""
     async with open_fake_image_engine(paused=True) as fake:
         async with fake.generate_image("a cat", ImageParams(n=3, steps=STEPS)) as stream:
             plan = await fake.step(2)
@@ -122,7 +122,7 @@ async def test_one_of_several_pictures_fails_and_the_others_come(autojump_clock)
         fake.assert_all_free()
 
 
-async def test_a_stream_can_be_ended_by_the_id_in_its_head_before_there_is_anything_to_see():
+async def test_image_stream_can_be_aborted_before_its_first_event_by_the_id_in_its_head():
     """S25"""
     async with open_memory_image_server(paused=True) as server:
         body = {"prompt": "a cat", "steps": STEPS, "stream": True}
@@ -141,15 +141,15 @@ async def test_a_stream_can_be_ended_by_the_id_in_its_head_before_there_is_anyth
 
 
 class Noise(FakePictureExecutor):
-    """Pictures that make large files."""
+    """Makes images of random pixels, whose files are large."""
 
     def shown(self, request: IterativeRequest, latent: int) -> Picture:
         picture = super().shown(request, latent)
         return Picture(picture.width, picture.height, Random(latent).randbytes(len(picture.rgb)))
 
 
-async def test_a_client_that_reads_nothing_holds_up_neither_its_pictures_nor_anybody_else():
-    """S49: its slots are free when the pictures are made, and of each only the newest look is kept."""
+async def test_image_client_that_reads_nothing_delays_neither_its_own_images_nor_other_requests():
+    """S49: slots are free when the images are done, and only the newest preview of each image is kept."""
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=512, pixels_per_work=256 * 256)
     async with open_memory_image_server(model=model, new_executor=Noise) as server:
         body = {"prompt": "a cat", "size": "256x256", "n": 4, "steps": 6, "partial_images": 5, "stream": True}

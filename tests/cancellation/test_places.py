@@ -1,5 +1,8 @@
-"""Places of the waiting queue and of the batch: counted before anything costly, never more than there are, and
-back however their clients leave. Hundreds of rounds each, since a leak shows only when it adds up."""
+"""Tests the limits of the waiting queue and of the running batch.
+
+A request is counted before costly work begins, the limits are never exceeded, and capacity returns in whatever way a
+client leaves. Each test has hundreds of rounds, because small leaks show only when they add up.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,12 @@ def body(prompt: str, **more: object) -> dict[str, object]:
     return {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": False, **more}
 
 
-def counted(server: MemoryServer) -> dict[str, float]:
-    """Every series without buckets, by its name and labels: `num_requests_running`, `aborts_total decode`."""
+def metric_values(server: MemoryServer) -> dict[str, float]:
+    """Return the value of each metric except buckets.
+
+    Returns:
+        Values by name and labels, such as `num_requests_running` or `aborts_total decode`.
+    """
     found = {}
     for line in server.engine.metrics.expose().decode().splitlines():
         series, _, value = line.rpartition(" ")
@@ -44,7 +51,7 @@ def counted(server: MemoryServer) -> dict[str, float]:
 
 
 def on_plan(server: MemoryServer, look: Callable[[StepPlan], None]) -> None:
-    """Have every plan looked at before it is computed."""
+    """Call `look` with each plan before the plan is computed."""
     execute = server.engine.executor.execute
 
     def looked_at(plan, *more):
@@ -56,12 +63,12 @@ def on_plan(server: MemoryServer, look: Callable[[StepPlan], None]) -> None:
 
 @asynccontextmanager
 async def served(**options):
-    """A server that nothing is left in at the end, and whose tasks are all gone."""
+    """Open a server. At the end, check that no request, block, exchange or task is left."""
     async with open_memory_server(**{"step_seconds": STEP_SECONDS, "block_count": 128, **options}) as server:
         await wait_all_tasks_blocked()
         tasks_before = trio.lowlevel.current_statistics().tasks_living
         yield server
-        await trio.sleep(1)  # a step that was in flight ends
+        await trio.sleep(1)  # the step in flight ends
         check_idle(server.engine.core)
         await server.hang_up()
         await wait_all_tasks_blocked()
@@ -69,8 +76,8 @@ async def served(**options):
         assert trio.lowlevel.current_statistics().tasks_living == tasks_before
 
 
-async def check_places(server: MemoryServer, new_client, count: int) -> None:
-    """That many requests are served at a time, and the next one is refused."""
+async def check_capacity(server: MemoryServer, new_client, count: int) -> None:
+    """Check that the server accepts `count` requests at a time, and refuses one more."""
     assert (server.engine.core.stats().running_count, server.engine.core.stats().waiting_count) == (0, 0)
     clients = [new_client(server) for _ in range(count + 1)]
     statuses = []
@@ -85,13 +92,15 @@ async def check_places(server: MemoryServer, new_client, count: int) -> None:
     assert sorted(statuses) == [200] * count + [429]
 
 
-# --- the queue is bounded, in places and in time ---
+# --- the queue is bounded in length and in time ---
 
 
 @pytest.mark.slow
-async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_client):
-    """S13, S14, S42: places are counted before the prompts are tokenized, and whoever finds none is told when to come
-    again and why. The tokenizer is held in its real thread, so the clock is real; nothing waits for time to pass."""
+async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client, http2_client):
+    """S13, S14, S42: requests are metric_values before tokenization, and refused ones get a retry time and a reason.
+
+    The test blocks the tokenizer in its real thread, so the clock is real, but the test does not wait for time to pass.
+    """
     async with open_memory_server(
         max_num_seqs=2,
         max_queued_requests=3,
@@ -133,7 +142,7 @@ async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_clie
             await all_refused.wait()
             assert [response.status for response in responses] == [429] * 35
             assert tokenized == []
-            assert counted(server)["num_requests_waiting"] == 5
+            assert metric_values(server)["num_requests_waiting"] == 5
             go_on.set()
         assert [response.status for response in responses[35:]] == [200] * 5
         assert len(tokenized) == 5
@@ -142,12 +151,12 @@ async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_clie
             assert int(response.headers["retry-after"]) >= 1
             assert response.headers["x-trioserve-reason"] == "queue_full"
             assert response.json["error"]["type"] == "rate_limit_error"
-        assert counted(server)["requests_rejected_total queue_full"] == 35
+        assert metric_values(server)["requests_rejected_total queue_full"] == 35
         check_idle(server.engine.core)
 
 
-async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_clock):
-    """S13: with the defaults that a server starts with."""
+async def test_queue_is_bounded_by_default(http1_client, autojump_clock):
+    """S13: the bound is the default of a server."""
     waiting_max = engine_settings(make_config()).waiting_requests_max
     assert waiting_max < 1000
     async with (
@@ -170,8 +179,10 @@ async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_cloc
         server.engine.steps.release()
 
 
-async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_client, autojump_clock):
-    """S35: both, a bounded queue and a bounded wait in it."""
+async def test_request_is_refused_at_once_if_the_queue_is_full_or_ends_at_its_queue_deadline(
+    new_client, autojump_clock
+):
+    """S35: both the length of the queue and the time in the queue are bounded."""
     async with served(max_num_seqs=1, max_queued_requests=2, max_model_len=512) as server:
         async with server.engine.generate("in the way", SamplingParams(max_tokens=400, ignore_eos=True)):
             await trio.sleep(0.1)
@@ -192,11 +203,11 @@ async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_clie
                 nursery.start_soon(ask, 1.0)
             assert ended == [(429, "queue_full", 0.0), (504, "queue_timeout", 1.0), (504, "queue_timeout", 2.0)]
         await trio.sleep(0.1)
-        await check_places(server, new_client, 3)
+        await check_capacity(server, new_client, 3)
 
 
-async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_its_head(new_client, autojump_clock):
-    """S26: those who run count as long as they run, and those who wait are counted themselves."""
+async def test_running_request_counts_until_the_end_of_its_response_not_only_until_its_head(new_client, autojump_clock):
+    """S26: running requests count until their end, and waiting requests have their own count."""
     async with served(max_num_seqs=1, max_queued_requests=1) as server, trio.open_nursery() as nursery:
         first, second = new_client(server), new_client(server)
         for client in (first, second):
@@ -204,11 +215,11 @@ async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_
             await client.ask(body("a stream", stream=True, max_tokens=50))
             await trio.sleep(0.05)
         assert b"data: " in first.received
-        assert (counted(server)["num_requests_running"], counted(server)["num_requests_waiting"]) == (1, 1)
+        assert (metric_values(server)["num_requests_running"], metric_values(server)["num_requests_waiting"]) == (1, 1)
         late = new_client(server)
         await late.ask(body("late"))
         assert (await late.response()).status == 429
-        await trio.sleep(0.5)  # the first response is complete
+        await trio.sleep(0.5)  # the first response completes
         assert b"[DONE]" in first.received
         again = new_client(server)
         await again.ask(body("again"))
@@ -217,12 +228,12 @@ async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_
         nursery.cancel_scope.cancel()
 
 
-# --- who left the queue ---
+# --- clients that leave the queue ---
 
 
 @pytest.mark.slow
-async def test_who_left_the_queue_is_in_no_plan(http1_client, http2_client, autojump_clock):
-    """S32, S37: two hundred wait, in either protocol, streamed or whole, and leave in every way. One of them stays."""
+async def test_request_whose_client_left_the_queue_is_never_planned(http1_client, http2_client, autojump_clock):
+    """S32, S37: of 200 waiting clients, 199 leave. They use both protocols, streamed or not, and each way to leave."""
     async with served(max_num_seqs=1, max_queued_requests=300, step_seconds=0.0) as server:
         core, steps = server.engine.core, server.engine.steps
         planned: dict[RequestId, bytes] = {}
@@ -241,14 +252,14 @@ async def test_who_left_the_queue_is_in_no_plan(http1_client, http2_client, auto
                 clients.append((http1_client, http2_client)[index % 2](server))
                 await clients[-1].ask(body(f"{index} waits", stream=index % 4 < 2))
             await wait_all_tasks_blocked()
-            assert counted(server)["num_requests_waiting"] == 200
+            assert metric_values(server)["num_requests_waiting"] == 200
             stays = clients.pop(100)
             for index, client in enumerate(clients):
                 await client.leave(client.ways_to_leave[index // 4 % len(client.ways_to_leave)])
             await wait_all_tasks_blocked()
-            # All of it while the same step is in flight: there is nothing to wait for.
-            assert (counted(server)["num_requests_waiting"], core.stats().blocks_used) == (1, used_before)
-            assert counted(server)["aborts_total queued"] == 199
+            # The queue shrinks while the same step is in flight: no client waits for the step.
+            assert (metric_values(server)["num_requests_waiting"], core.stats().blocks_used) == (1, used_before)
+            assert metric_values(server)["aborts_total queued"] == 199
             check_core(core)
             steps.release()
             async for _ in in_the_way:
@@ -260,9 +271,10 @@ async def test_who_left_the_queue_is_in_no_plan(http1_client, http2_client, auto
         assert core.stats().prefix_query_tokens_total == len("in the way") + len("100 waits")
 
 
-# --- places come back ---
+# --- capacity returns ---
 
-# When it leaves, and as what its abort is counted. A prompt takes three steps, a response three more.
+# Seconds until the client leaves, and the phase label of its abort, or None if no abort is counted. A prompt takes
+# three steps, a response three more.
 PHASES = {
     "sending its body": (0.005, None),
     "being tokenized": (0.005, None),
@@ -278,9 +290,13 @@ PHASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1_client, http2_client, autojump_clock):
-    """S22, S48: three places, and 300 clients one after another who leave in the same phase, in every way there is.
-    Each is gone with the step in flight, before another one has ended."""
+async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
+    phase, http1_client, http2_client, autojump_clock
+):
+    """S22, S48: the server accepts three requests at a time. 300 clients leave one after the other, in each way.
+
+    Each request has ended when the step in flight ends.
+    """
     seconds, counted_as = PHASES[phase]
     async with served(max_num_seqs=2, max_queued_requests=1, max_num_batched_tokens=16) as server:
         core, engine = server.engine.core, server.engine
@@ -294,7 +310,7 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
 
             prompts.encode_prompt = slow_encode
 
-        async def come_and_go(index: int) -> None:
+        async def ask_and_leave(index: int) -> None:
             client = (http1_client, http2_client)[index % 2](server)
             before = core.stats()
             async with trio.open_nursery() as nursery:
@@ -321,23 +337,23 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
             async with engine.generate("one in the way"), engine.generate("another one in the way"):
                 await server.engine.steps.entered()
                 for index in range(ROUNDS):
-                    await come_and_go(index)
+                    await ask_and_leave(index)
                 server.engine.steps.release()
         else:
             for index in range(ROUNDS):
-                await come_and_go(index)
+                await ask_and_leave(index)
         await trio.sleep(0.1)
-        values = counted(server)
+        values = metric_values(server)
         if counted_as is None:
             assert sum(values.get(f"aborts_total {name}", 0) for name in ("queued", "prefill", "decode")) == 0
         else:
             assert values[f"aborts_total {counted_as}"] == ROUNDS
-        await check_places(server, http1_client, 3)
+        await check_capacity(server, http1_client, 3)
 
 
 @pytest.mark.slow
-async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_client, autojump_clock):
-    """S20, S29: four hundred requests that end in every way there is, many at a time; looked at in every step."""
+async def test_gauges_return_to_zero_and_are_never_negative(http1_client, http2_client, autojump_clock):
+    """S20, S29: 400 requests overlap and end in each possible way. Each step checks all metrics."""
     async with served(max_num_seqs=4, max_queued_requests=8, max_num_batched_tokens=32) as server:
         engine, core = server.engine, server.engine.core
         most_live = 0
@@ -348,7 +364,7 @@ async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_c
                 if bytes(chunk.request.prompt_token_ids[:1]) == b"!":
                     server.engine.executor.errors[chunk.request.id] = "bad luck"
             check_core(core)
-            values = counted(server)
+            values = metric_values(server)
             assert min(values.values()) >= 0, values
             assert values["streams_open"] == server.server.counters().exchanges_open
             assert sum(values[f"kv_blocks {state}"] for state in ("free", "cached", "used", "held")) == 128
@@ -385,7 +401,7 @@ async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_c
         assert {200, 400, 429, 500, 504} == set(statuses)
         assert most_live == 12, "the queue was full, and never more than full"
         check_idle(core)
-        values = counted(server)
+        values = metric_values(server)
         for name in (
             "streams_open",
             "num_requests_running",
@@ -394,5 +410,5 @@ async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_c
             "kv_blocks held",
         ):
             assert values[name] == 0, name
-        await check_places(server, http2_client, 12)
+        await check_capacity(server, http2_client, 12)
         assert len(engine._deadline_keeper) == 0

@@ -1,4 +1,4 @@
-"""The server leaves, and not the client: nobody is left with a stream that just stops."""
+"""Tests a server that shuts down: no stream stops without an end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def last_event(received: bytes) -> dict[str, object] | str:
 
 
 @pytest.mark.parametrize("in_time", [True, False], ids=["in time", "too late"])
-async def test_streams_end_whole_or_with_an_error_event_and_who_waits_is_refused(
+async def test_drain_ends_streams_complete_or_with_an_error_event_and_refuses_queued_requests(
     in_time, http1_client, http2_client, autojump_clock
 ):
-    """S21: eight streams that run, over both protocols, get all of their text or an event that says why not; what
-    waits in the queue gets a 503, streamed or whole."""
+    """S21: running streams get all of their text, or an error event with the reason.
+
+    Queued requests get 503, streamed or not. Clients use both protocols.
+    """
     async with (
         open_memory_server(step_seconds=STEP_SECONDS, max_num_seqs=8, block_count=256) as server,
         trio.open_nursery() as nursery,
@@ -69,7 +71,7 @@ async def test_streams_end_whole_or_with_an_error_event_and_who_waits_is_refused
 
 @pytest.mark.parametrize("through", ["server", "router"])
 @pytest.mark.parametrize("http", [1, 2])
-async def test_draining_server_answers_probes_and_refuses_work_until_the_last_stream_has_ended(
+async def test_draining_server_answers_probes_and_refuses_requests_until_the_last_stream_has_ended(
     http, through, autojump_clock
 ):
     asked = {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
@@ -89,7 +91,7 @@ async def test_draining_server_answers_probes_and_refuses_work_until_the_last_st
         stream = await streaming.post("/v1/completions", asked)
         await stream.head()
         leaving.announce_drain()
-        # HTTP/1.1 ends each connection behind its response. HTTP/2 does where no other stream runs.
+        # HTTP/1.1 ends each connection after its response. HTTP/2 ends a connection when no other stream runs.
         clients = [kept, leaving.client(http=http), *([streaming] if http == 2 else [])]
         for client in clients:
             ready = await client.get("/ready")
