@@ -11,11 +11,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Threads of torch that wait for each other give a busy core back soon: on two cores with parallel work, tests would
-# otherwise take several times as long. The server sets the same.
+# Torch threads that wait for each other release their core soon. Otherwise tests with parallel work on two cores would
+# take several times as long. The server sets the same value.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# How long an example takes, or is drawn, says how busy the machine is.
+# No time limits for examples: their time depends on how busy the machine is.
 hypothesis.settings.register_profile(
     "untimed",
     hypothesis.settings.default,
@@ -24,8 +24,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("untimed")
 
-# What is shared out among processes file by file begins with what takes longest, or one of them is busy with a single
-# file while the others have nothing left.
+# Files and folders that take longest run first. Each test process takes one file at a time, so a long file at the end
+# would keep one process busy while the other processes have no work.
 FIRST = (
     "kernels/test_without_gpu.py",
     "sim/test_planted_bugs.py",
@@ -64,7 +64,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session", autouse=True)
 def kv_key_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the key that engines of this machine share out of the user's cache folder."""
+    """Put the KV key, which engines of this machine share, into a temporary folder, not into the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIOSERVE_KV_KEY_DIRECTORY", str(tmp_path_factory.mktemp("kv-key")))
         yield
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _commit() -> str:
-    """Name the commit under test. Without git, every run chooses the same tests."""
+    """Return the commit under test, or "" without git: then every run chooses the same tests."""
     try:
         found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=HERE, capture_output=True, text=True)
     except FileNotFoundError:
@@ -113,6 +113,15 @@ def _commit() -> str:
 
 
 def _is_chosen(item: pytest.Item, share: int, commit: str) -> bool:
-    """Choose parameters of a test one by one, and all other tests of a file together: they share servers and models."""
+    """Return True if a slow test belongs to the share that runs.
+
+    Cases of a parametrized test are chosen one by one. All other tests of a file are chosen together, because they
+    share servers and models.
+
+    Args:
+        item: a slow test.
+        share: N, to run one Nth of the slow tests.
+        commit: decides which tests are chosen.
+    """
     name = item.nodeid if "[" in item.name else item.nodeid.partition("::")[0]
     return int.from_bytes(hashlib.blake2b(f"{commit} {name}".encode(), digest_size=8).digest()) % share == 0

@@ -1,6 +1,6 @@
-"""Every cache of the product is listed here with the reason why its timing tells one key nothing about another one.
+"""Lists every cache of the product, with the reason why its timing tells one API key nothing about another key.
 
-A cache is recognised by how caches are written: functools' decorators, OrderedDict, and names of mappings that say so.
+The tests find caches in the source by decorators of functools, by OrderedDict, and by names of mappings.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def found_caches() -> Iterator[tuple[str, str]]:
 
 
 def _cache_name(node: ast.AST) -> str | None:
-    """The name that a statement gives to a cache; None: it makes none."""
+    """Return the name of the cache that a statement or function creates, or None if it creates no cache."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name if any(_is_decorator(decorator) for decorator in node.decorator_list) else None
     if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -119,7 +119,7 @@ def _is_decorator(node: ast.expr) -> bool:
     return name in DECORATORS
 
 
-def test_every_cache_is_listed_with_the_reason_why_keys_cannot_see_each_other_by_it() -> None:
+def test_every_cache_is_listed_with_the_reason_why_its_timing_leaks_nothing() -> None:
     found = set(found_caches())
     assert found - CACHES.keys() == set(), "say in CACHES whose entries a request can hit"
     assert CACHES.keys() - found == set(), "it is no cache any more"
@@ -128,7 +128,7 @@ def test_every_cache_is_listed_with_the_reason_why_keys_cannot_see_each_other_by
 SCHEMA = StructuredOutput(kind=FormKind.JSON_SCHEMA, source='{"type": "boolean"}')
 
 
-def test_a_compiled_schema_is_found_under_its_salt_alone() -> None:
+def test_compiled_schema_is_cached_per_cache_salt() -> None:
     compiler = byte_form_compiler()
     first = compiler.compile(SCHEMA, "a")
     assert compiler.find(SCHEMA, "a") is first
@@ -137,18 +137,18 @@ def test_a_compiled_schema_is_found_under_its_salt_alone() -> None:
     assert compiler.compile(SCHEMA, "b") is not first
 
 
-def test_without_keys_a_compiled_schema_is_everybody_s() -> None:
+def test_compiled_schema_without_a_salt_is_shared() -> None:
     compiler = byte_form_compiler()
     assert compiler.compile(SCHEMA) is compiler.compile(SCHEMA)
 
 
-def test_an_automaton_of_stop_strings_is_found_under_its_salt_alone() -> None:
+def test_stop_string_automaton_is_cached_per_cache_salt() -> None:
     finders = [StopStringFinder(["END", "."], salt) for salt in ("a", "b", None, "a")]
     assert finders[0]._automaton is finders[3]._automaton
     assert len({id(finder._automaton) for finder in finders}) == 3
 
 
-def test_names_of_what_keys_share_differ_by_salt() -> None:
+def test_names_of_cached_images_blocks_and_prefixes_differ_by_salt() -> None:
     salts = ("a", "b", None)
     assert len({output_name(b"digest of an image", salt) for salt in salts}) == 3
     assert len({root_hash(salt) for salt in salts}) == 3
@@ -156,7 +156,7 @@ def test_names_of_what_keys_share_differ_by_salt() -> None:
     assert len({prefix_of(body, "model", salt) for salt in salts}) == 3
 
 
-def test_a_template_of_a_request_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_of_a_request_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     program = chat_template._Program
 

@@ -1,4 +1,7 @@
-"""Reads the imports and names any arrow that points the wrong way, and any room that does what it should do without."""
+"""Checks which packages and modules each package may import, and that objects keep their internals to themselves.
+
+"Room" in names of this file means a package of the product.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Room:
-    """rooms: whom it imports, besides itself. packages: from outside, besides the standard library and msgspec.
-    without: modules of the standard library that it must not need. only_in: packages that these files alone import.
-    waits: it may hold async code."""
+    """Import rules of one package of the product.
+
+    Attributes:
+        rooms: other packages of the product that it may import.
+        packages: third-party packages that it may import. msgspec is always allowed.
+        without: modules of the standard library that it must not import.
+        only_in: names of the only files that may import a package, by package.
+        waits: True if it may have async code.
+    """
 
     rooms: frozenset[str] = frozenset()
     packages: frozenset[str] = frozenset()
@@ -33,7 +42,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Everything that decides is replayed from a seed: no clock, no socket, no log, nothing that waits.
+# Code that decides is replayed from a seed, so it uses no clock, socket or log, and never waits.
 OUTSIDE_WORLD = words(
     "asyncio concurrent contextvars datetime http io logging multiprocessing os pathlib random secrets select "
     "selectors signal socket ssl subprocess tempfile threading time urllib uuid"
@@ -73,11 +82,11 @@ ROOMS = {
             "nixl": words("nixl_agent.py"),
         },
     ),
-    # outcome is what trio itself hands results between threads in
+    # trio itself passes results between threads as values of outcome
     "trio_tools": Room(
         rooms=words("contracts"), packages=words("trio outcome h2 h11 hpack hyperframe"), without=words("asyncio")
     ),
-    # sqlite3 is of the standard library
+    # sqlite3 belongs to the standard library
     "store": Room(rooms=words("contracts trio_tools"), packages=words("trio"), without=words("asyncio")),
     "admission": Room(
         rooms=words("contracts router text vision metrics trio_tools"),
@@ -111,14 +120,14 @@ ROOMS = {
         only_in={"multipart": words("form.py")},
         without=words("asyncio"),
     ),
-    # Its own surface, the API of a router, speaks the bodies and errors of api.
+    # The API of a router uses the bodies and errors of the package api.
     "proxy": Room(
         rooms=words("contracts router text metrics trio_tools admission http api"),
         packages=words("trio dns"),
         only_in={"dns": words("dns.py")},
         without=words("asyncio"),
     ),
-    # What it opens assemble makes and hands over. What users import of it is looked up late, as of trioserve.
+    # It gets the opened engine from assemble. Names for users are looked up late, as in trioserve itself.
     "asyncio": Room(
         rooms=words("contracts text trio_tools engine http"),
         packages=words("trio outcome starlette"),
@@ -136,7 +145,7 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "bench.inside": Room(
-        rooms=EVERY_ROOM | words("testing simulation"),  # what it simulates of several routers
+        rooms=EVERY_ROOM | words("testing simulation"),  # testing and simulation: its simulation of several routers
         packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
         only_in={"transformers": words("gpu_bench_transformers.py"), "diffusers": words("pipeline.py")},
     ),
@@ -152,18 +161,18 @@ ROOMS = {
     "simulation": Room(rooms=EVERY_ROOM | words("testing"), packages=words("trio h2 h11")),
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
-# These stand above the rooms: they are the ones who may know several, and no room knows them.
+# These files are above the packages: they may import several packages, and no package imports them.
 TOP_FILES = words(
     "__init__ __main__ asgi assemble assemble_images cli commands config ray ray_engines ray_ranks rollouts"
 )
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
-)  # nothing else of what is served knows fakes
+)  # no other command of the product may import fakes
 
 
-# The rest of these rooms is the native path, too, which starts and serves without torch: what needs torch is imported
-# late, where it is known that torch computes.
+# Files that may import torch at module level. All other files of these packages also run with native kernels, without
+# torch. They import torch late, once it is known that torch computes.
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py images/pipeline.py"),
     "model": words(
@@ -189,7 +198,14 @@ TORCH_FILES = {
 
 @dataclass(frozen=True)
 class Import:
-    """In a file of `place` (a room, or a top file), `module` is imported."""
+    """One import.
+
+    Attributes:
+        place: package or top file with the import.
+        file: path below the root of the repository.
+        line: line number, counted from 1.
+        module: full name of the imported module.
+    """
 
     place: str
     file: Path
@@ -198,7 +214,7 @@ class Import:
 
     @property
     def target(self) -> str:
-        """The room, the top file or the package that is meant."""
+        """The imported package or top file of the product, or the name of the other package."""
         parts = self.module.split(".")
         if parts[0] != "trioserve":
             return parts[0]
@@ -213,12 +229,12 @@ class Import:
 
 
 def room_of(parts: Sequence[str]) -> str:
-    """parts: of a path or of a module's name, below trioserve."""
+    """Return the package of the product for the parts of a path or module name below trioserve."""
     return "bench.inside" if tuple(parts[:2]) == ("bench", "inside") else parts[0]
 
 
 def place_of(file: Path) -> str:
-    """The room, or the top file, that a file below trioserve belongs to."""
+    """Return the package, or the name of the top file, for a file below trioserve."""
     return room_of(file.parts[1:-1]) if len(file.parts) > 2 else file.stem
 
 
@@ -233,7 +249,7 @@ def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            if module == "trioserve":  # `from trioserve import core` means the room
+            if module == "trioserve":  # `from trioserve import core` imports the package core
                 for alias in node.names:
                     is_name = alias.name.startswith("_")
                     yield Import(place, file, node.lineno, module if is_name else f"{module}.{alias.name}")
@@ -242,7 +258,7 @@ def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
 
 
 class _Late(ast.NodeTransformer):
-    """Takes out what does not run when a module is imported."""
+    """Removes code that does not run when a module is imported: functions, and imports only for types."""
 
     def visit_FunctionDef(self, _node: ast.FunctionDef) -> ast.AST:
         return ast.Pass()
@@ -258,13 +274,13 @@ def imports_at_once(place: str, file: Path, source: str) -> Iterator[Import]:
     yield from imports_of(place, file, ast.unparse(_Late().visit(ast.parse(source))))
 
 
-def gives_users_its_names(file: Path) -> bool:
-    """They are looked up when they are used, and until then nothing is imported."""
+def has_lazy_exports(file: Path) -> bool:
+    """Return True for a package that looks up its public names when they are used, and imports nothing before."""
     return str(file) == "trioserve/asyncio/__init__.py"
 
 
 def objection(found: Import) -> str | None:
-    """What is wrong with an import, or None."""
+    """Return what is wrong with an import, or None if the import is allowed."""
     if found.place in TOP_FILES:
         pretends = found.is_ours and found.target in PRETENDS
         if pretends and not (found.place == "commands" and found.file.name in COMMANDS_THAT_PRETEND):
@@ -279,7 +295,7 @@ def objection(found: Import) -> str | None:
     if found.is_ours:
         if target == found.place:
             return None
-        if target in TOP_FILES and gives_users_its_names(found.file):
+        if target in TOP_FILES and has_lazy_exports(found.file):
             return None
         if target in TOP_FILES:
             return "a room does not know who puts the rooms together"
@@ -297,7 +313,7 @@ def objection(found: Import) -> str | None:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Every file with the room, or the top file, that it belongs to."""
+    """Yield every file with its package or top file."""
     for path in sorted((ROOT / "trioserve").rglob("*.py")):
         file = path.relative_to(ROOT)
         yield place_of(file), file
@@ -305,20 +321,20 @@ def sources() -> Iterator[tuple[str, Path]]:
         yield "kernels", path.relative_to(ROOT)
 
 
-def waits_in(source: str) -> Iterator[int]:
-    """Lines of code that can wait."""
+def lines_that_wait(source: str) -> Iterator[int]:
+    """Yield the line numbers of async code."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
             yield node.lineno
 
 
-def test_every_file_belongs_to_a_room():
+def test_every_file_belongs_to_a_listed_package():
     strangers = [str(file) for place, file in sources() if place not in ROOMS and place not in TOP_FILES]
     assert not strangers, "a new room needs its line in ROOMS, a new top file a reason to stand in TOP_FILES"
 
 
 @pytest.mark.slow
-def test_no_import_points_the_wrong_way():
+def test_every_import_is_allowed_for_its_package():
     wrong = [
         f"{found} ({why})"
         for place, file in sources()
@@ -330,18 +346,18 @@ def test_no_import_points_the_wrong_way():
 
 
 @pytest.mark.slow
-def test_rooms_that_do_not_wait_hold_nothing_async():
+def test_packages_that_do_not_wait_have_no_async_code():
     waiting = [
         f"{file}:{line}"
         for place, file in sources()
         if place in ROOMS and not ROOMS[place].waits
-        for line in waits_in((ROOT / file).read_text(encoding="utf-8"))
+        for line in lines_that_wait((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not waiting
 
 
 def in_cycles(imported: Mapping[str, set[str]]) -> set[str]:
-    """Find the modules that import each other, and those between two such groups.
+    """Find the modules that import each other, and the modules between two such groups.
 
     Args:
         imported: modules that each module imports, at any time or only for types.
@@ -357,7 +373,7 @@ def in_cycles(imported: Mapping[str, set[str]]) -> set[str]:
 
 @pytest.mark.slow
 def test_modules_do_not_import_each_other():
-    """Packages under `trioserve.proxy` still do, through the type RouterContext."""
+    """Only packages under `trioserve.proxy` still import each other, through the type RouterContext."""
     imported: dict[str, set[str]] = {}
     for place, file in sources():
         name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
@@ -366,7 +382,7 @@ def test_modules_do_not_import_each_other():
     assert {name for name in in_cycles(imported) if not name.startswith("trioserve.proxy.")} == set()
 
 
-def test_a_cycle_is_found():
+def test_import_cycle_is_found():
     imported = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": set()}
     assert in_cycles(imported) == {"b", "c"}
     assert in_cycles(imported | {"c": {"d"}}) == set()
@@ -384,13 +400,16 @@ def test_settings_import_contracts_and_settings_alone():
     assert not wrong
 
 
-def test_packages_import_nothing_on_the_way_in():
-    """A package that imports its neighbours on the way in has no walls. testing and asyncio give users names, late."""
+def test_init_files_import_nothing():
+    """An import in `__init__.py` would load neighbours with every module of the package.
+
+    Exceptions are testing, asyncio and the kernels, which export names for users.
+    """
     wrong = [
         str(found)
         for place, file in sources()
         if file.name == "__init__.py" and len(file.parts) > 2 and place not in ("kernels", "testing")
-        if not gives_users_its_names(file)
+        if not has_lazy_exports(file)
         for found in imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
         if found.module != "__future__"
     ]
@@ -419,7 +438,7 @@ def test_only_the_torch_path_imports_torch_at_module_level():
     assert importing == TORCH_FILES
 
 
-def test_the_reader_knows_what_is_imported_at_once():
+def test_only_module_level_imports_count_as_imported_at_once():
     source = """
 import torch.a
 if TYPE_CHECKING:
@@ -483,7 +502,7 @@ async def late():
         ),
     ],
 )
-def test_the_reader_itself_names_wrong_arrows(file, source, expect):
+def test_forbidden_imports_are_found(file, source, expect):
     path = Path(file)
     place = place_of(path)
     objections = [why for found in imports_of(place, path, source) if (why := objection(found)) is not None]
@@ -520,7 +539,7 @@ def test_the_reader_itself_names_wrong_arrows(file, source, expect):
         ("trioserve.testing.fake_executor", "torch trio"),
     ],
 )
-def test_importing_a_module_does_not_load_what_it_does_without(module, unloaded):
+def test_importing_a_module_does_not_load_packages_that_it_avoids(module, unloaded):
     code = f"import sys, {module}; print(*sorted(set({unloaded.split()!r}) & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -530,9 +549,14 @@ def test_importing_a_module_does_not_load_what_it_does_without(module, unloaded)
 INSIDES = words("core ticket transfers")
 
 
-def reaches_in(source: str) -> Iterator[str]:
-    """Where code goes through the inside of somebody else's object: by `a.core.b`, or by giving `a.core` a name of its
-    own. Whose inside it is writes `self.core.b`."""
+def accesses_to_internals(source: str) -> Iterator[str]:
+    """Find code that uses internals of another object: `a.core.b`, or `x = a.core`.
+
+    The owner itself writes `self.core.b`, which is allowed.
+
+    Returns:
+        Line and expression of each use.
+    """
 
     def is_inside_of_another(node: ast.AST) -> bool:
         if not isinstance(node, ast.Attribute) or node.attr.lstrip("_") not in INSIDES:
@@ -549,12 +573,12 @@ def reaches_in(source: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_nobody_reaches_through_the_inside_of_another_object():
+def test_no_code_reaches_through_internals_of_another_object():
     reaching = [
         f"{file}:{where}"
         for place, file in sources()
-        if place not in PRETENDS  # they look everywhere
-        for where in reaches_in((ROOT / file).read_text(encoding="utf-8"))
+        if place not in PRETENDS  # test code may look at all internals
+        for where in accesses_to_internals((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not reaching, "ask the object itself, which may get a method for it:\n" + "\n".join(reaching)
 
@@ -573,14 +597,14 @@ def test_nobody_reaches_through_the_inside_of_another_object():
         ("from trioserve.core.engine import EngineCore", 0),
     ],
 )
-def test_the_reader_of_reach_knows_whose_inside_it_is(source, count):
-    assert len(list(reaches_in(source))) == count
+def test_access_to_own_internals_is_allowed_and_to_others_is_found(source, count):
+    assert len(list(accesses_to_internals(source))) == count
 
 
 # --- connections ---
 
 WAY_OUT = "trio_tools/tcp_stream.py"
-"""The one file that opens TCP connections with Trio; its connections break when the other end vanishes."""
+"""The only file that opens TCP connections with Trio. Its connections break when the other end vanishes."""
 BLOCKING = {
     "bench/disagg/socket_copy.py": "to its own process",
     "bench/router/run.py": "to its own server",
@@ -593,15 +617,15 @@ BLOCKING = {
     "ray_engines.py": "closed at once",
     "http/listener.py": "a Unix socket of this machine",
 }
-"""Files that connect without Trio, and why nobody waits for ever there."""
+"""Files that connect without Trio, and why no caller waits for ever there."""
 CONNECTS = {"open_tcp_stream", "open_ssl_over_tcp_stream", "create_connection", "open_connection", "urlopen"}
 SOCKETS = ("asking", "connection", "probe", "sock", "socket", "self._socket")
 TAKES_TIMEOUT = {"create_connection": 2, "urlopen": 3, "open": 3}
-"""How many positional arguments a call has that brings its time along; or it is given as `timeout`."""
+"""Position of the timeout among the positional arguments of a call, counted from 1. It may also be a keyword."""
 
 
 def test_every_tcp_connection_breaks_when_its_other_end_vanishes():
-    """Nobody opens one but through connect_tcp, and who accepts one sets the same options."""
+    """The product opens TCP connections only through connect_tcp, or with a timeout."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "trioserve").rglob("*.py")):
         name = str(path.relative_to(ROOT / "trioserve"))
@@ -631,7 +655,7 @@ def test_every_accepted_tcp_connection_breaks_when_its_other_end_vanishes():
         if re.search(r"serve_listeners|listener\.accept\(|\.accept\(listener", path.read_text())
         and not str(path.relative_to(ROOT / "trioserve")).startswith(("testing/", "simulation/", "bench/"))
     }
-    accepting -= {"trio_tools/places.py"}  # gives each to whoever asked for it
+    accepting -= {"trio_tools/places.py"}  # it hands each connection to its caller
     bounded = {name for name in accepting if re.search("end_when_vanished|make_blocking", _source(name))}
     assert accepting == bounded
 

@@ -1,8 +1,8 @@
-"""Every regular expression of the package takes time linear in its text, whatever that text is.
+"""Tests that every regular expression of the product takes time linear in the length of its text.
 
-The patterns are found in the source. Each is run on texts made of its own literals and classes, repeated, with a
-beginning and an end that may keep it from matching. Python's `re` tries every way to read a text: a pattern that can
-read one text in two ways, or that reads far from each place where it begins, takes time that grows with the square.
+The patterns are found in the source. Each pattern runs on texts of its own literals and classes, repeated, with a
+beginning and an end that can prevent a match. Python's `re` backtracks: a pattern that can match one text in two ways,
+or that reads far from each start position, takes quadratic time or more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from re import _constants, _parser  # type: ignore[attr-defined]  # what a pattern is made of
+from re import _constants, _parser  # type: ignore[attr-defined]  # parsed parts of a pattern
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +23,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "trioserve"
 SEARCHES = frozenset(("search", "finditer", "findall", "sub", "split"))
 FUNCTIONS = frozenset(("compile", "match", "fullmatch")) | SEARCHES
-# No text of a client or a model gets there.
+# Packages that never get text of a client or a model.
 NOT_SERVED = ("simulation", "bench")
 MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
-# What patterns that are made at run time are made of, by file.
+# Values of the variables in patterns that are built at run time, by file.
 LOCALS: dict[str, dict[str, Any]] = {
     "model/loading/packaged_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
@@ -42,9 +42,9 @@ LOCALS: dict[str, dict[str, Any]] = {
     "text/token_pattern.py": {"tokens": MARKERS},
 }
 SHORT, GROWTH = 500, 4
-SHORTEST = 22  # where a pattern takes exponential time, it takes milliseconds for these
-SECONDS_MIN = 0.003  # a text of 2,000 characters that is read faster was read once
-GROWTH_MAX = 9.0  # linear is 4, quadratic 16
+SHORTEST = 22  # length of text at which a pattern of exponential time already takes milliseconds
+SECONDS_MIN = 0.003  # a pattern that needs less for 2,000 characters is linear
+GROWTH_MAX = 9.0  # for GROWTH times as much text, linear patterns take 4 times as long, quadratic ones 16 times
 LETTERS_MAX = 5
 
 
@@ -66,15 +66,15 @@ def test_every_pattern_is_linear() -> None:
         (r"(\w+)=(\w+)", "findall"),
     ],
 )
-def test_a_pattern_that_goes_back_is_noticed(pattern: str, use: str) -> None:
+def test_superlinear_pattern_is_found(pattern: str, use: str) -> None:
     assert superlinear(re.compile(pattern), {use})
 
 
-# --- where they are -------------------------------------------------------------------------------------------------
+# --- find patterns -------------------------------------------------------------------------------------------------
 
 
 def found() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
-    """Each pattern with its place and with the methods that may be called on it."""
+    """Yield each pattern with its file and line, and the names of the methods that may be called on it."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         source = path.read_text()
@@ -99,7 +99,7 @@ def found() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
                         "match",
                         "fullmatch",
                     }
-                if len(uses & SEARCHES) > 1:  # to find all places takes no less than to find the first one
+                if len(uses & SEARCHES) > 1:  # finding all matches takes at least as long as finding the first one
                     uses = uses - SEARCHES | {"finditer"}
                 yield f"{name}:{node.lineno}", compiled(name, node), uses
 
@@ -111,7 +111,7 @@ def compiled(name: str, call: ast.Call) -> re.Pattern[Any]:
     names = LOCALS.get(name, {})
     try:
         pattern = value(call.args[0], names)
-    except NameError:  # it names constants of its module
+    except NameError:  # the pattern uses constants of its module
         module = importlib.import_module("trioserve." + name.removesuffix(".py").replace("/", "."))
         names = {**vars(module), **names}
         pattern = value(call.args[0], names)
@@ -120,11 +120,16 @@ def compiled(name: str, call: ast.Call) -> re.Pattern[Any]:
     return re.compile(pattern, value(flags[0], names) if flags else 0)
 
 
-# --- what they take -------------------------------------------------------------------------------------------------
+# --- measure patterns -------------------------------------------------------------------------------------------------
 
 
 def superlinear(pattern: re.Pattern[Any], uses: set[str]) -> str:
-    """The text that it takes too long for; "" if there is none."""
+    """Describe a text for which the pattern takes too long, or return "" if there is none.
+
+    Args:
+        pattern: the compiled pattern.
+        uses: names of its methods to run.
+    """
     letters = letters_of(pattern)
     units = [*letters, *map("".join, itertools.permutations(letters, 2)), "".join(letters)]
     begins = {"", literals_of(pattern)}
@@ -160,7 +165,7 @@ def runner(pattern: re.Pattern[Any], use: str) -> Any:
 
 
 def letters_of(pattern: re.Pattern[Any]) -> list[str]:
-    """A character for each literal and each class of the pattern, those that are repeated first."""
+    """Return a character for each literal and class of the pattern, repeated ones first, at most LETTERS_MAX."""
     repeated: dict[str, None] = {}
     others: dict[str, None] = {}
 
@@ -188,7 +193,7 @@ def letters_of(pattern: re.Pattern[Any]) -> list[str]:
 
 
 def letter_in(items: Any) -> str:
-    """One that a class has."""
+    """Return a character that a class matches, or "~" if none of the common characters does."""
     pattern = re.compile("".join(("[", *map(class_item, items), "]")), re.DOTALL)
     return next((letter for letter in '0 a\tB-_.,"\\\n' if pattern.match(letter)), "~")
 
@@ -205,7 +210,7 @@ def class_item(item: Any) -> str:
 
 
 def literals_of(pattern: re.Pattern[Any]) -> str:
-    """What it begins with."""
+    """Return the literal text at the beginning of the pattern."""
     text = ""
     for kind, value in _parser.parse(pattern.pattern, pattern.flags & ~re.DEBUG):
         if kind is not _constants.LITERAL:

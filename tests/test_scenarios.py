@@ -1,5 +1,8 @@
-"""Checks the table of scenarios in README.md: each scenario has one line, each test of a line exists and names the
-scenario, and each test that names a scenario is in its line."""
+"""Checks the table of scenarios in README.md.
+
+Each scenario has one line. Each test of a line exists and names the scenario. Each test that names a scenario is in the
+line of the scenario.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,12 @@ def scenarios_by_test() -> dict[str, set[str]]:
 LINES = lines_of_the_table()
 
 
-def test_every_scenario_has_its_line_and_they_are_in_order():
+def test_every_scenario_has_one_line_in_order():
     assert list(LINES) == SCENARIOS
 
 
 @pytest.mark.parametrize("number", SCENARIOS)
-def test_a_line_has_tests_that_exist_and_name_it_or_says_what_is_missing(number):
+def test_each_line_names_existing_tests_or_what_is_missing(number):
     line = LINES[number]
     tests = TEST.findall(line["tests"])
     missing = [cell for cell in line["tests"].split("<br>") if cell.startswith("not yet: needs ")]
@@ -77,7 +80,7 @@ def test_a_line_has_tests_that_exist_and_name_it_or_says_what_is_missing(number)
         assert number in scenarios_by_test().get(test, set()), f"no {test} names {number} in its docstring"
 
 
-def test_every_test_that_names_a_scenario_stands_in_its_line():
+def test_every_test_that_names_a_scenario_is_in_its_line():
     for test, numbers in scenarios_by_test().items():
         for number in numbers:
             assert number in LINES, f"{test} names {number}, which is not in the table"

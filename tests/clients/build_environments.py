@@ -1,4 +1,4 @@
-"""Builds the environments of clients.toml: `python build_environments.py FOLDER`. What is there already stays."""
+"""Builds the environments of clients.toml: `python build_environments.py FOLDER`. Existing environments are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server that the clients of this folder talk to, as a process: `python -m trioserve scripted`."""
+"""Starts servers for the clients of this folder: processes that run `python -m trioserve scripted`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ RULES = Path(__file__).parent / "rules.json"
 
 
 def scripted_server(*flags: str) -> AbstractContextManager[str]:
-    """Its URL."""
+    """Start a scripted server with these flags and give its URL."""
     return running("scripted", "--script", str(RULES), *flags)
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[str]:
-    """The URL of a server; what it has written is shown if it does not come up."""
+    """Start a server and give its URL. If the server does not start, the error shows its output."""
     process = subprocess.Popen(
         [sys.executable, "-m", "trioserve", *arguments, "--port", "0"],
         stderr=subprocess.PIPE,
@@ -64,7 +64,7 @@ def running(*arguments: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[Callable[..., str]]:
-    """The URL of a server with these flags; one for all who want the same."""
+    """Give a function that returns the URL of a server with given flags. Equal flags share a server."""
     urls: dict[tuple[str, ...], str] = {}
     with ExitStack() as servers:
 
@@ -78,7 +78,7 @@ def server_url() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="session")
 def router_url(server_url: Callable[..., str]) -> Iterator[str]:
-    """The URL of a router before two servers, to which it sends requests in turn."""
+    """Start a router that sends requests to two servers in turn, and give its URL."""
     endpoints = [server_url(), server_url("--max-num-seqs", "16")]
     flags = [flag for name, url in zip("ab", endpoints, strict=True) for flag in ("--endpoint", f"{name}={url}")]
     with running("route", "--policy", "round_robin", *flags) as url:
@@ -87,6 +87,6 @@ def router_url(server_url: Callable[..., str]) -> Iterator[str]:
             try:
                 urllib.request.urlopen(f"{url}/ready", timeout=10).close()
                 break
-            except urllib.error.HTTPError:  # it has not asked its endpoints yet
+            except urllib.error.HTTPError:  # the router has not checked its endpoints yet
                 assert time.monotonic() < deadline, "no endpoint became ready"
         yield url

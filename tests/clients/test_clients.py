@@ -1,8 +1,9 @@
-"""Clients as people use them, unchanged, against a whole server whose model follows a script.
+"""Tests unmodified client libraries against a whole server whose model follows a script.
 
-Each is a script below `python` or `node`, and runs in the environment that clients.toml names; `make clients` builds
-those. Without them a script runs where its library is at hand, and is skipped elsewhere. TRIOSERVE_CLIENTS: where the
-environments are. TRIOSERVE_URL: another server to try them on, such as a router.
+Each client has a script in the folder `python` or `node`, and runs in the environment that clients.toml names. `make
+clients` builds the environments. Without its environment, a script runs if its library is installed here, and is
+skipped otherwise. The variable TRIOSERVE_CLIENTS sets the folder of the environments. TRIOSERVE_URL sets another
+server, such as a router.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import pytest
 HERE = Path(__file__).parent
 CLIENTS: dict[str, Any] = tomllib.loads((HERE / "clients.toml").read_text(encoding="utf-8"))
 ENVIRONMENTS = Path(os.environ.get("TRIOSERVE_CLIENTS", HERE.parents[1] / "build" / "clients"))
-SECONDS_MAX = 280  # for the slowest to import what it needs, on a shared machine
+SECONDS_MAX = 280  # long, because the slowest client needs minutes for its imports on a shared machine
 AT_HAND = {
     "openai": "openai",
     "anthropic": "anthropic",
     "ollama": "ollama",
-}  # by the beginning of a script's name, what `make test` has
+}  # libraries that `make test` has, by first word of the script name
 FAMILIES = (
     "deepseek_v3",
     "deepseek_v31",
@@ -41,14 +42,14 @@ FAMILIES = (
     "qwen3_coder",
 )
 
-# It asks whether a request without a model is refused.
+# llm_comply_suite checks that a request without a model is refused.
 FLAGS = {"llm_comply_suite": ("--require-model",)}
 
 pytestmark = pytest.mark.slow
 
 
 def python_of(script: str) -> str:
-    """The interpreter that has the script's library."""
+    """Return the interpreter that has the library of the script, or skip the test."""
     name = CLIENTS["python"][script]
     python = ENVIRONMENTS / name / "bin" / "python"
     if python.exists():
@@ -71,13 +72,13 @@ def run(command: list[str], url: str) -> None:
 
 
 @pytest.mark.parametrize("script", CLIENTS["python"])
-def test_a_python_client_is_served(script: str, server_url: Callable[..., str]) -> None:
+def test_python_client_script_passes(script: str, server_url: Callable[..., str]) -> None:
     python = python_of(script)
     run([python, str(HERE / "python" / f"{script}.py")], server_url(*FLAGS.get(script, ())))
 
 
 @pytest.mark.parametrize("script", sorted(file.stem for file in (HERE / "node").glob("*.mjs") if file.stem != "env"))
-def test_a_node_client_is_served(script: str, server_url: Callable[..., str]) -> None:
+def test_node_client_script_passes(script: str, server_url: Callable[..., str]) -> None:
     node = shutil.which("node")
     if node is None or not (HERE / "node" / "node_modules").exists():
         pytest.skip("there is no node, or no node_modules beside the scripts: make clients installs them")
@@ -85,7 +86,7 @@ def test_a_node_client_is_served(script: str, server_url: Callable[..., str]) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_of_every_family_survive_the_parser(family: str, server_url: Callable[..., str]) -> None:
+def test_tool_calls_of_each_model_family_are_parsed(family: str, server_url: Callable[..., str]) -> None:
     python = python_of("canitoolcall_probe")
     run([python, str(HERE / "python" / "canitoolcall_probe.py")], server_url("--family", family))
 
@@ -93,6 +94,6 @@ def test_calls_of_every_family_survive_the_parser(family: str, server_url: Calla
 @pytest.mark.parametrize(
     "script", ["openai_chat", "openai_responses", "openai_batches", "anthropic_messages", "ollama_chat"]
 )
-def test_a_router_before_two_servers_is_as_good(script: str, router_url: str) -> None:
+def test_client_script_passes_with_a_router_before_two_servers(script: str, router_url: str) -> None:
     python = python_of(script)
     run([python, str(HERE / "python" / f"{script}.py")], router_url)

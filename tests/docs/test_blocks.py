@@ -1,9 +1,9 @@
-"""Every Python and shell block in README.md and docs/ does what it says, so that a reader may copy it.
+"""Tests that every Python, shell, TOML and JSON block of README.md and docs/ works, so that a reader can copy it.
 
-Python blocks are run, and those with tests are run by pytest. Of shell blocks, commands that end by themselves are run,
-curl speaks to a server, and of the others every flag is read by the real command line. A block that cannot run has a
-comment above it, `<!-- not run: the reason -->`. On the page about pictures the server and `build/digits` are a model
-that makes pictures.
+Python blocks are run, and blocks with tests are run by pytest. In shell blocks, commands that end by themselves are
+run, curl commands are sent to a server, and the flags of other commands are parsed by the real command line. A block
+that cannot run has a comment above it, `<!-- not run: the reason -->`. For the page about images, the server and
+`build/digits` have an image model.
 """
 
 from __future__ import annotations
@@ -37,21 +37,29 @@ PAGES = [
 PICTURE_GUIDE = ROOT / "docs" / "guides" / "image-generation.md"
 KIT_GUIDE = (
     ROOT / "docs" / "guides" / "testing.md"
-)  # its blocks are one file: tests/testing/test_kit_readme.py runs them
+)  # its blocks form one file, which tests/testing/test_kit_readme.py runs
 
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[a-z]*)\n(?P<source>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-LANGUAGES = {"python", "sh", "toml", "yaml", "json", "text"}  # text: what programs of others read
+LANGUAGES = {"python", "sh", "toml", "yaml", "json", "text"}  # text: configuration of other programs
 SERVER_PLACE = re.compile(r"(?:127\.0\.0\.1|localhost):8000")
 OPERATORS = {"|", "||", "&&", ";", "&"}
-FOREIGN_WORDS = {"grep"}  # in pipes, behind what is checked
+FOREIGN_WORDS = {"grep"}  # other programs after a pipe
 
 
 @dataclass(frozen=True)
 class Block:
-    """line: of its first line of source, counted from 1. reason: why it is not run; None for one that is."""
+    """A fenced block of a page.
+
+    Attributes:
+        page: file of the page.
+        line: number of the first source line, counted from 1.
+        language: word after the opening fence.
+        source: text between the fences.
+        reason: why the block is not run, or None if it is run.
+    """
 
     page: Path
     line: int
@@ -79,19 +87,19 @@ def blocks_to_run(language: str) -> list[Block]:
     ]
 
 
-# --- the server that curl and Python blocks speak to ---
+# --- servers for curl and Python blocks ---
 
 
 @pytest.fixture(scope="module")
 def server_address() -> Iterator[str]:
-    """host:port of a server with the default model."""
+    """Run a server with the default model and give its HOST:PORT."""
     with served("--kv-cache-memory", "0.25") as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that examples/train_digits.py trains, in as many steps as a test has time for."""
+    """Train the model of examples/train_digits.py for two steps and give its folder."""
     folder = tmp_path_factory.mktemp("models") / "digits"
     run([sys.executable, str(ROOT / "examples" / "train_digits.py"), "--steps", "2", "--out", str(folder)], ROOT)
     return folder
@@ -105,7 +113,7 @@ def picture_server_address(digits: Path) -> Iterator[str]:
 
 @pytest.fixture
 def block_address(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """Of the server that the block speaks to."""
+    """Give the HOST:PORT of the server for the block: an image server for the page about images."""
     if block.page != PICTURE_GUIDE:
         return str(request.getfixturevalue("server_address"))
     (tmp_path / "build").mkdir()
@@ -140,7 +148,7 @@ def served(*options: str) -> Iterator[str]:
 
 
 def run(arguments: list[str], folder: Path) -> str:
-    """Run a program to its end; returns what it printed."""
+    """Run a program to its end and return its standard output."""
     ran = subprocess.run(
         arguments,
         cwd=folder,
@@ -154,10 +162,10 @@ def run(arguments: list[str], folder: Path) -> str:
     return ran.stdout
 
 
-# --- what every block has ---
+# --- all blocks ---
 
 
-def test_every_block_is_of_a_kind_that_is_checked_or_says_why_it_is_not_run():
+def test_every_block_has_a_checked_language_or_a_reason_why_it_is_not_run():
     assert len(BLOCKS) > 30
     for block in BLOCKS:
         assert block.language in LANGUAGES, f"{block} is {block.language!r}"
@@ -167,7 +175,7 @@ def test_every_block_is_of_a_kind_that_is_checked_or_says_why_it_is_not_run():
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
-def test_a_json_block_is_json(block):
+def test_json_block_is_valid_json(block):
     json.loads(block.source)
 
 
@@ -176,7 +184,7 @@ def test_a_json_block_is_json(block):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks_to_run("python"), ids=str)
-def test_a_python_block_runs(block, block_address, tmp_path):
+def test_python_block_runs(block, block_address, tmp_path):
     source = SERVER_PLACE.sub(block_address, block.source)
     if "def test_" not in source:
         (tmp_path / "block.py").write_text(source)
@@ -192,7 +200,7 @@ def test_a_python_block_runs(block, block_address, tmp_path):
 
 
 def logical_lines(source: str) -> Iterator[str]:
-    """The commands of a block: lines joined where one ends with a backslash, or inside of quotes."""
+    """Split a block into commands. A command continues after a backslash at the end of a line, and inside of quotes."""
     pending = ""
     for line in source.splitlines():
         pending += line
@@ -211,7 +219,7 @@ def logical_lines(source: str) -> Iterator[str]:
 
 
 def simple_commands(line: str) -> list[list[str]]:
-    """The words of each command of a line, without variables that are set before it."""
+    """Split a line into its commands, each a list of words, without leading assignments of variables."""
     reader = shlex.shlex(line, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     commands: list[list[str]] = [[]]
@@ -230,13 +238,17 @@ class Parsed(Exception):
 
 
 def parse(arguments: list[str]) -> Parsed:
-    """What the real command line makes of these words. Raises SystemExit for words that it does not take."""
+    """Parse arguments with the real command line, without running the command.
+
+    Raises:
+        SystemExit: the command line does not accept the arguments.
+    """
     real = argparse.ArgumentParser.parse_args
 
     def parse_args(self: argparse.ArgumentParser, args: list[str] | None = None) -> argparse.Namespace:
         found = real(self, args)
         if set(vars(found)) == {"part"}:
-            return found  # the rest is for a parser of its own
+            return found  # `bench` parses the other words with a second parser
         raise Parsed(self, found)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -249,9 +261,14 @@ def parse(arguments: list[str]) -> Parsed:
 
 
 def check_trioserve(words: list[str], folder: Path) -> None:
-    """words: what follows `python -m trioserve`. Those that end soon by themselves are run."""
+    """Check the arguments of `python -m trioserve`, and run commands that end soon by themselves.
+
+    Args:
+        words: arguments after `python -m trioserve`.
+        folder: working folder of the command.
+    """
     arguments = parse(words).arguments
-    command = getattr(arguments, "command", None)  # those of bench have a parser of their own
+    command = getattr(arguments, "command", None)  # commands of bench have no `command`
     kind: type[Config] | type[RouteConfig] | None = {"serve": Config, "route": RouteConfig}.get(command or "")
     if kind is not None:
         config_from(argparse.Namespace(**{**vars(arguments), "config": None}), {}, kind=kind)
@@ -281,7 +298,7 @@ CHECKS: dict[str, Callable[[list[str], Path], None]] = {"python": check_python, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks_to_run("sh"), ids=str)
-def test_a_shell_block_does_what_it_says(block, block_address, tmp_path):
+def test_commands_of_a_shell_block_are_valid(block, block_address, tmp_path):
     for line in logical_lines(block.source):
         commands = simple_commands(line)
         if commands[0][0] == "curl":
@@ -294,7 +311,7 @@ def test_a_shell_block_does_what_it_says(block, block_address, tmp_path):
                 CHECKS[command[0]](command[1:], tmp_path)
 
 
-def test_every_endpoint_of_the_api_is_described(server_address):
+def test_every_path_of_the_api_is_documented(server_address):
     described = (ROOT / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
     with urllib.request.urlopen(f"http://{server_address}/openapi.json", timeout=60) as response:
         paths = json.load(response)["paths"]
@@ -305,9 +322,9 @@ def test_every_endpoint_of_the_api_is_described(server_address):
 
 
 @pytest.mark.parametrize("block", blocks_to_run("toml"), ids=str)
-def test_a_toml_block_is_what_the_program_takes(block, tmp_path):
+def test_toml_block_is_a_valid_configuration(block, tmp_path):
     values = tomllib.loads(block.source)
-    if "project" in values:  # of somebody's package
+    if "project" in values:  # the pyproject.toml of a user's package
         return
     file = tmp_path / "trioserve.toml"
     file.write_text(block.source)

@@ -1,4 +1,4 @@
-"""What the documents name is there: links, files, types, flags, metrics, endpoints."""
+"""Tests that links, files, types, flags, metrics and tables in the documents match the code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ README_LINES_MAX = 150
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
-    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # of container engines and uvx
-    "--hook-type",  # of pre-commit
+    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # flags of container engines and uvx
+    "--hook-type",  # flag of pre-commit
 }
 
 
 def named(text: str) -> Iterator[str]:
-    """What stands in backticks."""
+    """Yield each text in backticks."""
     yield from re.findall(r"`([^`\n]+)`", text)
 
 
@@ -39,7 +39,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def load_tables() -> ModuleType:
-    """docs/site/tables.py, which lies beside the site's configuration and in no package."""
+    """Load docs/site/tables.py by its path, because it belongs to no package."""
     spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "site" / "tables.py")
     assert spec is not None
     assert spec.loader is not None
@@ -54,7 +54,7 @@ def test_every_link_leads_somewhere(page):
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
         assert place.exists(), f"{target} leads nowhere"
-        if anchor and not anchor.startswith("trioserve."):  # those come from docstrings
+        if anchor and not anchor.startswith("trioserve."):  # anchors that are generated from docstrings
             assert anchor in anchors_of(place), f"{target}: there is no such heading"
 
 
@@ -89,10 +89,10 @@ def test_every_type_and_function_that_the_architecture_names_exists():
 
 def test_every_flag_that_is_named_exists():
     known = {f"--{field.name.replace('_', '-')}" for field in msgspec.structs.fields(Config)}
-    for path in (ROOT / "trioserve").rglob("*.py"):  # those of commands that have no Config
+    for path in (ROOT / "trioserve").rglob("*.py"):  # flags of commands without a Config
         known |= set(re.findall(r"\"(--[a-z][a-z-]+)\"", path.read_text(encoding="utf-8")))
     for page in PAGES:
-        if page.name == "CHANGELOG.md":  # it names what is gone, too
+        if page.name == "CHANGELOG.md":  # the changelog also names removed flags
             continue
         for name in named(page.read_text(encoding="utf-8")):
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", name):
@@ -129,8 +129,8 @@ def test_the_generated_tables_have_every_option_and_every_metric():
 
 
 @pytest.mark.parametrize("kind", ["server", "server of pictures", "router"])
-def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
-    """A pair's pages are a server's and a router's."""
+def test_exposed_metrics_are_those_of_the_metrics_page(kind):
+    """A prefill-decode pair needs no case of its own: its processes are servers and a router."""
     model, parts = {
         "server": ("m", SERVER_PARTS),
         "server of pictures": ("m", IMAGE_SERVER_PARTS),
@@ -164,7 +164,7 @@ def test_every_question_is_answered_by_a_metric_with_a_unit_and_a_meaning():
         assert metric.question.value.endswith("?")
 
 
-def test_a_table_says_what_an_option_means_takes_and_is_without_it():
+def test_option_table_has_meaning_allowed_values_and_default():
     rows = load_tables().option_table(Config).splitlines()
     assert next(row for row in rows if "--max-num-seqs" in row) == (
         "| `--max-num-seqs`<br>`TRIOSERVE_MAX_NUM_SEQS` | sequences that run at a time "

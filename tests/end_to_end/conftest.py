@@ -1,4 +1,4 @@
-"""The server as its users start it: a process of its own, the real model, a real socket."""
+"""Starts servers as users do: as separate processes, with the real model, on real sockets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-START_SECONDS_MAX = 120  # generous: a shared machine with a cold disk
+START_SECONDS_MAX = 120  # long, because the machine is shared and its disk cache may be cold
 
 
 class ServerProcess:
-    """lines: what it has written to stderr. url: where it serves."""
+    """A process that runs `python -m trioserve`.
+
+    Args:
+        flags: command-line flags after the command.
+        command: "serve" or "route".
+
+    Attributes:
+        lines: lines of stderr so far.
+        url: base URL of the server, or "" until the server accepts connections.
+    """
 
     def __init__(self, *flags: str, command: str = "serve") -> None:
         self.process = subprocess.Popen(
@@ -37,7 +46,7 @@ class ServerProcess:
         assert self.url, "".join(self.lines)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; returns the exit code."""
+        """Send a signal, wait until the process ends, and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(START_SECONDS_MAX)
@@ -47,7 +56,11 @@ class ServerProcess:
         return code
 
     def metric(self, series: str) -> float:
-        """The value of one series, without the labels of model and engine: `metric('kv_blocks{state="used"}')`."""
+        """Return the value of one metric series.
+
+        Args:
+            series: name and labels without `model_name` and `engine`, such as `trioserve:kv_blocks{state="used"}`.
+        """
         name, _brace, labels = series.partition("{")
         wanted = {*filter(None, labels.rstrip("}").split(",")), 'model_name="smollm2"'}
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
@@ -70,7 +83,7 @@ class ServerProcess:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """One server for all tests that leave it as they found it."""
+    """Share one server among all tests that leave its state unchanged."""
     process = ServerProcess("--max-num-seqs", "16")
     try:
         process.wait_until_serving()
@@ -94,11 +107,11 @@ def _started_servers() -> Iterator[Callable[..., ServerProcess]]:
 
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., ServerProcess]]:
-    """For tests that end their server."""
+    """Start servers for one test, which may stop them."""
     yield from _started_servers()
 
 
 @pytest.fixture(scope="module")
 def start_shared_server() -> Iterator[Callable[..., ServerProcess]]:
-    """For the tests of a file that leave their servers as they found them."""
+    """Start servers for all tests of a file. The tests must leave the state of the servers unchanged."""
     yield from _started_servers()

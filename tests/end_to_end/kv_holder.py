@@ -1,6 +1,7 @@
-"""A process that holds KV blocks for others: python kv_holder.py CONNECTOR REQUESTS BLOCKS.
+"""Holds KV blocks for other processes: python kv_holder.py CONNECTOR REQUESTS BLOCKS.
 
-Says in lines of JSON where they are, then which hold was released, until its input ends.
+The program prints the transfer parameters of each request as a line of JSON. Then it prints "released ID" for each hold
+that another process releases. The program ends when its standard input ends.
 """
 
 from __future__ import annotations

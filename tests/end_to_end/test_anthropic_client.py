@@ -1,4 +1,4 @@
-"""Anthropic's official client, unchanged, against the real model."""
+"""Tests the server with Anthropic's official client, unmodified, and the real model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anthropic
 import pytest
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-GREEDY = {"temperature": 0}  # this client has no argument for it
+GREEDY = {"temperature": 0}  # passed as extra_body: the client has no argument for temperature
 TOOL = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -23,7 +23,7 @@ def client(server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_a_message(client):
+def test_message_has_text_stop_reason_and_usage(client):
     message = client.messages.create(model="smollm2", max_tokens=20, messages=MESSAGES, extra_body=GREEDY)
     assert message.type == "message"
     assert "Paris" in message.content[0].text
@@ -32,7 +32,7 @@ def test_a_message(client):
     assert message._request_id
 
 
-def test_the_stream_helper_makes_the_same_message(client):
+def test_stream_helper_returns_the_same_message_as_an_unstreamed_request(client):
     whole = client.messages.create(model="smollm2", max_tokens=20, messages=MESSAGES, extra_body=GREEDY)
     with client.messages.stream(model="smollm2", max_tokens=20, messages=MESSAGES, extra_body=GREEDY) as stream:
         texts = list(stream.text_stream)
@@ -42,7 +42,7 @@ def test_the_stream_helper_makes_the_same_message(client):
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_a_stream_whose_events_have_ids_is_read_as_ever(client):
+def test_client_reads_a_resumable_stream_whose_events_have_ids(client):
     asked = {"model": "smollm2", "max_tokens": 20, "messages": MESSAGES, "extra_body": GREEDY}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked, extra_headers={"x-trioserve-resumable": "1"}) as stream:
@@ -52,7 +52,7 @@ def test_a_stream_whose_events_have_ids_is_read_as_ever(client):
     assert final.stop_reason == whole.stop_reason
 
 
-def test_raw_events_a_system_prompt_and_a_stop_sequence(client):
+def test_raw_event_stream_with_system_prompt_and_stop_sequence_ends_with_message_stop(client):
     types = [
         event.type
         for event in client.messages.create(
@@ -69,13 +69,13 @@ def test_raw_events_a_system_prompt_and_a_stop_sequence(client):
     assert types[-2:] == ["message_delta", "message_stop"]
 
 
-def test_tokens_are_counted(client):
+def test_count_tokens_equals_the_usage_of_the_message(client):
     counted = client.messages.count_tokens(model="smollm2", messages=MESSAGES, system="Be brief.")
     message = client.messages.create(model="smollm2", max_tokens=1, messages=MESSAGES, system="Be brief.")
     assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
 
 
-def test_a_conversation_with_a_tool_and_its_result(client):
+def test_conversation_with_a_tool_result_gets_a_response(client):
     message = client.messages.create(
         model="smollm2",
         max_tokens=20,
@@ -104,7 +104,7 @@ def test_a_conversation_with_a_tool_and_its_result(client):
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
     ],
 )
-def test_errors_are_the_clients_own_types(client, arguments, error, kind):
+def test_errors_raise_exception_types_of_the_client(client, arguments, error, kind):
     with pytest.raises(error) as caught:
         client.messages.create(
             **{"model": "smollm2", "messages": MESSAGES, "max_tokens": 3, **arguments}  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_closing_a_stream_frees_its_blocks(client, server):
 
 
 @pytest.mark.slow
-def test_a_batch_from_its_requests_to_its_results(client):
+def test_batch_completes_is_listed_and_deleted(client):
     requests = [
         {
             "custom_id": f"line-{index}",

@@ -1,6 +1,9 @@
-"""The same greedy request to the real model as it comes, batch-invariant: its logprobs have the same bits cold, with a
-prefix hit, beside others, after a preemption, resumed, with drafts, with overlapped steps, with another number of
-threads, and on a pair of engines. Without the mode they differ."""
+"""Tests batch invariance with the real model: logprobs of a greedy request have the same bits however it is computed.
+
+The request runs with an empty cache, with a prefix cache hit, beside other requests, after a preemption, resumed, with
+draft tokens, with overlapped steps, with another number of threads, and on a prefill-decode pair. Without batch
+invariance the bits differ.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ PROMPT = (
 OTHERS = [f"{PROMPT} {number} keepers of other lighthouses" for number in range(3)]
 OTHERS += [f"A list of {number} animals, without comments: cat, dog, horse, cow," for number in range(3)]
 OUTPUT_TOKENS = 24
-KV_BLOCK_BYTES = 2 * 30 * 3 * 64 * 2 * 16  # in bfloat16
+KV_BLOCK_BYTES = 2 * 30 * 3 * 64 * 2 * 16  # K and V, 30 layers, 3 heads of 64, 2 bytes (bfloat16), 16 tokens
 
 
 @pytest.fixture(params=("native", "torch"))
@@ -99,7 +102,7 @@ def check(answer: Answer, wanted: Answer) -> None:
 
 
 @pytest.mark.slow
-def test_one_request_has_the_same_bits_in_every_company(kernels: str) -> None:
+def test_logprobs_have_the_same_bits_in_any_batch(kernels: str) -> None:
     async def main() -> None:
         prompts = [PROMPT, *OTHERS] if kernels == "native" else [PROMPT, *OTHERS[:2]]
         [cold, *others] = await answers_alone(kernels, prompts)
@@ -123,7 +126,7 @@ def test_one_request_has_the_same_bits_in_every_company(kernels: str) -> None:
             assert tuple(stream.prompt_logprobs[len(cold.prompt_token_ids) :]) == cold.logprobs
         small = {"kv_cache_memory": 17 * KV_BLOCK_BYTES / 2**30, "max_num_batched_tokens": 16, "max_num_seqs": 8}
         ways = ({**small, "threads": 2}, {**small, "overlap_steps": True}, {"speculative_ngram": 4})
-        for options in ways if kernels == "native" else ways[1:2]:  # plain torch takes its time
+        for options in ways if kernels == "native" else ways[1:2]:  # plain torch is slow: test one way only
             async with engine_of(kernels, **options) as engine:
                 for answer, wanted in zip(await ask_all(engine, prompts), [cold, *others], strict=True):
                     check(answer, wanted)
@@ -134,7 +137,7 @@ def test_one_request_has_the_same_bits_in_every_company(kernels: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
+def test_logprobs_have_the_same_bits_on_a_prefill_decode_pair(kernels: str) -> None:
     async def main() -> None:
         [cold] = await answers_alone(kernels, [PROMPT])
         transfer = {"kv_connector": "tcp"}
@@ -143,7 +146,7 @@ def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
             engine_of(kernels, role="decode", kv_transfer_config={**transfer, "kv_role": "kv_consumer"}) as second,
         ):
             wish = KVTransferParams(do_remote_decode=True)
-            async with first.generate(PROMPT, sampling(1), kv_transfer=wish) as held:  # as long as its scope is entered
+            async with first.generate(PROMPT, sampling(1), kv_transfer=wish) as held:  # blocks stay held in this scope
                 deltas = [delta async for delta in held]
                 check(await ask(second, PROMPT, kv_transfer=deltas[-1].kv_transfer), cold)
             assert second.stats().loaded_tokens_total >= 16
@@ -152,8 +155,8 @@ def test_a_pair_of_engines_gives_the_same_bits(kernels: str) -> None:
 
 
 @pytest.mark.slow
-def test_kv_files_of_an_engine_before_give_the_same_bits(kernels: str, tmp_path: Path) -> None:
-    """And one without the mode leaves none that this one takes."""
+def test_logprobs_have_the_same_bits_with_kv_files_of_an_earlier_engine(kernels: str, tmp_path: Path) -> None:
+    """Files of an engine without batch invariance are not loaded by an engine with batch invariance."""
     limits = {"memory_gib": 0.05, "directory": str(tmp_path), "directory_gib": 0.1}
     transfer = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": limits}
 
@@ -167,7 +170,7 @@ def test_kv_files_of_an_engine_before_give_the_same_bits(kernels: str, tmp_path:
                     check(answer, cold)
                 loaded.append(engine.stats().loaded_tokens_total)
                 with trio.fail_after(60):
-                    while count_of_files(tmp_path) < file_count:  # noqa: ASYNC110  # another thread writes them
+                    while count_of_files(tmp_path) < file_count:  # noqa: ASYNC110  # another thread writes the files
                         await trio.sleep(0.01)
         assert loaded[:2] == [0, 0]
         assert loaded[2] >= 16
@@ -184,8 +187,8 @@ def torch_products_depend_on_the_batch() -> bool:
 
 
 @pytest.mark.slow
-def test_without_the_mode_company_shows() -> None:
-    """In plain torch, since most native kernels are invariant anyway."""
+def test_logprobs_depend_on_the_batch_without_batch_invariance() -> None:
+    """Use plain torch, because most native kernels are invariant in any case."""
     if not torch_products_depend_on_the_batch():
         pytest.skip("torch's bfloat16 products do not depend on the batch on this processor")
 
@@ -200,8 +203,8 @@ def test_without_the_mode_company_shows() -> None:
 
 
 @pytest.mark.slow
-def test_a_rollout_that_was_cut_off_has_the_bits_of_one_that_was_not(kernels: str) -> None:
-    """Sampled, and cut off by id while others run beside it."""
+def test_resumed_partial_result_has_the_same_bits_as_an_uninterrupted_response(kernels: str) -> None:
+    """The request is sampled. It is stopped by its id while another request runs beside it."""
 
     async def main() -> None:
         drawn = SamplingParams(temperature=1.0, seed=11, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0)

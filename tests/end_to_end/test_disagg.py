@@ -1,4 +1,7 @@
-"""A router and a pair of servers as one program: real processes, the real model, KV over a socket."""
+"""Tests `trioserve disagg`, which starts a router, a prefill server and a decode server.
+
+The processes and the model are real, and KV moves over a socket.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,12 @@ def free_ports(count: int) -> list[int]:
 
 
 class Three:
-    """The program. lines: what it says."""
+    """Runs `trioserve disagg`.
+
+    Attributes:
+        router, prefill, decode: port of each of the three processes.
+        lines: lines of stderr so far.
+    """
 
     def __init__(self) -> None:
         self.router, self.prefill, self.decode = free_ports(3)
@@ -92,7 +100,7 @@ def is_free(port: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_pair_answers_like_one_server_and_one_server_goes_on_alone(three):
+def test_pair_responds_like_one_server_and_prefill_server_takes_over_after_a_kill(three):
     headers, paired = three.ask(three.router)
     assert (headers["x-trioserve-prefill-endpoint"], headers["x-trioserve-endpoint"]) == ("prefill", "decode")
     received = three.metric(three.decode, "trioserve:kv_transfer_blocks_received_total")
@@ -116,7 +124,7 @@ def test_a_pair_answers_like_one_server_and_one_server_goes_on_alone(three):
 
 
 @pytest.mark.slow
-def test_a_signal_stops_the_router_first_and_leaves_nothing(three):
+def test_sigterm_stops_the_router_first_and_frees_all_ports(three):
     assert three.stop() == 0
     ends = [line.split(":")[0] for line in three.lines if line.rstrip().endswith(": stopped")]
     assert ends[0] == "router"
@@ -125,7 +133,7 @@ def test_a_signal_stops_the_router_first_and_leaves_nothing(three):
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_ends_all_three_with_a_sentence():
+def test_port_in_use_ends_all_three_processes_with_one_message():
     router, prefill, decode = free_ports(3)
     with socket.create_server(("127.0.0.1", decode)):
         command = [sys.executable, "-m", "trioserve", "disagg", "--router-args", f"--port {router}"]

@@ -1,7 +1,7 @@
-"""One of two servers behind nginx or HAProxy is stopped under load.
+"""Tests that one of two servers behind nginx or HAProxy can be stopped under load.
 
-The proxies run with the blocks of docs/guides/operations.md. Debian and Ubuntu have them in the packages nginx-light
-and haproxy.
+The proxies run with the configuration blocks of docs/guides/operations.md. On Debian and Ubuntu, the packages
+nginx-light and haproxy provide the programs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "operations.md"
 PROXIES = {"nginx": "upstream trioserve", "haproxy": "global"}
-"""By program: how its block begins."""
-STREAM_TOKENS = 600  # the streams must still run when the server is stopped, some responses of the flow later
+"""First words of the documented configuration block, by program."""
+STREAM_TOKENS = 600  # long enough to still run when the server is stopped after some short responses
 
 
 def documented_block(first_words: str) -> str:
@@ -40,7 +40,14 @@ def free_port() -> int:
 
 
 def configuration(program: str, folder: Path, port: int, places: list[str]) -> str:
-    """The documented block with this test's addresses, and for nginx the parts around it."""
+    """Return the documented block with the addresses of this test.
+
+    Args:
+        program: "nginx" or "haproxy". For nginx, the result includes the sections around the block.
+        folder: folder for files of nginx.
+        port: port at which the proxy listens.
+        places: HOST:PORT of the two servers.
+    """
     block = documented_block(PROXIES[program])
     for documented, place in zip(("10.0.0.7:8000", "10.0.0.8:8000"), places, strict=True):
         assert block.count(documented) == 1
@@ -63,7 +70,7 @@ def configuration(program: str, folder: Path, port: int, places: list[str]) -> s
 
 @pytest.fixture(params=PROXIES)
 def proxied(request, start_server, tmp_path: Path) -> Iterator[tuple[str, list]]:
-    """The URL of a proxy, and the two servers behind it."""
+    """Give the URL of a proxy, and the two servers behind the proxy."""
     program = request.param
     if not shutil.which(program):
         package = {"nginx": "nginx-light"}.get(program, program)
@@ -81,7 +88,7 @@ def proxied(request, start_server, tmp_path: Path) -> Iterator[tuple[str, list]]
         process = subprocess.Popen(command[program], stdout=output, stderr=subprocess.STDOUT)
         url = f"http://127.0.0.1:{port}"
         try:
-            wait_until(lambda: answers(url) or process.poll() is not None)
+            wait_until(lambda: is_ready(url) or process.poll() is not None)
             assert process.poll() is None, (tmp_path / "output").read_text()
             yield url, servers
         finally:
@@ -89,7 +96,7 @@ def proxied(request, start_server, tmp_path: Path) -> Iterator[tuple[str, list]]
             process.wait(30)
 
 
-def answers(url: str) -> bool:
+def is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=30):
             return True
@@ -101,7 +108,7 @@ class Flow(threading.Thread):
     """Sends one short request after another, each over a new connection.
 
     Args:
-        url: of the proxy.
+        url: base URL of the proxy.
     """
 
     def __init__(self, url: str) -> None:
@@ -128,7 +135,7 @@ class Flow(threading.Thread):
 
 
 @pytest.mark.slow
-def test_no_client_behind_a_proxy_sees_that_a_server_is_stopped(proxied):
+def test_clients_behind_a_proxy_get_complete_responses_while_one_server_drains(proxied):
     url, (leaving, staying) = proxied
     streams = [Asker(url, f"Story number {index}:", STREAM_TOKENS) for index in range(4)]
     wait_until(lambda: all(len(stream.events) > 5 for stream in streams))

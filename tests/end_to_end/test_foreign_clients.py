@@ -1,6 +1,7 @@
-"""HTTP/2 clients that others have written, against the server as its users start it: nghttp and h2load, of nghttp2.
+"""Tests HTTP/2 with clients that do not use h2: nghttp and h2load, of nghttp2.
 
-Debian and Ubuntu have them in the package nghttp2-client. They disagree with h2 where h2 is wrong with itself.
+The server runs on the library h2. A test client that also uses h2 could not find a mistake of h2. On Debian and Ubuntu,
+the package nghttp2-client provides both programs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import h2.events
 import pytest
 import trustme
 
-SECONDS_MAX = 120  # until the slowest client has its response, on a machine that does other things, too
+SECONDS_MAX = 120  # limit for the slowest client on a busy machine
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("nghttp") and shutil.which("h2load")),
@@ -30,7 +31,11 @@ pytestmark = pytest.mark.skipif(
 
 
 def nghttp(*arguments: str) -> str:
-    """What it says: with -v every frame, otherwise the bodies of responses. Fails unless everything was answered."""
+    """Run nghttp and fail unless every request was answered.
+
+    Returns:
+        Standard output: every frame with `-v`, otherwise the bodies of the responses.
+    """
     ran = subprocess.run(
         ["nghttp", *arguments], capture_output=True, text=True, timeout=SECONDS_MAX, check=False, errors="replace"
     )
@@ -40,7 +45,7 @@ def nghttp(*arguments: str) -> str:
 
 
 def h2load(*arguments: str) -> dict[str, int]:
-    """The numbers of its summary: total, succeeded, failed, errored, timeout, 2xx, 5xx, ..."""
+    """Run h2load and return the numbers of its summary: total, succeeded, failed, errored, timeout, 2xx, 5xx, ..."""
     ran = subprocess.run(["h2load", *arguments], capture_output=True, text=True, timeout=SECONDS_MAX, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr
     summary = "".join(line for line in ran.stdout.splitlines() if line.startswith(("requests:", "status codes:")))
@@ -48,14 +53,14 @@ def h2load(*arguments: str) -> dict[str, int]:
 
 
 def texts(output: str) -> list[str]:
-    """The text of every event of streamed completions."""
+    """Return the text of each event in the output of nghttp."""
     lines = re.findall(r"^data: (\{.*\})$", output, re.MULTILINE)
     return [json.loads(line)["choices"][0]["text"] for line in lines]
 
 
 @pytest.fixture
 def body_file(tmp_path: Path):
-    """body_file(fields) -> path of the JSON of a completion."""
+    """Give a function that writes the JSON body of a completion with given fields, and returns the path of the file."""
 
     def write(**fields: object) -> str:
         path = tmp_path / f"body-{len(list(tmp_path.iterdir()))}.json"
@@ -66,9 +71,9 @@ def body_file(tmp_path: Path):
     return write
 
 
-def check_unharmed(server) -> None:
-    """Nothing is left of the clients, and no bound was reached on the way."""
-    # One is whoever asks; others may be leaving just now.
+def check_nothing_is_left(server) -> None:
+    """Check that no connection, request or block is left, and that no connection was refused as malformed."""
+    # The one open connection is this question. Other connections may still be closing.
     assert any(server.metric("trioserve:connections_open") == 1 for _ in range(1000))
     assert server.metric("trioserve:num_requests_running") == 0
     assert server.metric('trioserve:kv_blocks{state="used"}') == 0
@@ -82,20 +87,20 @@ def check_unharmed(server) -> None:
 
 def test_response_to_get(server):
     assert json.loads(nghttp(server.url + "/health")) == {"status": "alive"}
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
-def test_stream_arrives_in_frames_of_its_own_and_ends(server, body_file):
+def test_streamed_events_arrive_in_separate_data_frames(server, body_file):
     """S25: the id is in the head, which comes before the first token."""
     output = nghttp("-v", "-d", body_file(), server.url + "/v1/completions")
     lengths = [int(n) for n in re.findall(r"recv DATA frame <length=(\d+),", output)]
-    assert len(lengths) >= 8  # the end may travel with the last token
+    assert len(lengths) >= 8  # the end of the stream may share a frame with the last token
     assert "END_STREAM" in output.rpartition("recv DATA")[2]
     assert output.count("recv HEADERS") == 1
     assert output.index("x-request-id: ") < output.index("recv DATA")
     assert len(texts(output)) == 8
     assert "data: [DONE]" in output
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
 @pytest.mark.parametrize(
@@ -118,52 +123,52 @@ def test_stream_arrives_in_frames_of_its_own_and_ends(server, body_file):
     ],
     ids=" ".join,
 )
-def test_every_manner_of_asking_gets_the_same_response(server, body_file, manner):
+def test_response_is_the_same_with_each_http2_option(server, body_file, manner):
     path = body_file(max_tokens=4)
     plain = nghttp("-d", path, server.url + "/v1/completions")
     output = nghttp(*manner, "-d", path, server.url + "/v1/completions")
     times = next((int(flag.partition("=")[2]) for flag in manner if flag.startswith("--multiply")), 1)
     assert sorted(texts(output)) == sorted(texts(plain) * times)
     assert output.count("data: [DONE]") == times
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
-def test_upgrade_is_passed_over_and_answered_in_http_1(server):
-    """RFC 9113 has no Upgrade to h2c any more; a client that offers it goes on in HTTP/1.1."""
+def test_upgrade_to_h2c_is_ignored_and_answered_over_http_1(server):
+    """RFC 9113 removed the upgrade to h2c. A client that offers the upgrade gets its response over HTTP/1.1."""
     ran = subprocess.run(
         ["nghttp", "-u", server.url + "/health"], capture_output=True, text=True, timeout=SECONDS_MAX, check=False
     )
     assert "HTTP Upgrade failed" in ran.stdout + ran.stderr
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
-# --- many ---
+# --- load ---
 
 
 @pytest.mark.parametrize("shape", [["-c1", "-m100"], ["-c16", "-m1"], ["-c8", "-m32"], ["-c8", "--h1"]], ids=" ".join)
-def test_load_of_small_requests_is_answered_to_the_last(server, shape):
+def test_every_request_of_a_load_of_small_requests_is_answered(server, shape):
     numbers = h2load("-n1000", *shape, server.url + "/version")
     assert (numbers["succeeded"], numbers["2xx"], numbers["failed"]) == (1000, 1000, 0)
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
 @pytest.mark.parametrize("shape", [["-c1", "-m32"], ["-c8", "-m4"], ["-c2", "-m16", "-w6"]], ids=" ".join)
-def test_load_of_streams_is_answered_to_the_last(server, body_file, shape):
+def test_every_stream_of_a_load_of_streams_is_answered(server, body_file, shape):
     path = body_file(max_tokens=4)
     numbers = h2load("-n64", *shape, "-d", path, server.url + "/v1/completions")
     assert (numbers["succeeded"], numbers["2xx"], numbers["failed"]) == (64, 64, 0)
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
 def test_streams_beyond_the_limit_are_refused_and_the_others_answered(server):
-    """h2load opens all of them before it has read how many are allowed."""
+    """h2load opens all streams before it has read the limit of the server."""
     series = 'trioserve:streams_refused_total{reason="streams_max"}'
     before = server.metric(series)
     numbers = h2load("-n600", "-c1", "-m600", server.url + "/health")
     refused = server.metric(series) - before
     assert refused <= 600 - 256
     assert (numbers["succeeded"], numbers["failed"]) == (600 - refused, refused)
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
 # --- leaving ---
@@ -176,7 +181,7 @@ def wait_until_running(server, count: int) -> None:
     raise AssertionError(f"{server.metric('trioserve:num_requests_running')} run, not {count}")
 
 
-def test_client_that_is_killed_takes_its_requests_along(server, body_file):
+def test_killed_http2_client_ends_its_requests(server, body_file):
     """S11."""
     path = body_file(max_tokens=4000)
     client = subprocess.Popen(
@@ -190,11 +195,11 @@ def test_client_that_is_killed_takes_its_requests_along(server, body_file):
         client.kill()
         client.wait()
     wait_until_running(server, 0)
-    check_unharmed(server)
+    check_nothing_is_left(server)
 
 
-def test_drain_lets_streams_end_and_then_says_goaway(start_server, body_file):
-    """S21. nghttp closes after its last response. A client that stays gets a GOAWAY."""
+def test_drain_completes_streams_and_then_sends_goaway(start_server, body_file):
+    """S21: nghttp closes after its last response. A client that stays connected gets GOAWAY."""
     server = start_server()
     path = body_file(max_tokens=400)
     client = subprocess.Popen(
@@ -220,7 +225,7 @@ def test_drain_lets_streams_end_and_then_says_goaway(start_server, body_file):
 
 
 class StayingClient:
-    """One HTTP/2 connection that its client leaves open until the server closes it."""
+    """An HTTP/2 connection that the client keeps open until the server closes it."""
 
     def __init__(self, url: str) -> None:
         address = urllib.parse.urlsplit(url)
@@ -256,7 +261,7 @@ class StayingClient:
 # --- TLS, and pages in browsers ---
 
 
-def test_tls_agrees_on_http_2_and_client_certificates_open_the_door(start_server, body_file, tmp_path):
+def test_tls_negotiates_http2_and_requires_a_client_certificate(start_server, body_file, tmp_path):
     authority = trustme.CA()
     server_files, client_files = (
         authority.issue_cert("127.0.0.1"),
@@ -285,7 +290,7 @@ def test_tls_agrees_on_http_2_and_client_certificates_open_the_door(start_server
     context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
     with urllib.request.urlopen(server.url + "/health", context=context, timeout=SECONDS_MAX) as response:
-        assert json.loads(response.read()) == {"status": "alive"}  # HTTP/1.1
+        assert json.loads(response.read()) == {"status": "alive"}  # urllib uses HTTP/1.1
     preflight = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
     asked = urllib.request.Request(url, method="OPTIONS", headers=preflight)
     with urllib.request.urlopen(asked, context=context, timeout=SECONDS_MAX) as response:

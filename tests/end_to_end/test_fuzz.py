@@ -1,5 +1,8 @@
-"""Requests made from the API's own description, right ones and wrong ones, over a real socket: no fault of ours, no
-hang, and no response that is not described. The model is played, so that a response takes milliseconds."""
+"""Tests the API with valid and invalid requests that are generated from its OpenAPI document.
+
+No request may cause a server error or a hang, and every response must match the document. Requests go over a real
+socket. The model is fake, so a response takes milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,17 @@ from trioserve.testing.invariants import check_idle
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install '.[test]'")
 
-EXAMPLES = 15  # of each operation and mode; the whole takes half a minute
-RESPONSE_SECONDS_MAX = 20  # a hang, rather than a machine with much else to do
+EXAMPLES = 15  # examples per operation and mode; all of them take half a minute
+RESPONSE_SECONDS_MAX = 20  # long enough for a busy machine: more means a hang
 
 
 class ServerThread(threading.Thread):
-    """A whole server on a thread of its own, until it is told to stop. url: where it serves."""
+    """Runs a whole server in a thread until `stop` is called.
+
+    Attributes:
+        url: base URL of the server.
+        fault: exception that ended the server, or None.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="server")
@@ -67,7 +75,7 @@ class ServerThread(threading.Thread):
             open_store() as store,
             open_fake_engine(max_num_seqs=32, max_queued_requests=256, max_model_len=128) as fake,
         ):
-            # Bodies that are announced and never come must not take half a minute each.
+            # Some requests announce a body and never send it. The default wait for a body is half a minute.
             app = App(fake, store=store)
             server = FrontendServer(app, limits=FrontendLimits(body_wait_seconds_max=5))
             async with app.running(), trio.open_nursery() as nursery:
@@ -106,7 +114,8 @@ def schema(url: str, session: requests.Session) -> Any:
     return schema
 
 
-# The first is stricter below. Types do not say every range; what is out of range is refused with 400, as described.
+# The check below is stricter than not_a_server_error. The schema types do not state every range, and the server refuses
+# values out of range with 400, as documented. So a request that matches the types may still be refused.
 EXCLUDED_CHECKS = [schemathesis.checks.not_a_server_error, schemathesis.checks.positive_data_acceptance]
 
 fuzzed = settings(
@@ -128,15 +137,15 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
-def test_every_response_is_described_and_none_is_a_fault(schema, session, operation, mode):
+def test_every_response_matches_the_openapi_document_and_is_no_server_error(schema, session, operation, mode):
     method, path = operation
-    schema.config.max_stream_events = 1 if path == "/ui/events" else None  # that one has no end
+    schema.config.max_stream_events = 1 if path == "/ui/events" else None  # the stream of this path never ends
 
     @fuzzed
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         response = case.call(session=session, timeout=RESPONSE_SECONDS_MAX)
-        # 504 is no fault: a request may ask to be answered within a nanosecond.
+        # 504 is no fault: a generated request may have a deadline of a nanosecond.
         assert response.status_code < 500 or response.status_code == 504, response.text
         case.validate_response(response, excluded_checks=EXCLUDED_CHECKS)
 
@@ -201,7 +210,7 @@ PROMPTS = st.fixed_dictionaries(
         ("/v1/completions", PROMPTS, responses.Completion, responses.Completion),
     ],
 )
-def test_everything_within_the_ranges_is_answered_as_described(url, session, path, bodies, whole, event):
+def test_valid_requests_get_responses_of_the_documented_types(url, session, path, bodies, whole, event):
     answered = 0
 
     @settings(fuzzed, max_examples=4 * EXAMPLES)
@@ -211,7 +220,7 @@ def test_everything_within_the_ranges_is_answered_as_described(url, session, pat
         with session.post(url + path, json={**body, **sampling}, timeout=RESPONSE_SECONDS_MAX) as response:
             content = response.content
         if response.status_code != 200:
-            # An empty prompt, or fields that exclude each other: refused, with the field.
+            # Empty prompts, and fields that exclude each other, are refused with the name of the field.
             assert response.status_code == 400
             assert msgspec.json.decode(content, type=responses.Error).error.param is not None, content
             return

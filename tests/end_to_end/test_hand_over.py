@@ -1,4 +1,7 @@
-"""A stream is given away by one server and goes on at another, which fetches its KV: real processes, the real model."""
+"""Tests that a server hands over a stream to another server, which loads its KV and continues.
+
+The processes and the model are real.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,17 @@ BODY = {
 
 
 class Stream:
-    """One response. text, token_ids: all that came. given: kv_transfer_params of the event with which it was given
-    away."""
+    """Reads one streamed response.
+
+    Args:
+        url: base URL of the server.
+        body: body of the request.
+
+    Attributes:
+        head: resume state from the response head.
+        text, token_ids: text and tokens received so far.
+        given: kv_transfer_params of the hand-over event, or None if the stream was not handed over.
+    """
 
     def __init__(self, url: str, body: dict[str, object]) -> None:
         self.connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
@@ -38,7 +50,7 @@ class Stream:
         self.given: dict[str, object] | None = None
 
     def groups(self) -> Iterator[None]:
-        """After each line of a group's end."""
+        """Read the stream, and yield after each group of events, which ends with an `id` line."""
         for raw in self.response:
             line = raw.decode().strip()
             if line.startswith("data: {"):
@@ -64,7 +76,7 @@ class Stream:
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_with_the_kv_that_it_had(start_server: Callable[..., object]):
+def test_handed_over_stream_resumes_with_its_kv_on_another_server(start_server: Callable[..., object]):
     first, second = (start_server(*FLAGS) for _ in range(2))
     whole = Stream(second.url, {**BODY, "cache_salt": "another"}).read()
     begun = Stream(first.url, BODY)
@@ -89,8 +101,8 @@ def test_a_stream_goes_on_with_the_kv_that_it_had(start_server: Callable[..., ob
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_gives_its_streams_away_at_its_deadline(start_server: Callable[..., object]):
-    """Whether its KV is fetched in the two seconds that are left is not looked at: a busy machine may take longer."""
+def test_stopped_server_hands_over_its_streams_at_the_drain_deadline(start_server: Callable[..., object]):
+    """The test does not check that KV is loaded: the server holds it for two seconds, too short for a busy machine."""
     first, second = start_server(*FLAGS, "--drain-timeout", "0"), start_server(*FLAGS)
     whole = Stream(second.url, {**BODY, "cache_salt": "another"}).read()
     begun = Stream(first.url, BODY)

@@ -1,4 +1,4 @@
-"""A server that makes pictures as its users start it: a process, a checkpoint of diffusers, a real socket."""
+"""Tests an image server as users start it: a process with a diffusers checkpoint on a real socket."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def get(server: ServerProcess, path: str) -> Any:
         return json.loads(response.read())
 
 
-def test_it_makes_the_same_picture_again(server: ServerProcess) -> None:
+def test_same_request_returns_the_same_image(server: ServerProcess) -> None:
     assert get(server, "/v1/models")["data"][0]["id"] == "tiny"
     first, second = (json.loads(post(server, "/v1/images/generations", CAT).read()) for _ in range(2))
     assert first["data"] == second["data"]
@@ -54,26 +54,28 @@ def test_it_makes_the_same_picture_again(server: ServerProcess) -> None:
     assert any(low < high for low, high in image.getextrema()), "it is no empty picture"
 
 
-def test_a_stream_ends_with_its_picture_and_one_that_is_left_frees_its_slot(server: ServerProcess) -> None:
+def test_stream_ends_with_its_image_and_closing_a_stream_frees_its_slots(server: ServerProcess) -> None:
     said = post(server, "/v1/images/generations", {**CAT, "stream": True, "partial_images": 1}).read()
     assert b"event: image_generation.completed\n" in said
     with post(server, "/v1/images/generations", {**CAT, "steps": 250, "n": 3, "stream": True, "partial_images": 9}):
         assert get(server, "/load")["running"] == 3
     deadline = time.monotonic() + SECONDS_MAX
     while get(server, "/load")["running"] and time.monotonic() < deadline:
-        """Asking is all that can be done: it is another process."""
+        """Poll, because another process has no event to wait for."""
     assert get(server, "/load")["running"] == 0
     assert get(server, "/v1/requests")["data"] == []
 
 
-def test_its_limits_are_those_of_its_options_and_texts_have_no_use(server: ServerProcess) -> None:
+def test_image_count_limit_is_enforced_and_unused_text_options_are_logged(server: ServerProcess) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(server, "/v1/images/generations", {**CAT, "n": 4})
     assert json.loads(refused.value.read())["error"]["param"] == "n"
     assert any("options=block_size" in line for line in server.lines)
 
 
-def test_what_pictures_cannot_do_is_one_sentence(server: ServerProcess, tmp_path: Path) -> None:
+def test_option_that_image_models_do_not_support_is_refused_with_one_sentence(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     (tmp_path / "model_index.json").write_text("{}")
     process = ServerProcess("--model", str(tmp_path), "--tensor-parallel-size", "2")
     assert process.process.wait(SECONDS_MAX) != 0

@@ -1,4 +1,4 @@
-"""Ctrl-C while a model comes from the hub, as a user sees it: the program ends, whatever the download does."""
+"""Tests Ctrl-C during the download of a model: the program ends even if the download hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 WAIT_SECONDS_MAX = 60
-# The real one has threads of its own, for which Python waits when it exits.
+# Stands in for huggingface_hub. Like the real one, it has threads for which Python waits at its exit.
 STAND_IN = """
 import concurrent.futures, threading
 
@@ -24,7 +24,7 @@ def snapshot_download(name, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "hello"]], ids=["serve", "generate"])
-def test_a_download_is_ended_by_one_interrupt(tmp_path: Path, command: list[str]) -> None:
+def test_one_ctrl_c_ends_the_program_during_a_download(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "huggingface_hub.py").write_text(STAND_IN)
     process = subprocess.Popen(
         [sys.executable, "-m", "trioserve", *command, "--model", "org/some-model"],

@@ -1,4 +1,4 @@
-"""KV blocks travel between two processes, by each connector that can do that."""
+"""Tests the transfer of KV blocks between two processes with each connector that supports it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import MemoryPages
 
-SECONDS_MAX = 60  # generous: a shared machine
+SECONDS_MAX = 60  # long, because the machine is shared
 NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 CONNECTORS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 
@@ -41,7 +41,11 @@ SCRIPT = holder_script()
 
 
 class Holder:
-    """Another process, and what it holds: one request after the other, all the same blocks."""
+    """A process that runs kv_holder.py and holds the same blocks for each of several requests.
+
+    Attributes:
+        params: transfer parameters, one per request.
+    """
 
     def __init__(self, process: trio.Process, lines: AsyncIterator[str], params: list[KVTransferParams]) -> None:
         self.process = process
@@ -128,7 +132,7 @@ class Reader:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_blocks_come_from_another_process_and_are_released_there(connector):
+async def test_blocks_are_loaded_from_another_process_and_released_there(connector):
     expected = MemoryPages(20, SCRIPT.LAYOUT)
     expected.fill(range(20), SCRIPT.SEED)
     async with holder(connector, 3, 20) as there, trio.open_nursery() as nursery:
@@ -148,7 +152,7 @@ async def test_blocks_come_from_another_process_and_are_released_there(connector
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_a_holder_that_is_killed_ends_the_loads_from_it_and_nothing_else(connector):
+async def test_kill_of_a_holding_process_fails_only_loads_from_that_process(connector):
     async with trio.open_nursery() as nursery:
         reader = Reader(connector, 20)
         await nursery.start(reader.run)
@@ -158,7 +162,7 @@ async def test_a_holder_that_is_killed_ends_the_loads_from_it_and_nothing_else(c
             there.process.kill()
             reader.begin("after", there.params[1])
             assert isinstance(await reader.next_report(), LoadFailed)
-        async with holder(connector, 1, 20) as there:  # another one, with the same name
+        async with holder(connector, 1, 20) as there:  # a new process with the same engine id
             reader.begin("again", there.params[0])
             assert await reader.next_report() == Loaded(RequestId("again"), 320)
         nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""The programs that measure models run, and what they say is in its place. How fast anything is is no test."""
+"""Tests that the benchmarks of models run and print their figures in the expected form. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lines_of(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_rounding_costs_little(native):
+def test_quantization_changes_perplexity_and_likeliest_tokens_little(native):
     head, *rows = lines_of("trioserve.bench.inside.quality", "--tokens", "512")
     assert head.startswith("smollm2, 512 tokens")
     judged = {}
@@ -55,7 +55,7 @@ def test_rounding_costs_little(native):
 
 
 @pytest.mark.slow
-def test_whole_steps_are_timed_beside_their_bound(native, tmp_path):
+def test_step_benchmark_prints_step_times_beside_their_lower_bound(native, tmp_path):
     lines_of("trioserve", "random-checkpoint", "tiny", str(tmp_path / "tiny"))
     steps = ("--model", str(tmp_path / "tiny"), "--rounds", "1", "--steps", "decode")
     said = lines_of(*BENCH_INSIDE, "step", *steps, "--quantization", "none", "int8")
@@ -69,7 +69,7 @@ def test_whole_steps_are_timed_beside_their_bound(native, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_served_step_is_timed_with_and_without_clients(native, capsys, monkeypatch):
+def test_served_step_benchmark_prints_times_with_and_without_http_clients(native, capsys, monkeypatch):
     monkeypatch.setattr(served_step, "STREAMS", 2)
     monkeypatch.setattr(served_step, "TOKENS", 6)
     assert served_step.run_served_step(trioserve.open_engine, rounds=1) == 0
@@ -79,7 +79,7 @@ def test_a_served_step_is_timed_with_and_without_clients(native, capsys, monkeyp
 
 
 @pytest.mark.slow
-def test_transformers_is_measured_in_the_same_run():
+def test_gpu_benchmark_measures_transformers_in_the_same_run():
     tried = ("--device", "cpu", "--shape", "tiny", "--batch", "1", "--context", "64", "--ways", "torch")
     head, row = [line for line in lines_of(*BENCH_INSIDE, "gpu", *tried, "--transformers") if line][-2:]
     assert re.search(r"torch +transformers static +transformers continuous$", head)

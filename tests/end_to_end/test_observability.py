@@ -1,5 +1,7 @@
-"""The dashboards and rules of examples/observability, asked of a real Prometheus that scrapes a server, a router before
-it, and a pair."""
+"""Tests the dashboards and rules of examples/observability with a real Prometheus.
+
+Prometheus scrapes a server, a router before the server, and a prefill-decode pair with its router.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,26 @@ DASHBOARDS = sorted((EXAMPLE / "grafana" / "dashboards").glob("*.json"))
 ADMIN_KEY = "the-key-of-the-admin"
 SECONDS_MAX = 60.0
 STORY = "Once upon a time there was a keeper who wrote down each ship that passed, its flag and its colours. " * 4
-BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m"}  # what Grafana fills in by itself
+BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m"}  # variables that Grafana defines itself
 
-# What has no value while all is well. Everything else has to have one.
+# Metrics without a value while there is no fault, with the reason. All other metrics must have a value.
 EMPTY_WHILE_ALL_IS_WELL = {
     "stream_pause_seconds": "no endpoint broke while a stream ran",
 }
-# Of the few requests there are, one may lose its transfer.
+# On a slow machine, one transfer may time out. Among the few requests of this test, that is a large share.
 PENDING_ON_A_SLOW_MACHINE = {"PairsFallBack", "TransfersFail"}
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Other processes have no event to wait for. Returns what the condition says."""
+    """Poll until the condition holds, because another process has no event to wait for.
+
+    Args:
+        condition: called again and again until its result is true.
+        what: what the caller waits for, for the error message.
+
+    Returns:
+        The result of the condition.
+    """
     deadline = time.monotonic() + SECONDS_MAX
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} never came"
@@ -56,7 +66,12 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 class PrometheusProcess:
-    """Debian's, with the example's configuration, but other targets and shorter times. targets: URL by (job, role)."""
+    """Runs Prometheus with the configuration of the example, but with other targets and shorter intervals.
+
+    Args:
+        directory: folder for the configuration and the data.
+        targets: URL of each server, by (job, role).
+    """
 
     def __init__(self, directory: Path, targets: dict[tuple[str, str], str]) -> None:
         config = yaml.safe_load((EXAMPLE / "prometheus" / "prometheus.yml").read_text())
@@ -67,7 +82,7 @@ class PrometheusProcess:
             for group in scrape["static_configs"]:
                 url = left.pop((scrape["job_name"], group.get("labels", {}).get("role", "")))
                 group["targets"] = [url.removeprefix("http://")]
-        # The example has one router, and this stand two.
+        # The example has one router, but this test has two.
         config["scrape_configs"][-1]["static_configs"] += [
             {"targets": [url.removeprefix("http://")]} for url in left.values()
         ]
@@ -101,7 +116,7 @@ class PrometheusProcess:
         self.process.stderr.close()
 
     def get(self, path: str, **parameters: str | list[str]) -> Any:
-        """The data of an answer of its HTTP API. Fails with its message where it cannot read a query."""
+        """Ask the HTTP API of Prometheus and return the data. Fail with its message if it refuses the query."""
         query = urllib.parse.urlencode(parameters, doseq=True)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=SECONDS_MAX) as response:
@@ -127,7 +142,17 @@ class PrometheusProcess:
 
 
 def ask(url: str, prompt: str, *, leaves_after: int | None = None, **fields: object) -> int:
-    """A streamed completion; returns its status. leaves_after: how many lines it reads before it closes."""
+    """Send a streamed completion and read its response.
+
+    Args:
+        url: base URL of the server or router.
+        prompt: text of the prompt.
+        leaves_after: how many lines to read before closing. None reads the whole response.
+        fields: further fields of the request.
+
+    Returns:
+        The HTTP status.
+    """
     body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "stream": True, **fields}
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
@@ -143,18 +168,18 @@ def ask(url: str, prompt: str, *, leaves_after: int | None = None, **fields: obj
 
 
 def burst(url: str, **fields: object) -> list[int]:
-    """The statuses of twelve completions at a time."""
+    """Send twelve completions at a time and return their statuses."""
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         return list(pool.map(lambda number: ask(url, f"{number} {STORY}", **fields), range(12)))
 
 
 def make_traffic(prometheus: PrometheusProcess, server: str, router: str, pair: str) -> None:
-    """What a short while brings: responses, clients that leave, refusals, forms, drafts, prompts that come again."""
+    """Cause traffic of each kind: responses, aborts, refusals, grammars, draft tokens and prefix cache hits."""
     for url in (server, router, pair):
         assert [ask(url, f"{number % 2} {STORY}") for number in range(4)] == [200] * 4
     assert ask(server, "One, two, three: ", structured_outputs={"regex": "[a-z]{12}"}) == 200
     assert ask(server, "ab " * 40, max_tokens=60, temperature=0) == 200
-    for url in (server, router):  # more than may run and wait
+    for url in (server, router):  # more requests than may run and wait
         wait_until(lambda url=url: 429 in burst(url, max_tokens=200), "a refusal")
 
     def leave_and_look() -> bool:
@@ -166,7 +191,7 @@ def make_traffic(prometheus: PrometheusProcess, server: str, router: str, pair: 
 
 
 class Stand:
-    """A server, a router before it, and a pair with a router of its own. start: all of them at once."""
+    """Runs a server, a router before the server, and a prefill-decode pair with a second router."""
 
     def __init__(self, directory: Path) -> None:
         model = directory / "model"
@@ -176,7 +201,7 @@ class Stand:
         self._processes: list[ServerProcess] = []
 
     def start(self) -> dict[tuple[str, str], str]:
-        """URLs by what Prometheus calls them: job and role."""
+        """Start all processes and return their URLs, by the job and role that Prometheus has for them."""
         transfer = json.dumps({"kv_connector": "tcp", "kv_connector_extra_config": {"key": "a secret of some length"}})
         pair = (*self._flags, f"--kv-transfer-config={transfer}")
         server, prefill, decode = self._start_all(
@@ -227,7 +252,7 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusProcess]:
-    """After some traffic, when it has seen all of it, and computed its rules from that."""
+    """Give a Prometheus that has scraped some traffic and evaluated its rules."""
     directory = tmp_path_factory.mktemp("observability")
     stand = Stand(directory)
     prometheus: PrometheusProcess | None = None
@@ -259,7 +284,7 @@ def evaluated_at(group: dict[str, Any]) -> float:
 
 
 def variables(prometheus: PrometheusProcess, dashboard: dict[str, Any]) -> dict[str, str]:
-    """What Grafana puts in for each variable where all is chosen."""
+    """Return the value that Grafana inserts for each variable of a dashboard if "All" is selected."""
     chosen = dict(BUILT_IN)
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
@@ -298,7 +323,7 @@ def test_every_query_of_a_dashboard_has_values(prometheus, path):
 # --- rules ---
 
 
-def test_every_rule_is_computed_and_no_alert_fires_by_mistake(prometheus):
+def test_every_rule_is_evaluated_and_no_alert_fires_without_a_fault(prometheus):
     rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} == {"ok"}, [rule for rule in rules if rule["health"] != "ok"]
     for rule in rules:
@@ -306,15 +331,15 @@ def test_every_rule_is_computed_and_no_alert_fires_by_mistake(prometheus):
             assert prometheus.values(rule["name"]), rule["name"]
         else:
             assert rule["state"] == "inactive" or rule["name"] in PENDING_ON_A_SLOW_MACHINE, rule["name"]
-            # An alert that compares nothing could never fire.
+            # An alert whose query selects no series could never fire.
             for selector in re.findall(r"[a-z_]+:[a-z_0-9:]+(?:\{[^}]*\})?|\bup\{[^}]*\}", rule["query"]):
                 assert prometheus.values(selector), (rule["name"], selector)
 
 
-# --- the dashboards of others ---
+# --- dashboards of vLLM ---
 
 
-# What vLLM's own dashboards ask for, without what is theirs alone: adapters, KV offloading and so on.
+# Metrics of vLLM's own dashboards, except for features that only vLLM has: adapters, KV offloading and so on.
 VLLM_HISTOGRAMS = (
     "e2e_request_latency_seconds",
     "inter_token_latency_seconds",
@@ -368,12 +393,12 @@ OTHER_SERIES = (
 
 
 @pytest.mark.parametrize("series", VLLM_SERIES)
-def test_what_dashboards_for_vllm_ask_for_is_there(prometheus, series):
+def test_series_of_vllm_dashboards_exist(prometheus, series):
     name, _brace, matchers = series.partition("{")
     labels = ", ".join(filter(None, ['job="trioserve"', 'model_name="tiny"', 'engine="0"', matchers.rstrip("}")]))
     assert prometheus.values(f"vllm:{name}{{{labels}}}")
 
 
 @pytest.mark.parametrize("series", OTHER_SERIES)
-def test_what_they_ask_of_the_process_and_its_http_server_is_there(prometheus, series):
+def test_process_and_http_series_of_vllm_dashboards_exist(prometheus, series):
     assert prometheus.values(series)

@@ -1,4 +1,4 @@
-"""Ollama's own client, unchanged, against the real model."""
+"""Tests the server with Ollama's own client, unmodified, and the real model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client(server) -> Iterator[ollama.Client]:
         yield client
 
 
-def test_a_chat_whole_and_streamed(client):
+def test_streamed_chat_has_the_same_text_as_an_unstreamed_one(client):
     whole = client.chat("smollm2", ASK, options=GREEDY)
     assert "Paris" in whole.message.content
     assert whole.done_reason == "stop"
@@ -31,21 +31,21 @@ def test_a_chat_whole_and_streamed(client):
     assert pieces[-1].eval_count == whole.eval_count
 
 
-def test_a_prompt_and_a_text(client):
+def test_generate_accepts_a_prompt_and_raw_text(client):
     assert "Paris" in client.generate("smollm2", ASK[0]["content"], options=GREEDY).response
     raw = client.generate("smollm2", "The capital of France is", raw=True, options={**GREEDY, "num_predict": 5})
     assert "Paris" in raw.response
     assert raw.done_reason == "length"
 
 
-def test_a_schema_is_kept_to(client):
+def test_chat_follows_the_schema(client):
     city = {"city": {"enum": ["Paris", "Rome"]}}
     schema = {"type": "object", "properties": city, "required": ["city"], "additionalProperties": False}
     said = client.chat("smollm2", ASK, format=schema, options=GREEDY).message.content
     assert json.loads(said) in ({"city": "Paris"}, {"city": "Rome"})
 
 
-def test_what_is_served_is_listed_and_shown(client, server):
+def test_served_model_is_listed_and_described(client, server):
     [model] = client.list().models
     assert (model.model, model.details.family) == ("smollm2:latest", "llama")
     assert model.size > 1_000_000

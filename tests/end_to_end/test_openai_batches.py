@@ -1,4 +1,4 @@
-"""Files and batches with OpenAI's own client, unchanged, against the real model; and a server that is killed."""
+"""Tests files and batches with OpenAI's own client, unmodified, and the real model; also after a kill of the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lines_of(count: int, **fields: object) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-def begun(client: openai.OpenAI, content: bytes) -> openai.types.Batch:
+def start_batch(client: openai.OpenAI, content: bytes) -> openai.types.Batch:
     file = client.files.create(file=("lines.jsonl", io.BytesIO(content)), purpose="batch")
     return client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "a test"}
@@ -52,9 +52,9 @@ def wait_for(client: openai.OpenAI, batch_id: str, condition) -> openai.types.Ba
     raise AssertionError(batch)
 
 
-def test_a_batch_from_its_file_to_its_results(server):
+def test_batch_runs_from_uploaded_file_to_downloaded_results(server):
     with client_of(server) as client:
-        batch = begun(client, lines_of(5))
+        batch = start_batch(client, lines_of(5))
         batch = wait_for(client, batch.id, lambda batch: batch.status == "completed")
         assert batch.metadata == {"of": "a test"}
         assert batch.usage is not None
@@ -72,9 +72,9 @@ def test_a_batch_from_its_file_to_its_results(server):
             client.batches.retrieve("batch_of_nobody")
 
 
-def test_a_batch_is_cancelled(server):
+def test_cancelled_batch_leaves_no_used_blocks(server):
     with client_of(server) as client:
-        batch = begun(client, lines_of(30, max_tokens=2000))
+        batch = start_batch(client, lines_of(30, max_tokens=2000))
         wait_for(client, batch.id, lambda batch: batch.status == "in_progress")
         assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
         wait_for(client, batch.id, lambda batch: batch.status == "cancelled")
@@ -84,11 +84,11 @@ def test_a_batch_is_cancelled(server):
         assert server.metric('trioserve:kv_blocks{state="used"}') == 0
 
 
-def test_a_server_that_is_killed_goes_on_with_its_batch_and_does_nothing_twice(start_server, tmp_path):
+def test_restarted_server_completes_its_batch_with_one_result_per_line(start_server, tmp_path):
     flags = ("--max-num-seqs", "8", "--data-dir", str(tmp_path))
     first = start_server(*flags)
     with client_of(first) as client:
-        batch = begun(client, lines_of(LINES))
+        batch = start_batch(client, lines_of(LINES))
         done = wait_for(client, batch.id, lambda batch: batch.request_counts.completed >= 3)
     first.stop(signal.SIGKILL)
     assert done.request_counts.completed < LINES

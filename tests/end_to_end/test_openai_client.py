@@ -1,4 +1,4 @@
-"""The official client, unchanged, against the real model, over HTTP/1.1 and HTTP/2."""
+"""Tests the server with OpenAI's official client, unmodified, and the real model, over HTTP/1.1 and HTTP/2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_models_are_listed(client):
     assert client.models.retrieve("smollm2").object == "model"
 
 
-def test_a_chat_completion(client):
+def test_chat_completion_has_text_finish_reason_and_usage(client):
     response = client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=0, max_tokens=20)
     assert "Paris" in response.choices[0].message.content
     assert response.choices[0].finish_reason == "stop"
@@ -34,7 +34,7 @@ def test_a_chat_completion(client):
 
 
 @pytest.mark.slow
-def test_a_streamed_chat_completion_is_the_same_text(client):
+def test_streamed_chat_has_the_same_text_and_usage_as_an_unstreamed_one(client):
     whole = client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=0, max_tokens=20)
     chunks = list(
         client.chat.completions.create(
@@ -54,7 +54,7 @@ def test_a_streamed_chat_completion_is_the_same_text(client):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_the_stream_helper_of_the_client(client):
+def test_stream_helper_returns_deltas_and_the_final_completion(client):
     with client.chat.completions.stream(model="smollm2", messages=MESSAGES, temperature=0, max_tokens=20) as stream:
         events = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -62,7 +62,7 @@ def test_the_stream_helper_of_the_client(client):
     assert "Paris" in final.choices[0].message.content
 
 
-def test_a_completion_with_everything(client):
+def test_completion_with_many_options_has_echo_choices_and_logprobs(client):
     response = client.completions.create(
         model="smollm2",
         prompt=["One, two, three,", "The sun rises in the"],
@@ -87,7 +87,7 @@ def test_a_completion_with_everything(client):
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset)
 
 
-def test_a_streamed_completion_with_several_choices(client):
+def test_streamed_completion_returns_all_choices(client):
     texts = {0: "", 1: ""}
     reasons = {}
     for chunk in client.completions.create(
@@ -101,7 +101,7 @@ def test_a_streamed_completion_with_several_choices(client):
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_text_again(client):
+def test_same_seed_returns_the_same_text(client):
     def ask() -> str:
         response = client.completions.create(
             model="smollm2", prompt="Once upon a", max_tokens=16, seed=42, temperature=1
@@ -111,7 +111,7 @@ def test_a_seed_gives_the_same_text_again(client):
     assert ask() == ask()
 
 
-def test_chat_logprobs(client):
+def test_chat_logprobs_equal_their_top_entries(client):
     response = client.chat.completions.create(
         model="smollm2", messages=MESSAGES, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
     )
@@ -130,7 +130,7 @@ def test_chat_logprobs(client):
         ({"messages": []}, openai.BadRequestError, None),
     ],
 )
-def test_errors_are_the_clients_own_types(client, arguments, error, code):
+def test_errors_raise_exception_types_of_the_client(client, arguments, error, code):
     with pytest.raises(error) as caught:
         client.chat.completions.create(**{"model": "smollm2", "messages": MESSAGES, "max_tokens": 3, **arguments})
     assert caught.value.code == code
@@ -158,7 +158,7 @@ def test_closing_a_stream_frees_its_blocks(client, server):
     assert server.metric('trioserve:kv_blocks{state="used"}') > 0
     stream.close()
     if client.models.with_raw_response.list().http_response.http_version == "HTTP/2":
-        # This client does not reset a cancelled stream; it leaves when its connection closes.
+        # This client does not reset a stream that it abandons. The stream ends when the connection closes.
         client.close()
     for _ in range(200):
         if server.metric('trioserve:kv_blocks{state="used"}') == 0:
@@ -167,8 +167,8 @@ def test_closing_a_stream_frees_its_blocks(client, server):
     assert server.metric('trioserve:aborts_total{phase="decode"}') == aborts_before + 1
 
 
-def test_embeddings_of_a_decoder_model(client):
-    """The client asks for base64 by itself, and decodes it."""
+def test_embeddings_have_unit_length_and_agree_in_base64_and_float(client):
+    """By default, the client requests base64 and decodes it."""
     texts = ["The weather is fine today.", "It is sunny outside.", "def add(a, b): return a + b"]
     response = client.embeddings.create(model="smollm2", input=texts)
     assert [entry.index for entry in response.data] == [0, 1, 2]
@@ -176,11 +176,11 @@ def test_embeddings_of_a_decoder_model(client):
     assert {len(vector) for vector in vectors} == {576}
     assert all(abs(sum(value * value for value in vector) - 1) < 1e-5 for vector in vectors)
     plain = client.embeddings.create(model="smollm2", input=texts[0], encoding_format="float")
-    assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-2)  # another batch, other roundings
+    assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-2)  # rounding differs with the batch
     assert response.usage.prompt_tokens == response.usage.total_tokens > 10
 
 
-def test_too_long_an_input_is_named(client):
+def test_error_names_the_input_that_is_too_long(client):
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
         client.embeddings.create(model="smollm2", input=["short", "long " * 9000])
     assert caught.value.param == "input[1]"

@@ -1,4 +1,4 @@
-"""A router, a prefill server and a decode server as processes of their own, and every way to leave them."""
+"""Tests a router, a prefill server and a decode server as separate processes, and clients and servers that leave."""
 
 from __future__ import annotations
 
@@ -34,20 +34,27 @@ def get(url: str) -> object:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Other processes have no event to wait for."""
+    """Poll until the condition holds, because another process has no event to wait for."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.05)
 
 
-def wait_until_well(router: ServerProcess) -> None:
-    """Its endpoints are all healthy: before, a router has one of a pair do the work of both."""
+def wait_until_healthy(router: ServerProcess) -> None:
+    """Wait until all endpoints are healthy. Before, a router may let one endpoint of a pair do the work of both."""
     wait_until(lambda: all(each["health"] == "healthy" for each in get(f"{router.url}/endpoints")["data"]))
 
 
 class Asker(threading.Thread):
-    """One streamed request. events: decoded, as they come. is_done: its response was complete. leave() closes."""
+    """Sends one streamed request and reads the response in a thread.
+
+    Attributes:
+        status: HTTP status, or 0 before the response head.
+        events: decoded events so far.
+        is_done: True once the response is complete.
+        error: exception that ended the response, or None.
+    """
 
     def __init__(self, url: str, prompt: str, max_tokens: int, **fields: object) -> None:
         super().__init__(daemon=True)
@@ -83,14 +90,14 @@ class Asker(threading.Thread):
         self.join(WAIT_SECONDS_MAX)
 
     def text(self) -> str:
-        """Of the whole response, which has to come."""
+        """Wait for the complete response and return its text."""
         self.join(WAIT_SECONDS_MAX)
         assert self.is_done, (self.status, self.error, self.events[-1:])
         return "".join(event["choices"][0]["text"] for event in self.events if event["choices"])
 
 
 class Partition:
-    """Passes connections from another address of this machine on to a port, or drops everything, silently."""
+    """Forwards connections to a port from another address of this machine, or silently drops all bytes."""
 
     ADDRESS = "127.0.0.2"
 
@@ -134,7 +141,15 @@ class Partition:
 
 
 class Pair:
-    """The three servers. partition: None, or what lies between the connectors of the two."""
+    """Runs a prefill server, a decode server and a router.
+
+    Args:
+        start_server: the fixture of that name.
+        connector: "tcp" or "nixl".
+        hold_seconds: deadline of holds and of KV loads.
+        health_seconds: interval of the router's health checks.
+        partition: lies between the connectors of both servers; None connects them directly.
+    """
 
     def __init__(
         self,
@@ -157,7 +172,7 @@ class Pair:
             "--load-interval=0.1",
             command="route",
         )
-        wait_until_well(self.router)
+        wait_until_healthy(self.router)
 
     def _connector(self, name: str, **options: object) -> str:
         config = {"kv_connector": name, "kv_connector_extra_config": {"key": "a secret of some length", **options}}
@@ -170,7 +185,7 @@ class Pair:
         return server.metric(f'trioserve:kv_blocks{{state="{state}"}}')
 
     def is_clean(self, *servers) -> bool:
-        """No block used or held anywhere, and no lease."""
+        """Return True if the servers have no used or held block, and the router has no lease."""
         leases = [each["leases"] for each in get(f"{self.router.url}/endpoints")["data"]]
         here = servers or (self.prefill, self.decode)
         return not any(leases) and not any(self.blocks(server, state) for server in here for state in ("used", "held"))
@@ -188,7 +203,7 @@ def partition() -> Iterator[Partition]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])
-def test_responses_are_those_of_a_single_server(start_server, connector):
+def test_pair_responds_with_the_same_text_as_a_single_server(start_server, connector):
     if connector == "nixl":
         pytest.importorskip("nixl")
     pair = Pair(start_server, connector)
@@ -215,8 +230,11 @@ def test_responses_are_those_of_a_single_server(start_server, connector):
 
 
 def patient_pair(start_server) -> Pair:
-    """Whose holds and loads outlast every test: what is free was given back, and did not expire. The router does not
-    notice by itself that a server is stopped."""
+    """Start a pair with deadlines that no test reaches.
+
+    So a free block was released, and did not expire. Health checks are rare, so the router does not notice a suspended
+    server.
+    """
     return Pair(start_server, hold_seconds=600.0, health_seconds=600.0)
 
 
@@ -226,7 +244,7 @@ def patient(start_shared_server) -> Pair:
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_during_prefill_leaves_nothing(patient):
+def test_client_that_leaves_during_prefill_leaks_no_block_and_no_lease(patient):
     transfers = patient.transfers()
     asker = patient.ask("During prefill. " + LONG * 2)
     wait_until(lambda: patient.blocks(patient.prefill, "used") > 0)
@@ -238,8 +256,8 @@ def test_a_client_that_leaves_during_prefill_leaves_nothing(patient):
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_while_its_blocks_are_held_leaves_nothing(patient):
-    """S10: nobody reads them, and the deadline is far away."""
+def test_client_that_leaves_while_its_blocks_are_held_frees_them(patient):
+    """S10: the suspended decode server reads no blocks, and the deadline is far away."""
     patient.decode.process.send_signal(signal.SIGSTOP)
     asker = patient.ask()
     wait_until(lambda: patient.blocks(patient.prefill, "held") > 0)
@@ -251,18 +269,19 @@ def test_a_client_that_leaves_while_its_blocks_are_held_leaves_nothing(patient):
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_while_the_decode_side_waits_for_its_kv_leaves_nothing(start_server, partition):
+def test_client_that_leaves_during_a_stuck_kv_load_frees_the_held_blocks(start_server, partition):
     pair = Pair(start_server, hold_seconds=600.0, partition=partition)
     asker = pair.ask()
     wait_until(lambda: pair.decode.metric("trioserve:kv_transfer_loads_waiting") == 1)
     assert pair.blocks(pair.prefill, "held") > 0
     asker.leave()
-    wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)  # told by the router: the connectors are parted
+    # The router aborts the request at the prefill server, because the connectors cannot reach each other.
+    wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)
     wait_until(pair.is_clean)
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_during_decode_leaves_nothing(patient):
+def test_client_that_leaves_during_decode_leaks_no_block_and_no_lease(patient):
     aborts = patient.decode.metric('trioserve:aborts_total{phase="decode"}')
     asker = patient.ask(max_tokens=1000)
     wait_until(lambda: len(asker.events) > 3)
@@ -273,7 +292,7 @@ def test_a_client_that_leaves_during_decode_leaves_nothing(patient):
 
 
 @pytest.mark.slow
-def test_many_that_leave_anywhere_leave_nothing(patient):
+def test_many_clients_that_leave_at_any_time_leak_no_block_and_no_lease(patient):
     alone = Asker(patient.decode.url, LONG, 8).text()
     for number in range(24):
         asker = patient.ask(f"{number}. {LONG[: 200 * (number % 12)]}", max_tokens=64)
@@ -287,7 +306,7 @@ def test_many_that_leave_anywhere_leave_nothing(patient):
 
 
 @pytest.mark.slow
-def test_a_decode_server_that_is_killed_is_replaced_by_the_prefill_server(start_server):
+def test_prefill_server_replaces_a_killed_decode_server(start_server):
     """S07"""
     pair = patient_pair(start_server)
     expected = pair.ask().text()
@@ -301,7 +320,7 @@ def test_a_decode_server_that_is_killed_is_replaced_by_the_prefill_server(start_
 
 
 @pytest.mark.slow
-def test_a_prefill_server_that_is_killed_is_replaced_by_the_decode_server(start_server):
+def test_decode_server_replaces_a_killed_prefill_server(start_server):
     pair = patient_pair(start_server)
     expected = pair.ask().text()
     askers = [pair.ask(LONG + f" {number}") for number in range(3)]
@@ -313,7 +332,7 @@ def test_a_prefill_server_that_is_killed_is_replaced_by_the_decode_server(start_
 
 
 @pytest.mark.slow
-def test_a_router_that_is_killed_lets_go_of_what_is_held_for_it(start_server):
+def test_kill_of_the_router_frees_the_blocks_held_for_its_request(start_server):
     pair = patient_pair(start_server)
     pair.decode.process.send_signal(signal.SIGSTOP)
     pair.ask()
@@ -325,15 +344,15 @@ def test_a_router_that_is_killed_lets_go_of_what_is_held_for_it(start_server):
 
 
 @pytest.mark.slow
-def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
-    """S08: the blocks are back at their deadline; whoever wakes up later notices, and computes the prompt itself."""
+def test_suspended_decode_server_loses_the_held_blocks_at_their_deadline(start_server):
+    """S08: held blocks are freed at their deadline. The decode server resumes later and computes the prompt itself."""
     pair = Pair(start_server, hold_seconds=2.0, health_seconds=600.0)
     expected = pair.ask().text()
     pair.decode.process.send_signal(signal.SIGSTOP)
     asker = pair.ask("Once more. " + LONG)
     wait_until(lambda: pair.blocks(pair.prefill, "held") > 0)
     wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)
-    assert pair.ask(max_tokens=1).status == 0  # nobody is in its way at the prefill side
+    assert pair.ask(max_tokens=1).status == 0  # a request to the suspended server has no response yet
     pair.decode.process.send_signal(signal.SIGCONT)
     assert asker.text()
     assert pair.ask().text() == expected
@@ -341,14 +360,14 @@ def test_a_decode_server_that_stands_still_costs_the_deadline(start_server):
 
 
 @pytest.mark.slow
-def test_parted_servers_cost_the_deadline_and_no_response(start_server, partition):
-    """S03: the load never ends, the request computes its prompt, and the hold ends by itself."""
+def test_partition_between_servers_costs_the_load_deadline_and_no_response(start_server, partition):
+    """S03: the load never ends. The request computes its prompt itself, and the hold ends at its deadline."""
     pair = Pair(start_server, hold_seconds=2.0, partition=partition)
     bystander = Asker(pair.decode.url, "A long story:", 80)
     assert pair.ask().text() == Asker(pair.prefill.url, LONG, 16).text()
     assert pair.transfers() == 0
     wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)
-    assert bystander.text()  # whoever needs no transfer does not notice
+    assert bystander.text()  # a request without a transfer is not affected
     wait_until(pair.is_clean)
     partition.is_dropping = False
     assert pair.ask("Again: " + LONG).text()

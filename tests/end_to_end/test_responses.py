@@ -1,5 +1,4 @@
-"""The Responses API through OpenAI's own client, against the real model: one life of a response after the other, and
-what a killed server leaves."""
+"""Tests the Responses API with OpenAI's own client and the real model, also after a kill of the server."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def client_of(server):
 
 
 @pytest.mark.slow
-def test_a_response_is_made_streamed_gone_on_from_listed_and_deleted(server):
+def test_response_is_created_streamed_continued_retrieved_and_deleted(server):
     with client_of(server) as client:
         first = client.responses.create(model="smollm2", input=QUESTION, temperature=0, max_output_tokens=20)
         assert "Paris" in first.output_text
@@ -40,7 +39,7 @@ def test_a_response_is_made_streamed_gone_on_from_listed_and_deleted(server):
 
 
 @pytest.mark.slow
-def test_a_background_response_is_read_from_any_place_and_cancelled(server):
+def test_background_response_is_read_from_a_sequence_number_and_cancelled(server):
     with client_of(server) as client:
         fields = {"model": "smollm2", "input": "Count to a million.", "background": True}
         fields |= {"extra_body": {"ignore_eos": True}, "max_output_tokens": 1500}
@@ -58,7 +57,7 @@ def test_a_background_response_is_read_from_any_place_and_cancelled(server):
 
 
 @pytest.mark.slow
-def test_a_killed_server_loses_nothing_that_it_told(start_server, tmp_path):
+def test_completed_responses_survive_a_kill_and_unfinished_ones_become_failed(start_server, tmp_path):
     server = start_server("--data-dir", str(tmp_path))
     with client_of(server) as client:
         kept = client.responses.create(model="smollm2", input=QUESTION, max_output_tokens=5)
@@ -74,7 +73,7 @@ def test_a_killed_server_loses_nothing_that_it_told(start_server, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_after_its_connection_is_lost(start_server):
+def test_lost_connection_is_replaced_and_the_stream_continues_without_gaps(start_server):
     server = start_server("--detach-timeout-max", "60")
     headers = {"x-session-id": "chat-1", "x-detach-timeout": "30"}
     body = {"model": "smollm2", "prompt": "One, two,", "max_tokens": 60, "stream": True, "seed": 1, "ignore_eos": True}

@@ -1,5 +1,8 @@
-"""The real model, in float32: a response that is cut anywhere goes on with the tokens that it would have had, also in
-another engine, with what no fake model knows: penalties, biases, and log probabilities."""
+"""Tests with the real model in float32 that a resumed response continues with the tokens of an uninterrupted one.
+
+The response is interrupted at several positions and resumed in another engine. The cases include features that a fake
+model does not have: penalties, biases and log probabilities.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +51,29 @@ async def opened(**options: Any) -> AsyncIterator[Any]:
 async def read(
     engine: Any, sampling: SamplingParams, resume: Resume | None = None
 ) -> tuple[dict[int, Any], list[Resume]]:
-    """Text, tokens and end of each choice, known ones included, and what a reader had after each piece."""
+    """Read a response to its end.
+
+    Args:
+        engine: an open engine.
+        sampling: parameters of the request.
+        resume: state of an earlier, interrupted response; None starts from the prompt.
+
+    Returns:
+        By choice: text, tokens, log probabilities and finish reason, with the tokens of `resume`. Then the resume state
+        after each delta.
+    """
     made: dict[int, list[Any]] = {index: ["", [], [], None] for index in range(sampling.n)}
     states = []
     async with engine.generate(PROMPT, sampling, resume=resume) as stream:
         for delta in stream.known:
-            _take(made, delta)
+            _add_delta(made, delta)
         async for delta in stream:
-            _take(made, delta)
+            _add_delta(made, delta)
             states.append(stream.resume_state())
     return made, states
 
 
-def _take(made: dict[int, list[Any]], delta: Any) -> None:
+def _add_delta(made: dict[int, list[Any]], delta: Any) -> None:
     own = made[delta.index]
     own[0] += delta.text
     own[1] += delta.token_ids
@@ -68,7 +81,7 @@ def _take(made: dict[int, list[Any]], delta: Any) -> None:
     own[3] = delta.finish_reason or own[3]
 
 
-async def test_it_goes_on_as_if_nothing_had_happened() -> None:
+async def test_resumed_response_has_the_same_text_tokens_and_logprobs() -> None:
     wholes: dict[str, tuple[dict[int, Any], list[Resume]]] = {}
     params = {name: SamplingParams(**{"max_tokens": 32, "seed": 5, **fields}) for name, fields in CASES.items()}
     async with opened() as engine:

@@ -1,5 +1,7 @@
-"""One server after the other is stopped under streams that would take longer than anybody waits, and no client
-notices: every stream is what it is without that."""
+"""Tests a rolling upgrade: servers are stopped one after the other, and their long streams move to the other server.
+
+Each stream must have the same text as without an upgrade.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def endpoints_of(router) -> dict[str, dict]:
 
 
 def json_request(url: str, fields: dict[str, str]) -> urllib.request.Request:
-    headers = {"Content-Type": "application/json"}  # what operates a server takes nothing that web forms can send
+    headers = {"Content-Type": "application/json"}  # operations refuse the content types that web forms can send
     return urllib.request.Request(url, json.dumps(fields).encode(), headers, method="POST")
 
 
@@ -42,7 +44,7 @@ def streams_of(url: str) -> list[Asker]:
     return askers
 
 
-def ended(askers: list[Asker]) -> list[str]:
+def texts_at_end(askers: list[Asker]) -> list[str]:
     for asker in askers:
         asker.join(120)
         assert not asker.is_alive(), "a client hangs"
@@ -51,7 +53,7 @@ def ended(askers: list[Asker]) -> list[str]:
 
 @pytest.fixture
 def fleet(start_server):
-    """Two servers by id, and the router."""
+    """Give two servers, by endpoint id, and the router before them."""
     options = ("--max-num-seqs", "8", "--threads", "1", "--dtype", "float32", "--drain-timeout", "60")
     servers = {id: start_server(*options) for id in "ab"}
     endpoints = [f"--endpoint={id}={server.url}" for id, server in servers.items()]
@@ -61,9 +63,9 @@ def fleet(start_server):
 
 
 @pytest.mark.slow
-def test_no_client_notices_that_one_server_after_the_other_is_stopped(fleet):
+def test_streams_keep_their_text_while_both_servers_are_stopped_in_turn(fleet):
     servers, router = fleet
-    undisturbed = ended(streams_of(router.url))
+    undisturbed = texts_at_end(streams_of(router.url))
 
     askers = streams_of(router.url)
     assert {asker.endpoint for asker in askers} == {"a", "b"}
@@ -73,7 +75,7 @@ def test_no_client_notices_that_one_server_after_the_other_is_stopped(fleet):
         assert json.load(response)["moving"] is True
     wait_until(lambda: list(endpoints_of(router)) == ["b"])
     assert any(asker.is_alive() for asker in askers), "the endpoint was emptied, and not waited for"
-    assert ended(askers) == undisturbed
+    assert texts_at_end(askers) == undisturbed
     moved = moves_of(router)
     assert moved >= 1
 
@@ -86,7 +88,7 @@ def test_no_client_notices_that_one_server_after_the_other_is_stopped(fleet):
     servers["b"].process.send_signal(signal.SIGTERM)
     assert servers["b"].process.wait(30) == 0
     assert any(asker.is_alive() for asker in askers), "the server went with its streams gone, not ended"
-    assert ended(askers) == undisturbed
+    assert texts_at_end(askers) == undisturbed
     assert moves_of(router) > moved
     wait_until(lambda: servers["a"].metric('trioserve:kv_blocks{state="used"}') == 0)
     assert router.stop() == 0

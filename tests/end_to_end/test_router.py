@@ -1,4 +1,4 @@
-"""Two servers and a router before them, as processes of their own; one of the servers is killed under load."""
+"""Tests a router before two servers, as separate processes. One test kills a server under load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def get(url: str) -> object:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Other processes have no event to wait for."""
+    """Poll until the condition holds, because another process has no event to wait for."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while not condition():
         assert time.monotonic() < deadline, "it never came"
@@ -31,7 +31,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Asker(threading.Thread):
-    """One streamed request. events: decoded, as they come. is_done: its response was complete."""
+    """Sends one streamed request and reads the response in a thread.
+
+    Attributes:
+        endpoint: id of the endpoint that responded first, or "" before the response head.
+        events: decoded events so far.
+        is_done: True once the response is complete.
+        error: exception that ended the response, or None.
+    """
 
     def __init__(self, url: str, prompt: str, max_tokens: int) -> None:
         super().__init__(daemon=True)
@@ -58,7 +65,7 @@ class Asker(threading.Thread):
 
 @pytest.fixture
 def fleet(start_server):
-    """Two servers by id, and the router."""
+    """Give two servers, by endpoint id, and the router before them."""
     servers = {id: start_server("--max-num-seqs", "2", "--threads", "1") for id in "ab"}
     endpoints = [f"--endpoint={id}={server.url}" for id, server in servers.items()]
     router = start_server(
@@ -69,7 +76,7 @@ def fleet(start_server):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_loses_no_stream(fleet):
+def test_kill_of_one_server_loses_no_stream(fleet):
     servers, router = fleet
     askers = [Asker(router.url, f"Story number {index}:", 200) for index in range(8)]
     wait_until(lambda: sum(bool(asker.events) for asker in askers) >= 4)
@@ -90,7 +97,7 @@ def test_a_server_that_is_killed_loses_no_stream(fleet):
 
 
 @pytest.mark.slow
-def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
+def test_client_that_leaves_the_router_is_aborted_in_the_engine(fleet):
     servers, router = fleet
     body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(f"{router.url}/v1/completions", json.dumps(body).encode(), method="POST")
@@ -105,7 +112,7 @@ def test_a_client_of_the_router_that_is_gone_is_gone_from_the_engine(fleet):
 
 @pytest.fixture
 def kv_aware_fleet(start_server):
-    """Two servers that tell what they have, and a router that listens."""
+    """Give two servers that publish events of their prefix caches, and a router that subscribes to the events."""
     servers = {id: start_server("--max-num-seqs", "2", "--threads", "1", "--kv-events") for id in "ab"}
     endpoints = [f"--endpoint={id}={server.url}" for id, server in servers.items()]
     router = start_server(*endpoints, "--policy", "kv_aware", "--tokenizer", "smollm2", command="route")
@@ -118,7 +125,7 @@ def kv_aware_fleet(start_server):
 
 
 @pytest.mark.slow
-def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
+def test_chat_goes_to_the_server_that_has_its_prefix_cached(kv_aware_fleet):
     servers, router = kv_aware_fleet
     story = "The keeper of the lighthouse at the end of the world writes down each ship that passes, and its colours. "
 
@@ -142,7 +149,7 @@ def test_a_chat_goes_to_where_its_beginning_is(kv_aware_fleet):
 
 
 @pytest.mark.slow
-def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_server):
+def test_server_with_other_endpoints_routes_by_the_prefix_cache_of_its_own_engine(start_server):
     flags = ("--max-num-seqs", "2", "--threads", "1", "--kv-events")
     other = start_server(*flags)
     server = start_server(*flags, f"--endpoint=b={other.url}", "--policy", "kv_aware")
@@ -164,7 +171,7 @@ def test_a_server_with_other_endpoints_knows_what_its_own_engine_has(start_serve
 
 
 @pytest.mark.slow
-def test_the_router_loads_nothing_that_computes():
+def test_router_imports_no_torch_numpy_gguf_or_jinja2():
     code = (
         "import sys, trioserve.commands.route; sys.exit(bool({'torch', 'numpy', 'gguf', 'jinja2'} & set(sys.modules)))"
     )
@@ -173,7 +180,7 @@ def test_the_router_loads_nothing_that_computes():
 
 @pytest.fixture
 def mixed(start_server):
-    """One server whose router stands before its own engine and another server."""
+    """Give a server that routes to its own engine and to another server."""
     other = start_server("--max-num-seqs", "2", "--threads", "1")
     server = start_server(
         "--max-num-seqs=2",
@@ -188,7 +195,7 @@ def mixed(start_server):
 
 
 @pytest.mark.slow
-def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
+def test_local_engine_and_another_server_share_the_load(mixed):
     assert {each["id"] for each in get(f"{mixed.url}/endpoints")["data"]} == {"local", "other"}
     askers = [Asker(mixed.url, f"Story number {index}:", 40) for index in range(4)]
     for asker in askers:
@@ -203,7 +210,7 @@ def test_the_engine_of_this_process_and_another_server_share_the_load(mixed):
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_frees_the_blocks_of_the_engine_in_this_process(mixed):
+def test_client_that_leaves_frees_the_blocks_of_the_local_engine(mixed):
     body = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(f"{mixed.url}/v1/completions?id=local", json.dumps(body).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=WAIT_SECONDS_MAX) as response:

@@ -1,4 +1,4 @@
-"""A router of two processes, as its users start it, before an endpoint that only pretends to compute."""
+"""Tests a router with two processes, as users start it, before a fake endpoint that computes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 WAIT_SECONDS_MAX = 60
 TWO = ("--router-processes", "2")
-CONNECTIONS = 32  # all to one of two processes: once in 2**31 times
+CONNECTIONS = 32  # the probability that one process gets all of them is 2**-31
 
 
 def ask(method: str, url: str, body: object = None, **headers: str) -> dict:
@@ -44,7 +44,7 @@ def ask(method: str, url: str, body: object = None, **headers: str) -> dict:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Other processes have no event to wait for."""
+    """Poll until the condition holds, because another process has no event to wait for."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while not condition():
         assert time.monotonic() < deadline, "it never came"
@@ -52,7 +52,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Stream(threading.Thread):
-    """One streamed request. text: all that came of it."""
+    """Sends one streamed request and reads the response in a thread.
+
+    Attributes:
+        text: bytes received so far.
+        has_begun: set once the first line arrived or the request failed.
+    """
 
     def __init__(self, url: str, id: str, max_tokens: int) -> None:
         super().__init__(daemon=True)
@@ -71,7 +76,7 @@ class Stream(threading.Thread):
                 for line in response:
                     self.text += line
                     self.has_begun.set()
-        except (OSError, ValueError):  # it broke off; what came says enough
+        except (OSError, ValueError):  # the stream broke; tests judge the text received so far
             pass
         self.has_begun.set()
 
@@ -82,7 +87,7 @@ class Stream(threading.Thread):
 
 @pytest.fixture
 def endpoint():
-    """Its URL."""
+    """Give the URL of a fake endpoint."""
     fake = FakeEndpoints(FakeEndpointSettings(event_seconds=0.05))
     ours, its = socket.socketpair()
     thread = threading.Thread(target=fake.serve, args=(its,), daemon=True)
@@ -107,7 +112,7 @@ def pids_of(router) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Also as a zombie that nobody has asked about."""
+    """Return True if the process has ended, even if it is still a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -125,8 +130,8 @@ def by_process(url: str, name: str) -> dict[str, float]:
     }
 
 
-def begun(router, max_tokens: int) -> list[Stream]:
-    """Streams that run, in both processes."""
+def start_streams(router, max_tokens: int) -> list[Stream]:
+    """Start streams and check that each of the two processes has some of them."""
     streams = [Stream(router.url, f"stream-{index}", max_tokens) for index in range(CONNECTIONS)]
     for stream in streams:
         assert stream.has_begun.wait(WAIT_SECONDS_MAX)
@@ -139,7 +144,7 @@ def begun(router, max_tokens: int) -> list[Stream]:
 def test_both_processes_serve_at_one_port_and_sigterm_drains_both(router):
     assert {each["id"] for each in ask("GET", f"{router.url}/endpoints")["data"]} == {"a"}
     pids = pids_of(router)
-    streams = begun(router, 100)
+    streams = start_streams(router, 100)
     assert router.stop() == 0
     for stream in streams:
         stream.join(WAIT_SECONDS_MAX)
@@ -147,8 +152,8 @@ def test_both_processes_serve_at_one_port_and_sigterm_drains_both(router):
     assert all(map(is_gone, pids))
 
 
-def test_what_is_asked_of_the_router_is_asked_of_both_processes(router):
-    streams = begun(router, 10_000)
+def test_lists_and_aborts_cover_the_requests_of_both_processes(router):
+    streams = start_streams(router, 10_000)
     listed = {each["id"] for each in ask("GET", f"{router.url}/v1/requests")["data"]}
     assert listed == {stream.id for stream in streams}
     [described] = ask("GET", f"{router.url}/endpoints")["data"]
@@ -167,7 +172,7 @@ def test_what_is_asked_of_the_router_is_asked_of_both_processes(router):
     assert router.stop() == 0
 
 
-def test_an_endpoint_that_is_added_or_drained_is_so_in_both_processes(router, endpoint):
+def test_adding_or_draining_an_endpoint_applies_to_both_processes(router, endpoint):
     assert ask("POST", f"{router.url}/endpoints", {"url": endpoint, "id": "b"})["id"] == "b"
     for _ in range(CONNECTIONS):
         assert {each["id"] for each in ask("GET", f"{router.url}/endpoints")["data"]} == {"a", "b"}
@@ -180,15 +185,15 @@ def test_an_endpoint_that_is_added_or_drained_is_so_in_both_processes(router, en
     assert router.stop() == 0
 
 
-def test_nobody_outlives_a_parent_that_is_killed(router):
+def test_child_processes_end_when_their_parent_is_killed(router):
     pids = pids_of(router)
     assert not any(map(is_gone, pids))
     router.process.send_signal(signal.SIGKILL)
     wait_until(lambda: all(map(is_gone, pids)))
 
 
-def test_a_process_that_dies_is_named_and_the_other_one_drains(router):
-    streams = begun(router, 200)
+def test_death_of_one_process_is_logged_and_the_other_one_drains(router):
+    streams = start_streams(router, 200)
     first, second = pids_of(router)
     os.kill(first, signal.SIGKILL)
     assert router.process.wait(WAIT_SECONDS_MAX) == 1
@@ -201,7 +206,7 @@ def test_a_process_that_dies_is_named_and_the_other_one_drains(router):
     assert told in router.lines
 
 
-def test_each_process_speaks_tls(start_server, endpoint, tmp_path):
+def test_both_processes_serve_tls(start_server, endpoint, tmp_path):
     authority = trustme.CA()
     certificate = tmp_path / "server.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(certificate)
@@ -217,7 +222,7 @@ def test_each_process_speaks_tls(start_server, endpoint, tmp_path):
     assert router.stop() == 0
 
 
-def test_a_port_that_another_such_router_has_is_refused(router, endpoint, start_server):
+def test_port_of_another_router_with_processes_is_refused(router, endpoint, start_server):
     port = router.url.rpartition(":")[2]
     with pytest.raises(AssertionError, match="in use by another program"):
         start_server(f"--port={port}", f"--endpoint={endpoint}", *TWO, command="route")

@@ -1,4 +1,4 @@
-"""Starting, refusing to start, draining, and being killed by a signal, as a user sees it."""
+"""Tests how a server starts, refuses to start, drains and ends by a signal, as users see it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def check_refusal(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One clear sentence after progress and log lines at most, a non-zero exit, no traceback."""
+    """Check that a program failed with one sentence and no traceback.
+
+    Args:
+        result: the program, after its end. Lines of progress and warnings may come before the sentence.
+        words: words that the sentence must contain.
+    """
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     *before, sentence = result.stderr.strip().splitlines()
@@ -42,7 +47,7 @@ def check_refusal(result: subprocess.CompletedProcess[str], *words: str) -> None
 
 
 @pytest.mark.slow
-def test_a_server_with_native_kernels_has_no_torch_and_says_when_it_was_ready(server):
+def test_server_with_native_kernels_loads_no_torch_and_logs_its_start_seconds(server):
     if not any("native kernels" in line for line in server.lines):
         pytest.skip("no native kernels here")
     assert server.metric("trioserve:step_weight_bytes") > 0
@@ -52,17 +57,17 @@ def test_a_server_with_native_kernels_has_no_torch_and_says_when_it_was_ready(se
 
 
 @pytest.mark.slow
-def test_a_wrong_path_is_one_sentence():
+def test_wrong_model_path_is_refused_with_one_sentence():
     check_refusal(run("--model", "/nowhere/at-all", "--port", "0"), "/nowhere/at-all", "not found")
 
 
 @pytest.mark.slow
-def test_a_directory_without_weights_is_one_sentence(tmp_path: Path):
+def test_directory_without_weights_is_refused_with_one_sentence(tmp_path: Path):
     check_refusal(run("--model", str(tmp_path), "--port", "0"), str(tmp_path), "no weights")
 
 
 @pytest.mark.slow
-def test_a_truncated_file_is_one_sentence(tmp_path: Path):
+def test_truncated_model_file_is_refused_with_one_sentence(tmp_path: Path):
     from trioserve.model.loading.default_model import find_default_model
 
     whole = find_default_model("smollm2")
@@ -73,21 +78,21 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_corrupt_file_is_one_sentence(tmp_path: Path):
+def test_corrupt_model_file_is_refused_with_one_sentence(tmp_path: Path):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(range(256)) * 100)
     check_refusal(run("generate", "--model", str(damaged), "hello"), "damaged.gguf")
 
 
 @pytest.mark.slow
-def test_an_unknown_architecture_is_one_sentence(tmp_path: Path):
+def test_unknown_architecture_is_refused_with_one_sentence(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     check_refusal(run("--model", str(tmp_path), "--port", "0"), "Mamba", "Llama")
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_one_sentence_and_known_before_the_model_is_loaded():
+def test_port_in_use_is_refused_with_one_sentence_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("--port", str(port))
@@ -117,7 +122,7 @@ def test_a_port_in_use_is_one_sentence_and_known_before_the_model_is_loaded():
         (["--config", "/nowhere.toml"], ["/nowhere.toml"]),
     ],
 )
-def test_a_bad_option_is_one_sentence(flags, words):
+def test_bad_option_is_refused_with_one_sentence(flags, words):
     check_refusal(run("--port", "0", *flags), *words)
 
 
@@ -136,7 +141,7 @@ def test_generate_reads_a_raw_prompt_from_standard_input():
 
 
 @pytest.mark.slow
-def test_chat_remembers_what_was_said():
+def test_chat_keeps_earlier_turns():
     said = "The password is swordfish.\nRepeat the password.\n/new\nHi\n"
     result = run("chat", "--temperature", "0", "--max-tokens", "20", stdin=said)
     assert result.returncode == 0
@@ -144,7 +149,7 @@ def test_chat_remembers_what_was_said():
 
 
 def stream(url: str, max_tokens: int) -> list[bytes]:
-    """The events of a streamed completion, until the server ends it."""
+    """Send a streamed completion and return the lines of its events."""
     body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data=body, headers={"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=RESPONSE_SECONDS_MAX) as response:
@@ -185,8 +190,8 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("how", ["streamed", "whole"])
-def test_a_client_that_is_killed_takes_its_request_along(server, how):
-    """S11, S28: over HTTP/1.1, with kill -9, while it reads nothing; and its blocks are back."""
+def test_killed_client_ends_its_request_and_frees_its_blocks(server, how):
+    """S11, S28: a client over HTTP/1.1 is killed with SIGKILL while it reads nothing."""
     used_before = server.metric('trioserve:kv_blocks{state="used"}')
     with subprocess.Popen(
         [sys.executable, "-c", ASKS_AND_READS_THE_HEAD, server.url, how], stdin=subprocess.PIPE
@@ -202,7 +207,7 @@ def test_a_client_that_is_killed_takes_its_request_along(server, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_running_requests_finish(start_server, number):
+def test_signal_drains_until_running_requests_finish(start_server, number):
     """S21."""
     server = start_server()
     client = Client(server.url, max_tokens=400)
@@ -215,7 +220,7 @@ def test_a_signal_drains_and_running_requests_finish(start_server, number):
 
 
 @pytest.mark.slow
-def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server):
+def test_drain_deadline_ends_a_request_with_an_error_event(start_server):
     """S21."""
     server = start_server("--drain-timeout", "0.2")
     client = Client(server.url, max_tokens=5000)
@@ -228,7 +233,7 @@ def test_the_deadline_of_a_drain_ends_a_request_with_an_error_event(start_server
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_while_loading_ends_at_once_with_the_exit_code_of_shells(number):
+def test_signal_while_loading_ends_at_once_with_exit_code_128_plus_signal(number):
     process = subprocess.Popen([sys.executable, "-m", "trioserve", "--port", "0"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:
@@ -255,7 +260,7 @@ def pipe_without_reader() -> tuple[str, int | None]:
 
 
 def full_pipe() -> tuple[str, int | None]:
-    _reader, writer = os.pipe()  # stays open, and nobody reads from it
+    _reader, writer = os.pipe()  # the read end stays open, but nothing reads from it
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -294,7 +299,7 @@ def test_server_without_a_usable_stderr_serves_and_stops_with_0(log, tmp_path: P
 
 
 @pytest.mark.slow
-def test_too_few_open_files_are_one_sentence():
+def test_low_limit_of_open_files_is_refused_with_one_sentence():
     limited = ["bash", "-c", 'ulimit -n 12; exec "$@"', "bash", sys.executable, "-m", "trioserve", "--port", "0"]
     result = subprocess.run(limited, capture_output=True, text=True, timeout=RESPONSE_SECONDS_MAX, check=False)
     check_refusal(result, "too many open files", "12", "ulimit -n")
@@ -310,11 +315,11 @@ def test_hypercorn_serves_the_same_api(start_server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["native", "hypercorn"])
-def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, frontend):
+def test_client_that_stopped_reading_does_not_delay_the_shutdown(start_server, frontend):
     """S50."""
     server = start_server("--frontend", frontend, "--drain-timeout", "0.5")
     host, port = server.url.removeprefix("http://").split(":")
-    # Some 20 KB a step: what the kernel takes for a client that does not read is full after a few.
+    # Each step sends about 20 KB, so the socket buffers of a client that does not read fill up after a few steps.
     wide = {"prompt": "Once", "max_tokens": 4000, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True}
     body = json.dumps(wide).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
@@ -330,7 +335,7 @@ def test_a_client_that_stopped_reading_does_not_hold_up_the_end(start_server, fr
 
 
 @pytest.mark.slow
-def test_output_into_a_closed_pipe_is_no_traceback():
+def test_output_into_a_closed_pipe_prints_no_traceback():
     with subprocess.Popen(
         [sys.executable, "-m", "trioserve", "generate", "--max-tokens", "30", "hi"],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""A small soak of the real server with the real model: what is left when everybody has gone. No times are judged."""
+"""Tests for leaks with a short soak run of the real server and the real model. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SOAK_SECONDS_MAX = 300  # generous: it takes about 20
+SOAK_SECONDS_MAX = 300  # usually takes about 20 s
 
 JUDGED = {
     "failed requests",
@@ -27,7 +27,7 @@ JUDGED = {
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_clients_that_leave_at_every_moment(server, tmp_path: Path):
+def test_clients_that_leave_at_any_moment_leak_nothing(server, tmp_path: Path):
     path = tmp_path / "soak.json"
     command = (
         f"{sys.executable} -m trioserve bench soak --url {server.url} --json {path} --requests 120 --warmup 20 "

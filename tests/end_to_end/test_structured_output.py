@@ -1,4 +1,7 @@
-"""The real model keeps to forms: openai-python against a server, and engines that draft, overlap and recompute."""
+"""Tests with the real model that responses follow their schema.
+
+The tests use openai-python with a server, and engines with draft tokens, overlapped steps and preemption.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_every_choice_is_json_that_the_schema_accepts(client, server, stream):
     assert server.metric('trioserve:kv_blocks{state="used"}') == 0
 
 
-def test_what_a_form_forces_is_counted_and_a_client_that_leaves_frees_everything(client, server):
+def test_forced_tokens_are_counted_and_a_client_that_leaves_frees_its_blocks(client, server):
     forced = server.metric("trioserve:forced_tokens_total")
     asked = {"model": "smollm2", "messages": MESSAGES, "response_format": FORMAT, "max_tokens": 80}
     check_person(client.chat.completions.create(**asked).choices[0].message.content)
@@ -87,7 +90,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES.keys())
-async def test_forms_are_kept_to_however_steps_are_made(options):
+async def test_schema_is_followed_with_drafts_overlapped_steps_and_preemption(options):
     async with trioserve.open_engine("smollm2", **{"kv_cache_memory": 0.1, **options}) as engine:
 
         async def ask(seed):

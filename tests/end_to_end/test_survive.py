@@ -1,4 +1,4 @@
-"""A small survival run: real servers, the real model, and no stream that tells of what happened to them."""
+"""Tests a short survival run: real servers with the real model are killed, and streams must not change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-RUN_SECONDS_MAX = 400  # generous: it takes about 40, half of it for starting servers
+RUN_SECONDS_MAX = 400  # usually takes about 40 s, half of which starts servers
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS_MAX + 30)  # the bench has to end before, and take its servers along
-def test_streams_are_whole_and_the_same_while_endpoints_die(tmp_path: Path):
+@pytest.mark.timeout(RUN_SECONDS_MAX + 30)  # the benchmark must end first, and stop its servers
+def test_streams_are_complete_and_unchanged_while_endpoints_are_killed(tmp_path: Path):
     path = tmp_path / "survive.json"
-    # Of this seed the first three come early, and not all at once.
+    # With this seed, the first three kills happen early, and not all at the same time.
     command = (
         f"{sys.executable} -m trioserve bench survive --json {path} --logs {tmp_path} --requests 200 --concurrency 6 "
         "--seed 1635 --output-tokens 32 --period 4 --flags='--batch-invariant --kv-cache-memory 0.2 --threads 1'"

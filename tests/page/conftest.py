@@ -1,4 +1,4 @@
-"""Debian's Chromium, without a window; skipped where it is missing. Nothing is ever downloaded."""
+"""Runs Debian's Chromium without a window. Without Chromium, tests are skipped. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ import pytest
 if TYPE_CHECKING:
     from selenium.webdriver.remote.webelement import WebElement
 
-SECONDS_MAX = 100.0  # generous: a shared machine
+SECONDS_MAX = 100.0  # long, because the machine is shared
 LEFT_AND_KEPT = "dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))"
-"""What a page is told that somebody leaves, and that the browser keeps with its connections, for a minute or so."""
+"""The event that a page gets when its user leaves, but the browser keeps the page and its connections for some time."""
 Value = TypeVar("Value")
 
 
 class Browser:
-    """One tab. What it did wrong (errors of scripts, violations of the policy) is in problems()."""
+    """One tab of a browser.
+
+    Attributes:
+        driver: the WebDriver of the browser.
+        expected: parts of console messages that `problems` leaves out.
+    """
 
     def __init__(self) -> None:
         from selenium import webdriver
@@ -41,11 +46,11 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500},
         )
-        self.leave()  # else a hash alone would not load anything
+        self.leave()  # if only the fragment of the URL changes, the browser would not load the page
         self.driver.get(url)
 
     def prefer(self, **features: str) -> None:
-        """prefer(color_scheme="dark", reduced_motion="reduce")"""
+        """Set media features: `prefer(color_scheme="dark", reduced_motion="reduce")`. Without arguments, reset all."""
         told = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
 
@@ -60,7 +65,7 @@ class Browser:
         return self.driver.find_elements("css selector", selector)
 
     def text(self, selector: str) -> str:
-        """Hidden text, too, as screen readers have it; nothing where there is no such element."""
+        """Return the text of the first matching element, with hidden text, or "" if no element matches."""
         return " ".join(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector).split())
 
     def click(self, selector: str) -> None:
@@ -78,8 +83,15 @@ class Browser:
         ActionChains(self.driver).send_keys(key).perform()
 
     def wait(self, condition: Callable[[], Value], what: str | Callable[[], str] = "it") -> Value:
-        """Until the condition holds; returns what it says. Looks again whenever the browser has painted. what: it waits
-        for; a function where that is to say what there is in the end."""
+        """Wait until the condition holds. Check it after each frame that the browser paints.
+
+        Args:
+            condition: returns a true value once the wait is over.
+            what: what the caller waits for, for the error message. A function is called when the wait has failed.
+
+        Returns:
+            The result of the condition.
+        """
         deadline = time.monotonic() + SECONDS_MAX
         while True:
             value = condition()
@@ -114,7 +126,7 @@ def shared_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(shared_browser: Browser) -> Iterator[Browser]:
-    """Nothing that it complains about, and colours as they come."""
+    """Give the browser with default media features, and check at the end that it reported no problem."""
     shared_browser.leave()
     shared_browser.prefer()
     shared_browser.problems()

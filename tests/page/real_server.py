@@ -1,5 +1,4 @@
-"""A real server or router on a real socket in a thread of its own: front end, API and core; only the model is a
-function."""
+"""Runs a real server or router on a real socket in a thread: front end, API and core are real, the model is fake."""
 
 from __future__ import annotations
 
@@ -28,12 +27,15 @@ __all__ = ["RealImageServer", "RealRouter", "RealServer"]
 Value = TypeVar("Value")
 ENDPOINTS = ("a", "b")
 SECONDS_MAX = 60.0
-LOOKS_SECONDS = 0.1  # between two questions of a router
+LOOKS_SECONDS = 0.1  # interval of health checks and load reports
 
 
 class RealProgram(ABC):
-    """Within `with`. url: where it serves. do: in its thread. After the test nothing of any request is left; that is
-    asserted."""
+    """Serves inside of a `with` block, and checks at its end that no request is left.
+
+    Attributes:
+        url: base URL.
+    """
 
     def __init__(self) -> None:
         self._is_serving = threading.Event()
@@ -58,15 +60,15 @@ class RealProgram(ABC):
 
     @abstractmethod
     async def open(self, stack: AsyncExitStack) -> FrontendServer:
-        """Begin; the front end that is to serve."""
+        """Open the server on the stack and return the front end that listens."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Begin to stop."""
+        """Start to drain."""
 
     @abstractmethod
     async def assert_all_free(self) -> None:
-        """Nothing of any request is left."""
+        """Check that no request has left anything."""
 
     def _run(self) -> None:
         try:
@@ -88,12 +90,16 @@ class RealProgram(ABC):
                 self._is_serving.set()
                 await self._leave.wait()
                 nursery.cancel_scope.deadline = trio.current_time() + SECONDS_MAX
-                self.drain()  # serving returns when the last connection has ended
+                self.drain()  # `serve` returns when the last connection has ended
             await self.assert_all_free()
 
 
 class RealServer(RealProgram):
-    """options: of open_memory_server."""
+    """Runs a server with a fake engine.
+
+    Args:
+        options: options of open_memory_server.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -116,7 +122,11 @@ class RealServer(RealProgram):
 
 
 class RealImageServer(RealProgram):
-    """options: of open_memory_image_server."""
+    """Runs an image server with a fake engine.
+
+    Args:
+        options: options of open_memory_image_server.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -139,8 +149,13 @@ class RealImageServer(RealProgram):
 
 
 class RealRouter(RealProgram):
-    """Before two servers, a and b, which have these options. kill: one of them, between two bytes; revive: it again,
-    empty."""
+    """Runs a router before two servers with the ids "a" and "b".
+
+    `kill` breaks all connections of a server and refuses new ones. `revive` accepts connections again.
+
+    Args:
+        options: options of open_memory_server, for both servers.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -167,7 +182,7 @@ class RealRouter(RealProgram):
         return connect
 
     def where(self, request_id: str) -> str:
-        """The endpoint where the request lives; nothing where it lives nowhere."""
+        """Return the id of the endpoint that has the request, or "" if no endpoint has it."""
         for id, server in self.servers.items():
             if any(request.id == request_id for request in self.do(server.engine.live_requests)):
                 return id
@@ -186,4 +201,4 @@ class RealRouter(RealProgram):
     async def assert_all_free(self) -> None:
         await self.router.assert_all_free()
         for server in self.servers.values():
-            server.engine.assert_all_free()  # of the router's questions one may be open
+            server.engine.assert_all_free()  # Check only the engine: a health check of the router may still be open.

@@ -1,5 +1,7 @@
-"""A server that has the page's files and tells what a test wants: for what a real one seldom is. Many blocks, faults,
-routers, restarts."""
+"""Serves the files of the page, and events that a test scripts.
+
+It shows states that a real server rarely has: many blocks, faults, routers, restarts.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""As the server sends it; tests/api/page holds that together."""
+"""Content security policy of the real server. A test of tests/page compares both."""
 
 Event = tuple[str, dict[str, Any]]
 
 
 class ScriptedServer:
-    """Within `with`. snapshot: what each reader gets first. key: that readers have to show, if any. asked: what came
-    besides, as "METHOD PATH"."""
+    """Serves inside of a `with` block.
+
+    Attributes:
+        snapshot: first event that each reader gets.
+        key: API key that readers must send, or None if no key is needed.
+        asked: DELETE and POST requests so far, as "METHOD PATH".
+    """
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.snapshot = snapshot
@@ -52,12 +59,12 @@ class ScriptedServer:
             reader.put(("change", fields))
 
     def hang_up(self) -> None:
-        """End every stream of events."""
+        """End all streams of events."""
         for reader in self._readers:
             reader.put(None)
         self._readers.clear()
 
-    def _handler(script) -> type[BaseHTTPRequestHandler]:  # self is the handler's below
+    def _handler(script) -> type[BaseHTTPRequestHandler]:  # the nested class uses the name self
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -66,7 +73,7 @@ class ScriptedServer:
 
             def do_GET(self) -> None:
                 if self.path == "/ui/events":
-                    self.tell()
+                    self.send_events()
                 elif self.path == "/v1/models":
                     self.respond(200, b'{"data": [{"id": "scripted"}]}')
                 else:
@@ -86,7 +93,7 @@ class ScriptedServer:
                 self.rfile.read(int(self.headers.get("content-length", 0)))
                 self.respond(200, b"{}")
 
-            def tell(self) -> None:
+            def send_events(self) -> None:
                 if script.key and self.headers.get("authorization") != f"Bearer {script.key}":
                     self.respond(401, b'{"error": {"message": "this API key is not known"}}')
                     return
@@ -114,7 +121,12 @@ class ScriptedServer:
 
 
 def scripted_snapshot(*, block_count: int = 64, **fields: Any) -> dict[str, Any]:
-    """One of an engine that has nothing to do."""
+    """Return a snapshot of an idle engine.
+
+    Args:
+        block_count: number of KV blocks, all free unless `fields` has "blocks".
+        fields: fields of the snapshot to replace.
+    """
     states = ("free", "cached", "used", "held")
     runs = fields.setdefault("blocks", [[block_count, 0]]) or []
     counts = {f"blocks_{name}": sum(n for n, kind in runs if kind == number) for number, name in enumerate(states)}

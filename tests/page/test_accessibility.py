@@ -1,4 +1,4 @@
-"""Names, contrast, order, focus: what can be seen and used without a mouse, without colours, and without a picture."""
+"""Tests that people can use the page without a mouse, without colour vision and without sight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FILES_BYTES_MAX = 100_000
 THEMES = ("light", "dark")
 TEXTS = ("ink", "muted", "accent", "good", "bad", "warn")
 SHAPES = (*(f"owner-{number}" for number in range(8)), "edge", "other")
-# What colour-blind people see of linear red, green and blue: Machado, Oliveira and Fernandes 2009, severity 1.
+# Matrices from linear red, green and blue to the colours that colour-blind people see: Machado, Oliveira and Fernandes
+# 2009, severity 1.
 BLINDNESSES = {
     "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
     "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
@@ -44,7 +45,15 @@ def script() -> Iterator[ScriptedServer]:
 
 
 def colours(css: str, theme: str) -> dict[str, Colour]:
-    """Linear red, green and blue, 0 to 1."""
+    """Read the colours of a style sheet.
+
+    Args:
+        css: text of the style sheet.
+        theme: "light" or "dark".
+
+    Returns:
+        Linear red, green and blue, each from 0 to 1, by name of the variable.
+    """
 
     def linear(part: str) -> float:
         value = int(part, 16) / 255
@@ -69,13 +78,13 @@ def luminance(colour: Colour) -> float:
 
 
 def contrast(one: Colour, other: Colour) -> float:
-    """As WCAG 2 has it: 1 to 21."""
+    """Return the contrast ratio of WCAG 2, from 1 to 21."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_colours_of_texts_and_shapes_stand_out(theme: str) -> None:
+def test_texts_and_shapes_have_enough_contrast(theme: str) -> None:
     palette = colours((FILES / "page.css").read_text(), theme)
     for name in TEXTS:
         for ground in ("panel", "ground"):
@@ -88,7 +97,7 @@ def test_colours_of_texts_and_shapes_stand_out(theme: str) -> None:
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("blindness", BLINDNESSES)
-def test_used_cached_and_free_differ_for_the_colour_blind(theme: str, blindness: str) -> None:
+def test_used_and_cached_blocks_differ_from_free_ones_for_the_colour_blind(theme: str, blindness: str) -> None:
     found = colours((FILES / "page.css").read_text(), theme)
     palette = {name: seen(colour, blindness) for name, colour in found.items()}
     assert contrast(palette["free"], palette["cached"]) >= 1.6
@@ -98,9 +107,11 @@ def test_used_cached_and_free_differ_for_the_colour_blind(theme: str, blindness:
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("blindness", BLINDNESSES)
-def test_held_and_shared_differ_from_used_for_the_colour_blind(theme: str, blindness: str) -> None:
-    """Held blocks have their request's colour and stripes of the ground, or a half of it where cells are small; shared
-    ones are ink there."""
+def test_held_and_shared_blocks_differ_from_used_ones_for_the_colour_blind(theme: str, blindness: str) -> None:
+    """Held blocks have stripes in the colour of their request and of the ground. Small cells are divided into halves.
+
+    In shared blocks, the ground is replaced by the colour of ink.
+    """
     found = colours((FILES / "page.css").read_text(), theme)
     palette = {name: seen(colour, blindness) for name, colour in found.items()}
     for owner in (*(f"owner-{number}" for number in range(8)), "other"):
@@ -108,11 +119,11 @@ def test_held_and_shared_differ_from_used_for_the_colour_blind(theme: str, blind
         assert contrast(palette[owner], palette["ink"]) >= 1.5, owner
 
 
-def test_the_files_are_small_and_ask_nobody_else() -> None:
+def test_page_files_are_small_and_refer_to_no_other_site() -> None:
     files = {path.name: path for path in FILES.iterdir() if path.suffix in (".html", ".css", ".js")}
     reached: set[str] = set()
     for page in ("page.html", "images.html"):
-        names = names_reached(files, page)
+        names = files_loaded_by(files, page)
         assert sum(files[name].stat().st_size for name in names) < FILES_BYTES_MAX, page
         reached |= names
     assert reached == set(files), "a file that no page asks for"
@@ -121,8 +132,8 @@ def test_the_files_are_small_and_ask_nobody_else() -> None:
         assert not re.search(r"https?://|document\.cookie|\bstyle=|\son\w+=\"|innerHTML|\beval\(", text), path.name
 
 
-def names_reached(files: dict[str, Path], name: str) -> set[str]:
-    """The files that a page asks for, itself among them."""
+def files_loaded_by(files: dict[str, Path], name: str) -> set[str]:
+    """Return the names of all files that a page loads, and its own name."""
     found, left = set[str](), [name]
     while left:
         name = left.pop()
@@ -145,7 +156,7 @@ NAMES = """
 """
 
 
-def test_all_that_can_be_used_has_a_name(browser: Browser, script: ScriptedServer) -> None:
+def test_every_control_has_an_accessible_name(browser: Browser, script: ScriptedServer) -> None:
     browser.open(script.url)
     browser.wait_text("#status", "Live")
     assert browser.run(NAMES) == []
@@ -163,7 +174,7 @@ def test_all_that_can_be_used_has_a_name(browser: Browser, script: ScriptedServe
     assert len(browser.find_all("[aria-live], [role=status], [role=alert]")) <= 8, "live regions are for few things"
 
 
-def test_focus_goes_in_order_and_is_seen(browser: Browser, script: ScriptedServer) -> None:
+def test_focus_moves_in_reading_order_and_is_visible(browser: Browser, script: ScriptedServer) -> None:
     browser.open(script.url)
     browser.wait_text("#status", "Live")
     look = """
@@ -188,7 +199,7 @@ def test_focus_goes_in_order_and_is_seen(browser: Browser, script: ScriptedServe
     assert names.index("theme") < names.index("map-marks") < names.index("window") < names.index("cancel")
 
 
-def test_the_theme_follows_the_system_and_the_switch(browser: Browser, script: ScriptedServer) -> None:
+def test_theme_follows_the_system_and_the_switch(browser: Browser, script: ScriptedServer) -> None:
     ground = "return getComputedStyle(document.documentElement).backgroundColor"
     browser.prefer(color_scheme="dark")
     browser.open(script.url)
@@ -200,13 +211,13 @@ def test_the_theme_follows_the_system_and_the_switch(browser: Browser, script: S
     browser.run("const s = document.getElementById('theme'); s.value = 'dark'; s.dispatchEvent(new Event('change'))")
     assert browser.run(ground) == dark
     browser.open(script.url)
-    browser.wait_text("#status", "Live")  # its styles are there, too
+    browser.wait_text("#status", "Live")  # the styles are loaded by then
     assert browser.run(ground) == dark, "it is remembered"
     browser.run("const s = document.getElementById('theme'); s.value = ''; s.dispatchEvent(new Event('change'))")
     assert browser.run(ground) == light
 
 
-def test_nothing_moves_by_itself_where_that_is_unwanted(browser: Browser, script: ScriptedServer) -> None:
+def test_reduced_motion_disables_all_transitions(browser: Browser, script: ScriptedServer) -> None:
     browser.prefer(reduced_motion="reduce")
     browser.open(script.url)
     browser.wait_text("#status", "Live")
@@ -217,7 +228,7 @@ def test_nothing_moves_by_itself_where_that_is_unwanted(browser: Browser, script
     assert browser.run(moving) == 0
 
 
-def test_the_policy_of_the_scripted_server_is_that_of_the_real_one() -> None:
+def test_scripted_server_sends_the_content_security_policy_of_the_real_one() -> None:
     from .scripted_server import POLICY
 
     source = Path(FILES / "files.py")

@@ -1,4 +1,4 @@
-"""The page of a server that makes pictures, before a real one: what is asked there, seen, and cancelled."""
+"""Tests the page of an image server with a real server: requests, previews, images and cancellation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 STEP_SECONDS = 0.03
 LONG = 250  # steps
-SLOW = {"step_seconds": 60 / LONG}  # so many of them take as long as anything is waited for: nothing sees their end
+SLOW = {"step_seconds": 60 / LONG}  # a request of LONG steps takes 60 s, so it never ends during a test
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def fill(browser: Browser, **values: Any) -> None:
 
 
 def sizes(browser: Browser, selector: str) -> list[list[int]]:
-    """Of the pictures that are to be seen."""
+    """Return width and height of each visible image that the selector matches."""
     shown = "[...document.querySelectorAll(arguments[0])].filter((image) => !image.hidden && image.complete)"
     sizes: list[list[int]] = browser.run(
         f"return {shown}.map((image) => [image.naturalWidth, image.naturalHeight])", selector
@@ -56,7 +56,7 @@ def sizes(browser: Browser, selector: str) -> list[list[int]]:
 
 @contextmanager
 def streaming(server: RealImageServer, *, id: str) -> Iterator[None]:
-    """Somebody else's request, which lives inside."""
+    """Run a request of another client inside of the `with` block, and abort the request at its end."""
     body = json.dumps({"prompt": "theirs", "steps": LONG, "stream": True}).encode()
     headers = {"Content-Type": "application/json", "X-Request-Id": id}
     with urllib.request.urlopen(
@@ -69,7 +69,9 @@ def streaming(server: RealImageServer, *, id: str) -> Iterator[None]:
         drain.join()
 
 
-def test_pictures_are_seen_as_they_become(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_images_appear_first_as_previews_and_then_complete(
+    browser: Browser, serve: Callable[..., RealImageServer]
+) -> None:
     server = serve()
     open_page(browser, server)
     assert browser.text("#model") == "fake"
@@ -85,7 +87,7 @@ def test_pictures_are_seen_as_they_become(browser: Browser, serve: Callable[...,
     assert browser.run("return document.querySelector('.set header button').hidden")
 
 
-def test_cancel_gives_the_slots_back(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_cancel_button_frees_the_slots(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
     server = serve(**SLOW)
     open_page(browser, server)
     fill(browser, steps=LONG, n=2, prompt="a cat")
@@ -98,8 +100,8 @@ def test_cancel_gives_the_slots_back(browser: Browser, serve: Callable[..., Real
     assert browser.text(".set .shot:nth-child(2) figcaption").startswith("cancelled")
 
 
-def test_leaving_the_page_ends_what_it_asked_for(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
-    server = serve(step_seconds=1.0)  # it takes longer than anything is waited for
+def test_leaving_the_page_ends_its_image_requests(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+    server = serve(step_seconds=1.0)  # the request takes 250 s, longer than the test waits
     open_page(browser, server)
     fill(browser, steps=LONG, n=2, prompt="a cat")
     browser.click("#ask-send")
@@ -110,7 +112,7 @@ def test_leaving_the_page_ends_what_it_asked_for(browser: Browser, serve: Callab
     browser.wait_text(".set .aside", "cancelled after")
 
 
-def test_everybodys_requests_are_listed_and_can_be_cancelled(
+def test_requests_of_other_clients_are_listed_and_can_be_cancelled(
     browser: Browser, serve: Callable[..., RealImageServer]
 ) -> None:
     server = serve(**SLOW)
@@ -124,7 +126,9 @@ def test_everybodys_requests_are_listed_and_can_be_cancelled(
         browser.wait(lambda: not browser.run("return document.getElementById('requests-none').hidden"), "their end")
 
 
-def test_a_model_of_classes_offers_them(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_model_with_classes_shows_a_class_menu_instead_of_a_prompt(
+    browser: Browser, serve: Callable[..., RealImageServer]
+) -> None:
     model = msgspec.structs.replace(
         FAKE_IMAGE_MODEL, classes=FAKE_CLASSES, takes_images=False, side_min=16, side_max=16
     )
@@ -139,7 +143,7 @@ def test_a_model_of_classes_offers_them(browser: Browser, serve: Callable[..., R
     assert browser.text(".set h3") == "three"
 
 
-def test_an_image_is_changed(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_uploaded_image_is_edited_at_its_own_size(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
     server = serve()
     open_page(browser, server)
     browser.run("""
@@ -158,7 +162,7 @@ def test_an_image_is_changed(browser: Browser, serve: Callable[..., RealImageSer
     browser.wait(lambda: sizes(browser, ".shot img") == [[24, 16]], "the picture")
 
 
-def test_what_is_refused_is_said(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_invalid_fields_and_refusals_show_an_error(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
     server = serve()
     open_page(browser, server)
     browser.click("#ask-send")
@@ -167,12 +171,14 @@ def test_what_is_refused_is_said(browser: Browser, serve: Callable[..., RealImag
     browser.click("#ask-send")
     assert browser.text("#ask-error") == '"many" is no number (steps)'
     fill(browser, steps=10_000)
-    browser.expected.append("400")  # the browser writes down each of them
+    browser.expected.append("400")  # the browser logs each refusal
     browser.click("#ask-send")
     browser.wait_text(".set .error", "steps is 10000, at most 250")
 
 
-def test_a_key_is_asked_for_and_the_page_goes_on(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_image_page_asks_for_an_api_key_and_then_connects(
+    browser: Browser, serve: Callable[..., RealImageServer]
+) -> None:
     server = serve(api_keys=("secret",))
     browser.open(server.url)
     browser.expected.append("401")
@@ -183,7 +189,7 @@ def test_a_key_is_asked_for_and_the_page_goes_on(browser: Browser, serve: Callab
     browser.wait_text("#model", "fake")
 
 
-def test_all_that_can_be_used_has_a_name(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
+def test_every_control_of_the_image_page_has_a_name(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
     server = serve(**SLOW)
     open_page(browser, server)
     fill(browser, prompt="a cat", steps=LONG)

@@ -1,5 +1,7 @@
-"""The pages of a prefill server and a decode server, which are processes of their own with a real model: what one holds
-for the other, for how long, and what went over."""
+"""Tests the pages of a prefill server and a decode server, which are separate processes with a real model.
+
+The pages show held blocks, their deadlines and the finished transfers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ..end_to_end.conftest import ServerProcess, start_shared_server  # noqa: F401, a fixture
-from ..end_to_end.test_pair import LONG, SMALL, Asker, wait_until_well
+from ..end_to_end.test_pair import LONG, SMALL, Asker, wait_until_healthy
 from .conftest import Browser
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
@@ -30,7 +32,7 @@ class Pair:
             "--health-interval=600",
             command="route",
         )
-        wait_until_well(self.router)
+        wait_until_healthy(self.router)
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def pair(browser: Browser, start_shared_server: Callable[..., ServerProcess]) ->
     browser.leave()
 
 
-def test_what_is_held_is_seen_with_whom_and_how_long_it_is_held_for(browser: Browser, pair: Pair) -> None:
+def test_pages_show_held_blocks_with_their_request_and_deadline(browser: Browser, pair: Pair) -> None:
     pair.decode.process.send_signal(signal.SIGSTOP)
     asker = Asker(pair.router.url, LONG, 16)
     browser.open(pair.prefill.url)

@@ -1,4 +1,4 @@
-"""The page before a real server with a real core, on a socket: what one does there, and what it does to the engine."""
+"""Tests the page with a real server on a socket: what users do on the page, and what the engine does then."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .real_server import RealServer
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 pytestmark = pytest.mark.slow
 
-STEP_SECONDS = 0.07  # a response of 900 tokens takes as long as anything is waited for: nothing sees its end
+STEP_SECONDS = 0.07  # a response of 900 tokens takes 63 s, so it never ends during a test
 OPTIONS: dict[str, Any] = {
-    "response": "and so on, " * 300,  # what is made up may end at any token
+    "response": "and so on, " * 300,  # a fixed text, because a random response could end at any token
     "block_count": 600,
     "max_model_len": 2000,
     "max_num_batched_tokens": 64,
@@ -51,7 +51,7 @@ def ask(browser: Browser, text: str = "Say something long, please.", *, tokens: 
 
 @contextmanager
 def streaming(server: RealServer, *, id: str, key: str | None = None, tokens: int = 1500) -> Iterator[None]:
-    """Somebody else's request, which lives inside."""
+    """Run a request of another client inside of the `with` block, and abort the request at its end."""
     body = json.dumps({"model": "fake", "prompt": "x" * 40, "max_tokens": tokens, "stream": True}).encode()
     headers = {"Content-Type": "application/json", "X-Request-Id": id}
     if key is not None:
@@ -64,7 +64,9 @@ def streaming(server: RealServer, *, id: str, key: str | None = None, tokens: in
         drain.join()
 
 
-def test_a_chat_streams_and_stop_brings_its_blocks_back(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_stop_button_ends_a_streamed_chat_and_frees_its_blocks(
+    browser: Browser, serve: Callable[..., RealServer]
+) -> None:
     server = serve()
     open_page(browser, server, "#playground")
     ask(browser)
@@ -80,7 +82,7 @@ def test_a_chat_streams_and_stop_brings_its_blocks_back(browser: Browser, serve:
 
 
 def test_leaving_the_page_ends_its_responses(browser: Browser, serve: Callable[..., RealServer]) -> None:
-    server = serve(step_seconds=0.3)  # it takes longer than anything is waited for
+    server = serve(step_seconds=0.3)  # the response takes 270 s, longer than the test waits
     open_page(browser, server, "#playground")
     ask(browser)
     browser.wait(lambda: len(browser.text(".answer .text")) > 5)
@@ -89,7 +91,7 @@ def test_leaving_the_page_ends_its_responses(browser: Browser, serve: Callable[.
     browser.wait(lambda: server.do(server.engine.stats).blocks_used == 0, "free blocks")
 
 
-def test_a_cancel_on_the_live_view_ends_a_request(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_cancel_button_of_the_live_view_ends_a_request(browser: Browser, serve: Callable[..., RealServer]) -> None:
     server = serve()
     open_page(browser, server)
     assert browser.find("#requests-none").is_displayed()
@@ -105,7 +107,9 @@ def test_a_cancel_on_the_live_view_ends_a_request(browser: Browser, serve: Calla
     browser.wait_text("#said", "somebodys is cancelled: ")
 
 
-def test_several_answers_share_their_prompt_and_one_goes_on(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_several_choices_share_their_prompt_and_one_is_continued(
+    browser: Browser, serve: Callable[..., RealServer]
+) -> None:
     server = serve()
     open_page(browser, server, "#playground")
     ask(browser, "A prompt that fills several blocks. " * 4, tokens=600, count="3")
@@ -119,7 +123,7 @@ def test_several_answers_share_their_prompt_and_one_goes_on(browser: Browser, se
     browser.wait_text(".answer > .aside:last-of-type", "reached its limit of tokens")
 
 
-def test_two_runs_with_the_same_seed_are_compared(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_two_runs_with_the_same_seed_are_shown_as_equal(browser: Browser, serve: Callable[..., RealServer]) -> None:
     server = serve()
     open_page(browser, server, "#playground")
     ask(browser, tokens=30, count="same")
@@ -151,7 +155,7 @@ def test_differences_are_marked_in_both_texts(browser: Browser, serve: Callable[
     assert told[2] in ("3|five", "3|five")
 
 
-def test_a_tool_is_called_and_its_result_goes_back(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_result_of_a_tool_call_can_be_typed_and_sent(browser: Browser, serve: Callable[..., RealServer]) -> None:
     server = serve(response=lambda prompt: "It is cold." if "minus four" in prompt else CALL, step_seconds=0.001)
     open_page(browser, server, "#playground")
     browser.find_all("#ask summary")[0].click()
@@ -165,7 +169,9 @@ def test_a_tool_is_called_and_its_result_goes_back(browser: Browser, serve: Call
     assert [item.text.split("\n")[0] for item in browser.find_all("#talk li")] == ["You", "Model", "Tool"]
 
 
-def test_a_schema_is_kept_to_and_json_that_is_none_is_told(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_response_follows_the_schema_and_invalid_json_shows_an_error(
+    browser: Browser, serve: Callable[..., RealServer]
+) -> None:
     server = serve()
     open_page(browser, server, "#playground")
     browser.find_all("#ask summary")[1].click()
@@ -180,7 +186,9 @@ def test_a_schema_is_kept_to_and_json_that_is_none_is_told(browser: Browser, ser
     assert json.loads(browser.text(".answer .text")) == {"a": 17}
 
 
-def test_what_the_server_refuses_is_told_where_it_was_asked(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_refusal_of_the_server_appears_in_place_of_the_response(
+    browser: Browser, serve: Callable[..., RealServer]
+) -> None:
     server = serve()
     open_page(browser, server, "#playground")
     browser.expected.append("400")
@@ -189,7 +197,9 @@ def test_what_the_server_refuses_is_told_where_it_was_asked(browser: Browser, se
     browser.wait_text(".answer .error", "temperature")
 
 
-def test_a_key_sees_its_own_requests_and_the_admins_all(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_key_sees_its_own_requests_and_the_admin_key_sees_all(
+    browser: Browser, serve: Callable[..., RealServer]
+) -> None:
     server = serve(api_keys=("one", "two"), admin_api_key="boss")
     browser.open(server.url)
     browser.expected.append("401")
@@ -203,7 +213,7 @@ def test_a_key_sees_its_own_requests_and_the_admins_all(browser: Browser, serve:
         browser.wait_text("#request-rows", "of-two")
 
 
-def test_it_says_that_the_server_drains(browser: Browser, serve: Callable[..., RealServer]) -> None:
+def test_page_shows_that_the_server_drains(browser: Browser, serve: Callable[..., RealServer]) -> None:
     server = serve()
     open_page(browser, server)
     browser.expected += ["503", "ERR_"]

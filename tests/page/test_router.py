@@ -1,4 +1,4 @@
-"""The page before a real router with two real engines, one of which is killed and one of which is emptied."""
+"""Tests the page of a real router with two real engines: one is killed, or one is drained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def router(browser: Browser) -> Iterator[RealRouter]:
 
 
 class Stream(threading.Thread):
-    """Somebody's request. text: what has come. finish: its reason, once it has ended."""
+    """Reads a streamed request of another client in a thread.
+
+    Attributes:
+        text: text received so far.
+        errors: codes of error events received so far.
+    """
 
     def __init__(self, url: str, id: str) -> None:
         super().__init__(daemon=True)
@@ -49,7 +54,7 @@ class Stream(threading.Thread):
 
 @contextmanager
 def streaming(browser: Browser, router: RealRouter, id: str) -> Iterator[Stream]:
-    """It lives inside, and is aborted at the end."""
+    """Run a streamed request inside of the `with` block, and abort the request at its end."""
     stream = Stream(router.url, id)
     browser.wait(lambda: stream.text, "a token")
     yield stream
@@ -59,8 +64,14 @@ def streaming(browser: Browser, router: RealRouter, id: str) -> Iterator[Stream]
     assert stream.errors == ["request_aborted"]
 
 
-def fact(browser: Browser, id: str, name: str) -> str:
-    """What the card of an endpoint says; nothing where there is no such card."""
+def card_value(browser: Browser, id: str, name: str) -> str:
+    """Return a value from the card of an endpoint, or "" if the page has no such card or value.
+
+    Args:
+        browser: shows the page of the router.
+        id: id of the endpoint.
+        name: label of the value, or "health".
+    """
     said: str = browser.run(
         """
         const [id, name] = arguments, cards = [...document.querySelectorAll(".endpoint")];
@@ -82,7 +93,7 @@ def open_page(browser: Browser, router: RealRouter) -> None:
     browser.wait_text("#endpoints-sum", "2 of 2 endpoints healthy")
 
 
-def test_an_endpoint_is_killed_and_its_stream_goes_on_before_ones_eyes(browser: Browser, router: RealRouter) -> None:
+def test_page_shows_how_a_stream_moves_when_its_endpoint_is_killed(browser: Browser, router: RealRouter) -> None:
     open_page(browser, router)
     with streaming(browser, router, "mine") as stream:
         first = router.where("mine")
@@ -92,21 +103,21 @@ def test_an_endpoint_is_killed_and_its_stream_goes_on_before_ones_eyes(browser: 
         router.kill(first)
         browser.wait_text("#move-list", f"mine: {first} → {other}")
         browser.wait_text("#request-rows", f"at {other}")
-        browser.wait(lambda: "ejected" in fact(browser, first, "health"))
-        browser.wait(lambda: fact(browser, first, "Streams moved") == "1 from here, 0 to here")
-        assert fact(browser, other, "Streams moved") == "0 from here, 1 to here"
-        browser.wait(lambda: fact(browser, other, "In flight") == "1")
+        browser.wait(lambda: "ejected" in card_value(browser, first, "health"))
+        browser.wait(lambda: card_value(browser, first, "Streams moved") == "1 from here, 0 to here")
+        assert card_value(browser, other, "Streams moved") == "0 from here, 1 to here"
+        browser.wait(lambda: card_value(browser, other, "In flight") == "1")
         browser.wait_text("#endpoints-sum", "1 of 2 endpoints healthy")
         browser.wait_text("#figures", "Streams continued1")
         length = len(stream.text)
         browser.wait(lambda: len(stream.text) > length, "more tokens")
         router.revive(first)
         browser.wait_text("#endpoints-sum", "2 of 2 endpoints healthy")
-        browser.wait(lambda: "healthy for" in fact(browser, first, "health"))
+        browser.wait(lambda: "healthy for" in card_value(browser, first, "health"))
     browser.wait_text("#request-rows", "cancelled")
 
 
-def test_an_endpoint_is_drained_by_its_button_and_its_stream_moves(browser: Browser, router: RealRouter) -> None:
+def test_drain_button_moves_the_stream_of_an_endpoint(browser: Browser, router: RealRouter) -> None:
     open_page(browser, router)
     with streaming(browser, router, "mine"):
         first = router.where("mine")
@@ -115,13 +126,13 @@ def test_an_endpoint_is_drained_by_its_button_and_its_stream_moves(browser: Brow
         browser.click(f"[aria-label='Drain endpoint {first}']")
         browser.click("#drain-form .danger")
         browser.wait_text("#move-list", f"mine: {first} → {other}")
-        browser.wait(lambda: not fact(browser, first, "Serves"), "the end of its card")
-        assert fact(browser, other, "Streams moved") == "0 from here, 1 to here"
+        browser.wait(lambda: not card_value(browser, first, "Serves"), "the end of its card")
+        assert card_value(browser, other, "Streams moved") == "0 from here, 1 to here"
         browser.wait_text("#figures", "1 moved on purpose")
         assert router.where("mine") == other
 
 
-def test_a_cancel_on_the_routers_page_reaches_the_engine(browser: Browser, router: RealRouter) -> None:
+def test_cancel_button_of_the_router_page_ends_the_request_in_the_engine(browser: Browser, router: RealRouter) -> None:
     open_page(browser, router)
     stream = Stream(router.url, "mine")
     browser.wait_text("#request-rows", "mine")

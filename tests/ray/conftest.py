@@ -1,4 +1,4 @@
-"""Ray on this machine, in a process of its own, and what is left of it at the end: nothing."""
+"""Starts Ray on this machine in a separate process, and checks at the end that no process is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-MARK = "TRIOSERVE_RAY_MARK"  # in the environment of every process that comes of a test
+MARK = "TRIOSERVE_RAY_MARK"  # environment variable of every process that a test starts
 SECONDS_MAX = 120
 
 
@@ -37,15 +37,25 @@ def why_skipped() -> str | None:
     return None if os.environ.get("TRIOSERVE_RAY") else "starts Ray, which takes a minute: make ray-tests"
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Returns when another process has come so far; it tells nobody."""
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll until the condition holds, because another process has no event to wait for.
+
+    Args:
+        condition: called again and again.
+        what: what the caller waits for, for the error message.
+    """
     deadline = time.monotonic() + SECONDS_MAX
     while not condition():
         assert time.monotonic() < deadline, f"still waiting: {what}"
 
 
 def marked_processes(mark: str, title: str = "") -> list[int]:
-    """Ids of those whose command line has `title`."""
+    """Return the ids of processes of a test.
+
+    Args:
+        mark: value of the variable MARK in the environment of the processes.
+        title: part of the command line; "" matches all processes.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -57,8 +67,11 @@ def marked_processes(mark: str, title: str = "") -> list[int]:
 
 @contextlib.contextmanager
 def ray_environment() -> Iterator[dict[str, str]]:
-    """Of a process that starts Ray. Fails if it leaves another one behind, and ends that."""
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: sockets are below it
+    """Give the environment for a process that starts Ray.
+
+    At the end, fail if processes with this environment are left, and kill them.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Ray puts sockets there, whose paths must be short
     mark = uuid.uuid4().hex
     settings = {
         MARK: mark,
@@ -68,7 +81,7 @@ def ray_environment() -> Iterator[dict[str, str]]:
     }
     try:
         yield {**os.environ, **settings}
-        until(lambda: not marked_processes(mark), "for processes of Ray to end")
+        wait_until(lambda: not marked_processes(mark), "for processes of Ray to end")
     finally:
         kill_marked(mark)
         shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +94,7 @@ def kill_marked(mark: str) -> None:
 
 
 class Program:
-    """One that does what lines of JSON say, and answers each with a line."""
+    """A process that reads orders as lines of JSON and responds to each with a line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -102,7 +115,7 @@ class Program:
 
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[tuple[Program, dict[str, str]]]:
-    """That of two_nodes.py, and the environment of a process that speaks with it."""
+    """Run two_nodes.py. Give the program, and the environment for processes that connect to its cluster."""
     with ray_environment() as environment:
         process = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("two_nodes.py")],
@@ -116,17 +129,21 @@ def ray_nodes() -> Iterator[tuple[Program, dict[str, str]]]:
             environment["RAY_ADDRESS"] = program.answer()["address"]
             yield program, environment
         finally:
-            kill_marked(environment[MARK])  # without its head, a cluster does not end by itself before a minute
+            kill_marked(environment[MARK])  # without its head node, a cluster needs a minute to end
             process.communicate()
 
 
 def node_of(process_id: int) -> int:
-    """The process id of the raylet that has started it."""
+    """Return the process id of the raylet that started a process."""
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class Cluster(Program):
-    """That of program.py. port: Serve's, on 127.0.0.1."""
+    """A process that runs program.py, with Ray and Ray Serve.
+
+    Attributes:
+        port: port of Serve on 127.0.0.1.
+    """
 
     def __init__(self, process: subprocess.Popen[str], port: int, mark: str) -> None:
         super().__init__(process)
@@ -134,7 +151,7 @@ class Cluster(Program):
         self._mark = mark
 
     def replicas(self, name: str) -> list[int]:
-        """Process ids of an application's replicas."""
+        """Return the process ids of the replicas of an application."""
         return marked_processes(self._mark, f"ServeReplica:{name}:")
 
 

@@ -1,8 +1,8 @@
-"""Starts Ray and Serve at a port, and then does what lines of JSON say, until there are no more of them.
+"""Starts Ray, and Serve at a port, and then follows orders, which are lines of JSON, until standard input ends.
 
-{"run": name, "args": {...}}   an application of trioserve.ray.app(args) at /name
-{"delete": name}
-A line comes back for each: {"error": null}, or what went wrong, as `serve status` shows it.
+{"run": name, "args": {...}}   runs the application trioserve.ray.app(args) at /name
+{"delete": name}               deletes the application
+The response to each order is {"error": null}, or the error that `serve status` shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Ray Serve is told, and what a replica tells Serve of its engine; without a cluster."""
+"""Tests deployments for Ray Serve, and what a replica reports about its engine, without a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import why_skipped
 
 if why_skipped() is None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Serve's own, of what it uses
+        warnings.simplefilter("ignore")  # Serve itself uses deprecated features
         from trioserve.ray import ReplicaApp, app, build
 
 
@@ -32,7 +32,7 @@ def deployment(application: Any) -> Any:
 
 @asynccontextmanager
 async def lifespan(replica: ReplicaApp) -> AsyncIterator[None]:
-    """As Serve runs it."""
+    """Run the lifespan of a replica as Serve does."""
     received: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     sent: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     task = asyncio.create_task(replica({"type": "lifespan"}, received.get, sent.put))
@@ -64,7 +64,7 @@ async def get(replica: ReplicaApp, path: str) -> tuple[int, Any]:
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
 
 
-def test_a_replica_takes_as_many_requests_as_its_engine_and_some_to_refuse():
+def test_replica_accepts_more_requests_than_its_engine_so_that_the_engine_can_refuse():
     made = deployment(build("smollm2", num_replicas=3, num_gpus=1, max_num_seqs=4, max_queued_requests=6))
     assert made.num_replicas == 3
     assert made.max_ongoing_requests > 10
@@ -72,16 +72,16 @@ def test_a_replica_takes_as_many_requests_as_its_engine_and_some_to_refuse():
     assert made.ray_actor_options["num_gpus"] == 1
 
 
-def test_a_replica_is_killed_only_after_its_requests_had_their_time():
+def test_shutdown_timeout_of_a_replica_exceeds_the_drain_timeout():
     assert deployment(build(drain_timeout=12.0))._deployment_config.graceful_shutdown_timeout_s > 12
 
 
-def test_options_of_the_deployment_go_first():
+def test_deployment_options_override_derived_ones():
     made = deployment(build(deployment_options={"name": "other", "max_ongoing_requests": 7}))
     assert (made.name, made.max_ongoing_requests) == ("other", 7)
 
 
-def test_settings_come_from_the_environment_and_arguments_go_first(monkeypatch):
+def test_arguments_override_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("TRIOSERVE_MAX_NUM_SEQS", "5")
     monkeypatch.setenv("TRIOSERVE_MAX_QUEUED_REQUESTS", "7")
     made = deployment(app({"max_queued_requests": "9", "num_replicas": "2", "api_key": "a,b"}))
@@ -90,7 +90,7 @@ def test_settings_come_from_the_environment_and_arguments_go_first(monkeypatch):
     assert made.max_ongoing_requests == deployment(build(max_num_seqs=5, max_queued_requests=9)).max_ongoing_requests
 
 
-def test_an_option_that_is_misspelt_is_told_as_everywhere():
+def test_misspelt_option_of_a_deployment_is_refused_with_a_suggestion():
     with pytest.raises(StartupError, match="did you mean max_num_seqs"):
         build(max_num_seq=3)
 
@@ -106,7 +106,7 @@ def test_an_option_that_is_misspelt_is_told_as_everywhere():
         ({"data_dir": "/tmp", "num_replicas": 2}, "data_dir belongs to one engine"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_deployed(args, expect):
+def test_invalid_argument_is_refused_before_anything_is_deployed(args, expect):
     with pytest.raises(StartupError, match=expect):
         app(args)
 
@@ -128,7 +128,7 @@ def test_a_replica_opens_and_closes_its_engine():
     check_no_thread_is_left(before)
 
 
-def test_an_engine_that_is_over_fails_the_health_check_and_refuses_with_503():
+def test_failed_engine_fails_the_health_check_and_refuses_requests_with_503():
     before = set(threading.enumerate())
 
     async def program() -> None:
@@ -153,7 +153,7 @@ def test_an_engine_that_is_over_fails_the_health_check_and_refuses_with_503():
     check_no_thread_is_left(before)
 
 
-def test_an_engine_that_cannot_be_opened_is_told_by_the_health_check():
+def test_health_check_reports_why_the_engine_cannot_be_opened():
     async def program() -> None:
         replica = ReplicaApp(asgi_app("/no/such/model"))
         async with lifespan(replica):

@@ -1,4 +1,4 @@
-"""Replicas of Ray Serve with the real model: streams, clients that leave, replicas that go."""
+"""Tests replicas of Ray Serve with the real model: streams, clients that leave, and replicas that end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from .conftest import Cluster, until
+from .conftest import Cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -29,8 +29,8 @@ def llm(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @contextmanager
-def begun_stream(cluster: Cluster, name: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
-    """A stream of which there is a first event; its client leaves at the end."""
+def started_stream(cluster: Cluster, name: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
+    """Start a stream and read its first event. At the end, the client leaves."""
     with closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)) as connection:
         body = {"model": "small", "prompt": "Once upon a time", "stream": True, "ignore_eos": True, **fields}
         connection.request("POST", f"/{name}/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -46,7 +46,7 @@ def load(cluster: Cluster, name: str) -> dict[str, Any]:
         return dict(json.loads(connection.getresponse().read()))
 
 
-def test_a_chat_is_answered_whole_and_streamed(llm: Cluster):
+def test_chat_has_the_same_text_streamed_and_unstreamed(llm: Cluster):
     with openai.OpenAI(base_url=f"http://127.0.0.1:{llm.port}/llm/v1", api_key="-", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["small"]
         asked: dict[str, Any] = {"model": "small", "messages": QUESTION, "max_tokens": 12, "temperature": 0}
@@ -58,40 +58,40 @@ def test_a_chat_is_answered_whole_and_streamed(llm: Cluster):
             client.chat.completions.create(**{**asked, "max_tokens": -1})
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(llm: Cluster):
+def test_client_that_leaves_a_stream_frees_its_blocks(llm: Cluster):
     assert load(llm, "llm")["kv_usage"] == 0
-    with begun_stream(llm, "llm", max_tokens=4000):
-        until(lambda: load(llm, "llm")["running"] == 1, "for the request to run")
+    with started_stream(llm, "llm", max_tokens=4000):
+        wait_until(lambda: load(llm, "llm")["running"] == 1, "for the request to run")
         assert load(llm, "llm")["kv_usage"] > 0
-    until(lambda: load(llm, "llm")["running"] == 0, "for the request to end")
+    wait_until(lambda: load(llm, "llm")["running"] == 0, "for the request to end")
     assert load(llm, "llm")["kv_usage"] == 0
 
 
-def test_a_replica_that_is_killed_is_replaced(llm: Cluster):
+def test_killed_replica_is_replaced(llm: Cluster):
     (before,) = llm.replicas("llm")
     os.kill(before, signal.SIGKILL)
-    until(lambda: llm.replicas("llm") not in ([before], []), "for another replica")
+    wait_until(lambda: llm.replicas("llm") not in ([before], []), "for another replica")
 
     def answers() -> bool:
         try:
             return load(llm, "llm")["running"] == 0
-        except (ValueError, http.client.HTTPException):  # Serve says so in a text
+        except (ValueError, http.client.HTTPException):  # without a replica, Serve responds with plain text
             return False
 
-    until(answers, "for it to answer")
+    wait_until(answers, "for it to answer")
 
 
-def test_a_replica_that_goes_ends_its_streams_first_and_leaves_no_process(cluster: Cluster):
+def test_deleted_replica_completes_its_streams_and_leaves_no_process(cluster: Cluster):
     assert cluster.order(run="going", args=ARGS) == {"error": None}
     assert len(cluster.replicas("going")) == 1
-    with begun_stream(cluster, "going", max_tokens=300) as response:
+    with started_stream(cluster, "going", max_tokens=300) as response:
         assert cluster.order(delete="going") == {"error": None}
         assert response.read().rstrip().endswith(b"data: [DONE]")
-    until(lambda: not cluster.replicas("going"), "for its process to end")
+    wait_until(lambda: not cluster.replicas("going"), "for its process to end")
 
 
-def test_a_model_that_is_not_there_is_told_by_serve_status(cluster: Cluster):
+def test_serve_status_names_a_missing_model(cluster: Cluster):
     error = cluster.order(run="bad", args={"model": "/no/such/model"})["error"]
     assert "ModelLoadError: the model '/no/such/model' is not found; name a directory" in error
     cluster.order(delete="bad")
-    until(lambda: not cluster.replicas("bad"), "for its process to end")
+    wait_until(lambda: not cluster.replicas("bad"), "for its process to end")

@@ -1,4 +1,4 @@
-"""What an engine's actor tells of itself, and what Ray is asked for; without a cluster."""
+"""Tests what the actor of an engine reports, and which resources Ray is asked for, without a cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if why_skipped() is None:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The codes with which the process would have ended, at once."""
+    """Replace the exit of the process. Give the list of its exit codes, which is empty at first."""
     codes: list[int] = []
     monkeypatch.setattr(ray_engines.os, "_exit", codes.append)
     monkeypatch.setattr(ray_engines, "AGAIN_SECONDS", 0.0)
@@ -35,7 +35,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def made(**options: Any) -> tuple[EngineActor, threading.Thread]:
+def start_actor(**options: Any) -> tuple[EngineActor, threading.Thread]:
     before = set(threading.enumerate())
     actor = EngineActor(msgspec.json.encode(Config(**options)))
     [thread] = [thread for thread in set(threading.enumerate()) - before if thread.name == "trioserve"]
@@ -43,7 +43,7 @@ def made(**options: Any) -> tuple[EngineActor, threading.Thread]:
 
 
 async def state_after(actor: EngineActor, known: EngineState) -> EngineState:
-    """The next one that is another."""
+    """Wait for a state that differs from the known one."""
     while (state := await actor.state(known, SECONDS_MAX)) == known:
         pass
     return state
@@ -60,8 +60,8 @@ def health(state: EngineState) -> int:
 
 
 @pytest.mark.slow
-def test_it_serves_at_its_nodes_address_until_it_is_stopped_and_tells_both(ended):
-    actor, thread = made(max_num_seqs=2, kv_cache_memory=0.1, host="10.9.9.9", port=1)
+def test_actor_serves_at_the_address_of_its_node_and_reports_start_and_stop(ended):
+    actor, thread = start_actor(max_num_seqs=2, kv_cache_memory=0.1, host="10.9.9.9", port=1)
 
     async def program() -> None:
         serving = await state_after(actor, LOADING)
@@ -71,15 +71,15 @@ def test_it_serves_at_its_nodes_address_until_it_is_stopped_and_tells_both(ended
         waiting = asyncio.create_task(state_after(actor, serving))
         await actor.stop()
         assert await waiting == LOADING
-        await actor.stop()  # once more changes nothing
+        await actor.stop()  # a second stop changes nothing
 
     asyncio.run(program())
     thread.join(SECONDS_MAX)
     assert ended == [], "whoever stopped it ends the process"
 
 
-def test_one_that_cannot_be_opened_says_why_and_ends_its_process_so_that_ray_starts_it_anew(ended):
-    actor, thread = made(model="/no/such/model")
+def test_actor_reports_why_its_engine_cannot_be_opened_and_ends_its_process(ended):
+    actor, thread = start_actor(model="/no/such/model")
 
     async def program() -> None:
         failed = await state_after(actor, LOADING)
@@ -92,8 +92,8 @@ def test_one_that_cannot_be_opened_says_why_and_ends_its_process_so_that_ray_sta
     assert ended == [1]
 
 
-def test_an_answer_comes_after_a_while_when_nothing_has_changed(ended):
-    actor, thread = made(model="/no/such/model")
+def test_state_is_returned_after_the_wait_if_nothing_changed(ended):
+    actor, thread = start_actor(model="/no/such/model")
 
     async def program() -> None:
         failed = await state_after(actor, LOADING)
@@ -106,7 +106,7 @@ def test_an_answer_comes_after_a_while_when_nothing_has_changed(ended):
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
-def test_one_that_is_stopped_before_it_serves_never_does(ended, monkeypatch, is_loading):
+def test_actor_that_is_stopped_before_it_serves_never_serves(ended, monkeypatch, is_loading):
     begun = threading.Event()
 
     async def serve(config: Config, orders: trio.MemoryReceiveChannel[object], *, on_serving: Any) -> None:
@@ -114,7 +114,7 @@ def test_one_that_is_stopped_before_it_serves_never_does(ended, monkeypatch, is_
         await trio.sleep_forever()
 
     monkeypatch.setattr("trioserve.commands.serve.serve_configured", serve)
-    actor, thread = made()
+    actor, thread = start_actor()
 
     async def program() -> None:
         if is_loading:
@@ -127,8 +127,8 @@ def test_one_that_is_stopped_before_it_serves_never_does(ended, monkeypatch, is_
     assert ended == []
 
 
-def up(*flags: str) -> tuple[GroupPlan, Config]:
-    """What `ray up llm` with these asks for."""
+def plan_for_flags(*flags: str) -> tuple[GroupPlan, Config]:
+    """Return the plan and the configuration of `trioserve ray up llm` with these flags."""
     parser = argparse.ArgumentParser()
     parser.set_defaults(name="llm", replicas=1, num_cpus=None, num_gpus=None, placement="spread")
     for name, kind in (("--replicas", int), ("--num-cpus", float), ("--num-gpus", float)):
@@ -151,17 +151,17 @@ def up(*flags: str) -> tuple[GroupPlan, Config]:
         (["--tensor-parallel-size", "2", "--device", "cuda"], {"CPU": 2, "GPU": 2}, None),
     ],
 )
-def test_an_engine_needs_what_its_options_say_all_on_one_node(flags, bundle, threads):
-    plan, config = up(*flags)
+def test_resources_of_an_engine_follow_its_options_and_form_one_bundle(flags, bundle, threads):
+    plan, config = plan_for_flags(*flags)
     assert plan.bundle == bundle
     assert config.threads == threads
 
 
-def test_what_is_in_the_environment_for_a_router_does_not_count(monkeypatch):
+def test_router_settings_in_the_environment_are_ignored_for_engines(monkeypatch):
     monkeypatch.setenv("TRIOSERVE_ENDPOINTS_RAY", "llm")
     monkeypatch.setenv("TRIOSERVE_PORT", "8000")
     monkeypatch.setenv("TRIOSERVE_MAX_NUM_SEQS", "5")
-    _, config = up()
+    _, config = plan_for_flags()
     assert (config.endpoints_ray, config.port, config.max_num_seqs) == (None, Config().port, 5)
 
 
@@ -175,6 +175,6 @@ def test_what_is_in_the_environment_for_a_router_does_not_count(monkeypatch):
         ({"name": "a", "gpus": -1.0}, "--num-gpus -1"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_by_name(options, expect):
+def test_invalid_plan_is_refused_with_the_name_of_the_option(options, expect):
     with pytest.raises(StartupError, match=expect):
         GroupPlan(**options)

@@ -1,5 +1,8 @@
-"""Engines that Ray places on two nodes, behind `route --endpoints-ray`: what becomes of streams and of the group when a
-process or a node is killed. The processes, the model, the router and Ray are the real ones."""
+"""Tests engines that Ray places on two nodes, and a router before them that runs with `--endpoints-ray`.
+
+Streams and the group of engines must survive a killed process and a killed node. The processes, the model, the router
+and Ray are real.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, until
+from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -27,14 +30,14 @@ ENGINE = "ray::EngineActor"
 
 
 class Nodes:
-    """That of two_nodes.py, and what is asked of it."""
+    """The cluster of two_nodes.py, and commands that use it."""
 
     def __init__(self, program: Program, environment: dict[str, str]) -> None:
         self.order = program.order
         self._environment = environment
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`trioserve ray` with these, to its end."""
+        """Run `trioserve ray` with these arguments to its end."""
         return subprocess.run(
             [sys.executable, "-m", "trioserve", "ray", *words],
             capture_output=True,
@@ -45,7 +48,7 @@ class Nodes:
         )
 
     def begun(self, *words: str) -> subprocess.Popen[str]:
-        """The same, without waiting."""
+        """Start `trioserve ray` with these arguments, without waiting for its end."""
         return subprocess.Popen(
             [sys.executable, "-m", "trioserve", "ray", *words],
             stderr=subprocess.PIPE,
@@ -57,7 +60,7 @@ class Nodes:
         return marked_processes(self._environment[MARK], title)
 
     def listed(self) -> dict[str, str | None]:
-        """The URL of each engine by its actor's name."""
+        """Return the URL of each engine, by name of its actor. The URL is None while the engine does not serve."""
         ran = self.run("list", "--json")
         assert ran.returncode == 0, ran.stderr
         return {row["name"]: row["url"] for row in json.loads(ran.stdout)["data"]}
@@ -82,15 +85,20 @@ class Nodes:
                 process.terminate()
                 process.wait(SECONDS_MAX)
                 reader.join()
-        until(lambda: not self.watches(group), "for the process that asks Ray to end with its router")
+        wait_until(lambda: not self.watches(group), "for the process that asks Ray to end with its router")
 
     def watches(self, group: str) -> list[int]:
-        """Of the processes that ask Ray for it."""
+        """Return the ids of the processes that watch a group for a router."""
         return self.processes(f"ray_watch\0{group}\0")
 
 
 class Router:
-    """address: HOST:PORT. lines: of its log, so far."""
+    """A router that runs.
+
+    Args:
+        address: HOST:PORT.
+        lines: lines of its log so far.
+    """
 
     def __init__(self, address: str, lines: list[str]) -> None:
         self.address = address
@@ -112,13 +120,13 @@ def get(address: str, path: str) -> dict[str, Any]:
         return dict(json.loads(connection.getresponse().read()))
 
 
-def at(url: str) -> str:
+def address_of(url: str) -> str:
     return url.removeprefix("http://")
 
 
 @contextmanager
-def begun_stream(address: str, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
-    """A stream of which there is a first event; its client leaves at the end."""
+def started_stream(address: str, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
+    """Start a stream and read its first event. At the end, the client leaves."""
     with closing(http.client.HTTPConnection(address, timeout=SECONDS_MAX)) as connection:
         body = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
         body |= {"stream_options": {"include_usage": True}}
@@ -130,7 +138,7 @@ def begun_stream(address: str, max_tokens: int) -> Iterator[http.client.HTTPResp
 
 
 def check_is_whole(response: http.client.HTTPResponse, max_tokens: int) -> None:
-    """To its end, with each token once."""
+    """Read the response to its end and check that it has each token once and no error."""
     events = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line.startswith(b"data: ")]
     assert events.pop() == b"[DONE]"
     read = [json.loads(event) for event in events]
@@ -139,7 +147,7 @@ def check_is_whole(response: http.client.HTTPResponse, max_tokens: int) -> None:
 
 
 def process_at(url: str, candidates: list[int]) -> int:
-    """Which of these processes listens there."""
+    """Return the id of the candidate process that listens at the URL."""
     port = int(url.rpartition(":")[2])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     [inode] = [row[9] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port]
@@ -166,11 +174,11 @@ def group(nodes: Nodes) -> Nodes:
 @pytest.fixture(scope="module")
 def router(group: Nodes) -> Iterator[Router]:
     with group.router("llm") as router:
-        until(lambda: len(router.serving()) == 2, "for two endpoints")
+        wait_until(lambda: len(router.serving()) == 2, "for two endpoints")
         yield router
 
 
-def test_a_group_is_placed_on_both_nodes_and_found(group: Nodes, router: Router):
+def test_engines_of_a_group_are_placed_on_both_nodes_and_become_endpoints(group: Nodes, router: Router):
     endpoints = router.endpoints()
     assert set(endpoints) == set(group.listed().values())
     assert {endpoint["source"] for endpoint in endpoints.values()} == {"ray:llm"}
@@ -178,22 +186,22 @@ def test_a_group_is_placed_on_both_nodes_and_found(group: Nodes, router: Router)
     assert {node_of(process_at(url, engines)) for url in endpoints} == set(group.order(raylets=True)["ids"])
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks_and_its_lease(router: Router):
+def test_client_that_leaves_a_stream_frees_its_blocks_and_its_lease(router: Router):
     urls = router.serving()
-    assert [get(at(url), "/load")["kv_usage"] for url in urls] == [0, 0]
-    with begun_stream(router.address, max_tokens=4000):
+    assert [get(address_of(url), "/load")["kv_usage"] for url in urls] == [0, 0]
+    with started_stream(router.address, max_tokens=4000):
         [url] = router.busy()
-        assert get(at(url), "/load")["kv_usage"] > 0
-    until(lambda: not router.busy(), "for the lease")
-    until(lambda: get(at(url), "/load")["running"] == 0, "for the request to end")
-    assert get(at(url), "/load")["kv_usage"] == 0
+        assert get(address_of(url), "/load")["kv_usage"] > 0
+    wait_until(lambda: not router.busy(), "for the lease")
+    wait_until(lambda: get(address_of(url), "/load")["running"] == 0, "for the request to end")
+    assert get(address_of(url), "/load")["kv_usage"] == 0
 
 
 def check_streams_survive(nodes: Nodes, router: Router, *, kill_node: bool) -> None:
     before = router.serving()
     with (
-        begun_stream(router.address, max_tokens=400) as one,
-        begun_stream(router.address, max_tokens=400) as two,
+        started_stream(router.address, max_tokens=400) as one,
+        started_stream(router.address, max_tokens=400) as two,
     ):
         assert router.busy() == before, "one is at each"
         lost = min(before)
@@ -202,31 +210,31 @@ def check_streams_survive(nodes: Nodes, router: Router, *, kill_node: bool) -> N
             nodes.order(kill=node_of(process_id))
         else:
             os.kill(process_id, signal.SIGKILL)
-        until(lambda: lost not in router.endpoints(), "for the lost engine to be gone")
+        wait_until(lambda: lost not in router.endpoints(), "for the lost engine to be gone")
         check_is_whole(one, 400)
         check_is_whole(two, 400)
     assert sum(endpoint["moved_to"] for endpoint in router.endpoints().values()) >= 1
-    with begun_stream(router.address, max_tokens=8) as response:
+    with started_stream(router.address, max_tokens=8) as response:
         check_is_whole(response, 8)
     if kill_node:
         assert len(router.serving()) == 1, "each is to be on another node, and there is one"
         nodes.order(add=True)
-    until(lambda: len(router.serving()) == 2, "for the group to be whole again")
+    wait_until(lambda: len(router.serving()) == 2, "for the group to be whole again")
     assert lost not in router.serving()
     for url in router.serving():
-        with begun_stream(at(url), max_tokens=8) as response:
+        with started_stream(address_of(url), max_tokens=8) as response:
             check_is_whole(response, 8)
 
 
-def test_when_an_engine_is_killed_its_streams_go_on_and_ray_starts_another(group: Nodes, router: Router):
+def test_streams_survive_a_kill_of_their_engine_and_ray_starts_another(group: Nodes, router: Router):
     check_streams_survive(group, router, kill_node=False)
 
 
-def test_when_a_node_is_killed_its_streams_go_on_and_its_engine_is_placed_on_a_new_one(group: Nodes, router: Router):
+def test_streams_survive_a_kill_of_their_node_and_the_engine_moves_to_a_new_node(group: Nodes, router: Router):
     check_streams_survive(group, router, kill_node=True)
 
 
-def test_a_group_that_is_there_is_not_started_again(group: Nodes):
+def test_existing_group_is_not_started_again(group: Nodes):
     ran = group.run("up", "llm")
     assert (ran.returncode, ran.stderr) == (
         1,
@@ -241,16 +249,16 @@ def test_a_group_that_is_there_is_not_started_again(group: Nodes):
         (["--num-cpus", "50", "--timeout", "2"], "Ray has no free nodes for 1 engine with 50 CPU each"),
     ],
 )
-def test_a_group_that_cannot_be_leaves_nothing(group: Nodes, flags: list[str], expect: str):
+def test_group_that_cannot_start_leaves_no_engine(group: Nodes, flags: list[str], expect: str):
     engines = group.processes(ENGINE)
     ran = group.run("up", "bad", *flags)
     assert ran.returncode == 1
     assert expect in ran.stderr
     assert not [name for name in group.listed() if name.startswith("bad/")]
-    until(lambda: group.processes(ENGINE) == engines, "for its processes to end")
+    wait_until(lambda: group.processes(ENGINE) == engines, "for its processes to end")
 
 
-def test_ctrl_c_while_a_group_waits_for_room_leaves_nothing(group: Nodes):
+def test_ctrl_c_while_a_group_waits_for_free_nodes_leaves_no_group(group: Nodes):
     with group.begun("up", "late", "--num-cpus", "50") as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("waiting for free nodes for 1 engine with 50 CPU each")
@@ -260,24 +268,24 @@ def test_ctrl_c_while_a_group_waits_for_room_leaves_nothing(group: Nodes):
     assert group.run("down", "late").stderr.startswith('trioserve: there is no group "late"')
 
 
-def test_a_group_that_goes_ends_its_streams_first_and_leaves_no_process(nodes: Nodes):
+def test_ray_down_completes_streams_and_leaves_no_process(nodes: Nodes):
     engines = nodes.processes(ENGINE)
     ran = nodes.run("up", "going", "--max-num-seqs", "8")
     assert ran.returncode == 0, ran.stderr
     [url] = [url for name, url in nodes.listed().items() if name == "going/0"]
     assert url is not None
     with nodes.router("going") as router:
-        until(lambda: router.serving() == {url}, "for its endpoint")
-        with begun_stream(at(url), max_tokens=500) as response:
+        wait_until(lambda: router.serving() == {url}, "for its endpoint")
+        with started_stream(address_of(url), max_tokens=500) as response:
             ran = nodes.run("down", "going")
             assert ran.returncode == 0, ran.stderr
             check_is_whole(response, 500)
-        until(lambda: not router.endpoints(), "for its router to know of none")
-    until(lambda: nodes.processes(ENGINE) == engines, "for its process to end")
+        wait_until(lambda: not router.endpoints(), "for its router to know of none")
+    wait_until(lambda: nodes.processes(ENGINE) == engines, "for its process to end")
     assert nodes.run("down", "going").returncode == 1
 
 
-def test_the_ranks_of_an_engine_that_is_killed_end_with_it_and_ray_starts_all_of_them_anew(nodes: Nodes):
+def test_ranks_end_with_their_killed_engine_and_ray_restarts_all_of_them(nodes: Nodes):
     flags = ["--tensor-parallel-size", "2", "--num-cpus", "1", "--max-num-seqs", "2", "--kv-cache-memory", "0.3"]
     engines = nodes.processes(ENGINE)
     ran = nodes.run("up", "ranks", *flags)
@@ -286,30 +294,32 @@ def test_the_ranks_of_an_engine_that_is_killed_end_with_it_and_ray_starts_all_of
     assert len(ranks) == 2
     [process_id] = set(nodes.processes(ENGINE)) - set(engines)
     os.kill(process_id, signal.SIGKILL)
-    until(lambda: not ranks & set(nodes.processes("rank_process")), "for the ranks to end")
+    wait_until(lambda: not ranks & set(nodes.processes("rank_process")), "for the ranks to end")
     with nodes.router("ranks") as router:
-        until(lambda: len(router.serving()) == 1, "for the engine that Ray started anew")
-        with begun_stream(router.address, max_tokens=8) as response:
+        wait_until(lambda: len(router.serving()) == 1, "for the engine that Ray started anew")
+        with started_stream(router.address, max_tokens=8) as response:
             check_is_whole(response, 8)
     assert nodes.run("down", "ranks").returncode == 0
-    until(lambda: not nodes.processes("rank_process"), "for the others to end")
+    wait_until(lambda: not nodes.processes("rank_process"), "for the others to end")
 
 
-def test_where_there_is_no_ray_it_is_said_so(nodes: Nodes):
+def test_list_without_a_ray_cluster_prints_how_to_start_one(nodes: Nodes):
     ran = nodes.run("list", "--ray-address", "127.0.0.1:9")
     assert ran.returncode == 1
     assert ran.stderr.startswith("trioserve: there is no Ray at 127.0.0.1:9: start it with `ray start --head`")
 
 
-def test_a_router_goes_on_with_its_endpoints_when_ray_cannot_be_asked(group: Nodes, router: Router):
-    """The last one: nothing is left of the cluster afterwards."""
+def test_router_keeps_its_endpoints_when_ray_is_unreachable(group: Nodes, router: Router):
+    """This test must be the last of the file, because it destroys the cluster."""
     before = router.serving()
-    with begun_stream(router.address, max_tokens=300) as response:
+    with started_stream(router.address, max_tokens=300) as response:
         group.order(kill_head=True)
         for process_id in group.watches("llm"):
             os.kill(process_id, signal.SIGKILL)
-        until(lambda: any("endpoints kept source=ray:llm" in line for line in router.lines), "for the router to know")
+        wait_until(
+            lambda: any("endpoints kept source=ray:llm" in line for line in router.lines), "for the router to know"
+        )
         check_is_whole(response, 300)
     assert router.serving() == before
-    with begun_stream(router.address, max_tokens=8) as response:
+    with started_stream(router.address, max_tokens=8) as response:
         check_is_whole(response, 8)

@@ -1,5 +1,8 @@
-"""Ranks of one engine that Ray places, each on another of two nodes: what becomes of streams when a rank's process, its
-actor or its node is killed, and what is left when the engine is closed. The processes and Ray are the real ones."""
+"""Tests ranks of one engine that Ray places on two nodes.
+
+Streams must survive when the process, the actor or the node of a rank is killed. A closed engine must leave nothing in
+the cluster. The processes and Ray are real.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.ranks.placed import RanksWanted, placed_ranks
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
-from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, until
+from .conftest import MARK, SECONDS_MAX, Program, marked_processes, node_of, ray_nodes, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -48,7 +51,7 @@ class Nodes:
         return marked_processes(self.environment[MARK], title)
 
     def left(self) -> set[str]:
-        """The states of all placement groups and actors that there have been."""
+        """Return the states of all placement groups and actors of the cluster, also of removed ones."""
         ran = subprocess.run(
             [sys.executable, "-c", LEFT],
             capture_output=True,
@@ -63,8 +66,10 @@ class Nodes:
         return {*told["groups"], *told["actors"]}
 
     def check_nothing_is_left(self) -> None:
-        until(lambda: not [*self.processes(RANK), *self.processes(ACTOR), *self.processes(PLACER)], "for processes")
-        until(lambda: self.left() == {"REMOVED", "DEAD"}, "for actors and placement groups")
+        wait_until(
+            lambda: not [*self.processes(RANK), *self.processes(ACTOR), *self.processes(PLACER)], "for processes"
+        )
+        wait_until(lambda: self.left() == {"REMOVED", "DEAD"}, "for actors and placement groups")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny one."""
+    """Write a tiny Llama checkpoint and give its folder."""
     file = Path(__file__).parent.parent / "model" / "tiny_checkpoints.py"
     spec = importlib.util.spec_from_file_location("tiny_checkpoints", file)
     assert spec is not None
@@ -90,12 +95,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Path, **options: Any) -> Any:
-    """threads: four, so that each of two ranks fills a node."""
+    """Open an engine with two ranks in Ray. It needs four threads, so each rank fills a node."""
     given: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "threads": 4}
     return trioserve.open_engine(str(model), **{"dtype": "float32", "kv_cache_memory": 0.01, **given, **options})
 
 
-async def said(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: None) -> list[int]:
+async def generated_tokens(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: None) -> list[int]:
     tokens: list[int] = []
     async with engine.generate("Once upon a time", SAMPLING) as stream:
         async for delta in stream:
@@ -107,23 +112,23 @@ async def said(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: No
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int]:
-    """What one process says."""
+    """Generate the expected tokens with an engine in one process."""
 
     async def one_process() -> list[int]:
         async with opened(model, tensor_parallel_size=1, distributed_executor_backend="mp") as engine:
-            return await said(engine)
+            return await generated_tokens(engine)
 
     return trio.run(one_process)
 
 
 @pytest.mark.parametrize("lost", ["rank", "actor", "placer", "node"])
-async def test_the_stream_of_an_engine_that_loses_a_rank_goes_on_with_the_same_tokens(
+async def test_stream_continues_with_the_same_tokens_after_a_rank_is_lost(
     lost: str, nodes: Nodes, model: Path, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     with trio.fail_after(SECONDS_MAX):
         async with opened(model) as engine:
-            assert await said(engine) == expected
+            assert await generated_tokens(engine) == expected
             actors, ranks = nodes.processes(ACTOR), nodes.processes(RANK)
             raylets = {node_of(actor) for actor in actors}
             assert len(raylets) == 2, "each is to be on another node"
@@ -138,41 +143,43 @@ async def test_the_stream_of_an_engine_that_loses_a_rank_goes_on_with_the_same_t
                         {"rank": ranks, "actor": actors, "placer": nodes.processes(PLACER)}[lost][0], signal.SIGKILL
                     )
 
-            assert await said(engine, lose) == expected
+            assert await generated_tokens(engine, lose) == expected
             assert not {*actors, *ranks} & {*nodes.processes(ACTOR), *nodes.processes(RANK)}
-            assert await said(engine) == expected
-    # Not the one that only says that it has lost another.
+            assert await generated_tokens(engine) == expected
+    # The error must name the lost rank, not a rank that lost its connection to the lost one.
     assert re.search(r"RankLost: rank \d \(on [\d.]+\) (has closed its connection|cannot be reached)", caplog.text)
     assert "the engine was reopened" in caplog.text
     nodes.check_nothing_is_left()
 
 
-def test_a_server_that_is_killed_leaves_nothing(nodes: Nodes, model: Path) -> None:
+def test_killed_server_leaves_no_rank_actor_or_placement_group(nodes: Nodes, model: Path) -> None:
     options = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray", "--kv-cache-memory", "0.01"]
     command = [sys.executable, "-m", "trioserve", "serve", str(model), "--port", "0", *options]
     with subprocess.Popen(command, env=nodes.environment) as server:
         try:
-            until(lambda: len(nodes.processes(RANK)) == 2, "for the ranks")
+            wait_until(lambda: len(nodes.processes(RANK)) == 2, "for the ranks")
         finally:
             server.kill()
     nodes.check_nothing_is_left()
 
 
-async def test_stages_are_placed_as_ranks_are(nodes: Nodes, model: Path, expected: list[int]) -> None:
+async def test_stages_are_placed_on_different_nodes(nodes: Nodes, model: Path, expected: list[int]) -> None:
     async with opened(model, tensor_parallel_size=1, pipeline_parallel_size=2, threads=2) as engine:
         assert len({node_of(actor) for actor in nodes.processes(ACTOR)}) == 2
-        assert await said(engine) == expected
+        assert await generated_tokens(engine) == expected
     nodes.check_nothing_is_left()
 
 
-async def test_ranks_that_fit_one_node_are_on_one(nodes: Nodes, model: Path, expected: list[int]) -> None:
+async def test_ranks_that_fit_on_one_node_are_placed_on_one(nodes: Nodes, model: Path, expected: list[int]) -> None:
     async with opened(model, threads=2) as engine:
         assert len({node_of(actor) for actor in nodes.processes(ACTOR)}) == 1
-        assert await said(engine) == expected
+        assert await generated_tokens(engine) == expected
     nodes.check_nothing_is_left()
 
 
-async def test_whoever_waits_for_room_can_leave(nodes: Nodes, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wait_for_free_nodes_can_be_cancelled(
+    nodes: Nodes, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     with trio.fail_after(SECONDS_MAX), trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
@@ -193,9 +200,7 @@ def wanted(model: str) -> RanksWanted:
     return RanksWanted(count=2, model=model, revision=None, cpus=2, gpus=0, address=None)
 
 
-async def test_an_actor_that_dies_before_its_rank_has_come_is_an_error_with_the_reason(
-    nodes: Nodes, model: Path
-) -> None:
+async def test_actor_that_dies_before_its_rank_connects_raises_the_reason(nodes: Nodes, model: Path) -> None:
     with trio.fail_after(SECONDS_MAX):
         async with placed_ranks(wanted(str(model))) as ranks:
             os.kill(nodes.processes(ACTOR)[0], signal.SIGKILL)
@@ -204,7 +209,7 @@ async def test_an_actor_that_dies_before_its_rank_has_come_is_an_error_with_the_
     nodes.check_nothing_is_left()
 
 
-async def test_a_model_that_a_node_does_not_have_is_an_error(nodes: Nodes) -> None:
+async def test_model_that_is_missing_on_a_node_raises_an_error(nodes: Nodes) -> None:
     with trio.fail_after(SECONDS_MAX):
         async with placed_ranks(wanted("/no/such/model")) as ranks:
             with pytest.raises(StartupError, match=r"rank \d cannot run: ModelLoadError: "), errors_unwrapped():
@@ -212,7 +217,7 @@ async def test_a_model_that_a_node_does_not_have_is_an_error(nodes: Nodes) -> No
     nodes.check_nothing_is_left()
 
 
-async def test_where_there_is_no_ray_it_is_said_so(model: Path) -> None:
+async def test_engine_without_a_ray_cluster_raises_how_to_start_one(model: Path) -> None:
     with pytest.raises(StartupError, match=r"there is no Ray at 127\.0\.0\.1:9: start it"):
         async with opened(model, ray_address="127.0.0.1:9"):
             raise AssertionError("there is none")

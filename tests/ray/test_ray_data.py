@@ -1,4 +1,4 @@
-"""The example with Ray Data, as a reader runs it."""
+"""Tests the example with Ray Data as a reader runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data.py"
 
 
 @pytest.mark.slow
-def test_rows_are_answered_in_order_and_whoever_has_read_enough_leaves_nothing():
+def test_example_prints_rows_in_order_and_leaves_no_process():
     pytest.importorskip("pyarrow", reason="needs ray[data]: make ray-tests")
     with ray_environment() as environment:
         ran = subprocess.run(

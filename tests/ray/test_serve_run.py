@@ -1,4 +1,4 @@
-"""`serve run trioserve.ray:app` from its start to Ctrl-C, as a person types it."""
+"""Tests `serve run` with the application trioserve.ray:app, from its start to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SECONDS_MAX, ray_environment, until
+from .conftest import SECONDS_MAX, ray_environment, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOKENS = 4000  # more than are computed before Serve has ended
+TOKENS = 4000  # more tokens than can be computed before Serve ends
 
 
 def serves(port: int) -> bool:
@@ -29,9 +29,11 @@ def serves(port: int) -> bool:
         return False
 
 
-def test_ctrl_c_breaks_streams_off_and_leaves_no_process(tmp_path: Path):
-    """Serve's proxy is the first to go, and takes the connections along: so no stream gets to its end, nor to an error
-    event. That none looks whole is for the client to see by its missing end."""
+def test_ctrl_c_breaks_streams_and_leaves_no_process(tmp_path: Path):
+    """The proxy of Serve ends first and breaks all connections, so no stream gets its end or an error event.
+
+    The client recognises the broken stream by the missing end of the response body.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     application = {"name": "llm", "route_prefix": "/", "import_path": "trioserve.ray:app", "args": {"max_num_seqs": 8}}
@@ -44,7 +46,7 @@ def test_ctrl_c_breaks_streams_off_and_leaves_no_process(tmp_path: Path):
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        until(lambda: process.poll() is not None or serves(port), "for the application")
+        wait_until(lambda: process.poll() is not None or serves(port), "for the application")
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS_MAX)) as connection:
             body = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "max_tokens": TOKENS}
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})

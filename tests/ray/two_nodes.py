@@ -1,10 +1,12 @@
-"""Starts a cluster of three nodes on this machine, the head without CPUs, and then does what lines of JSON say, until
-there are no more of them. It begins with a line {"address": ...} of its own.
+"""Starts a cluster of three nodes on this machine: a head node without CPUs, and two nodes with CPUs.
 
-{"raylets": true}        {"ids": [...]}: the process ids of the nodes that have CPUs
-{"kill": process id}     ends such a node, without a warning
-{"add": true}            adds one
-{"kill_head": true}      ends what knows the cluster, and leaves the nodes
+First the program prints {"address": ...}. Then it follows orders, which are lines of JSON, until standard input ends.
+The response to each order is {"ids": [...]}, the process ids of the nodes with CPUs.
+
+{"raylets": true}        changes nothing
+{"kill": process id}     kills a node without a warning
+{"add": true}            adds a node
+{"kill_head": true}      kills the control server (GCS) of the cluster, and leaves the nodes
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Codex: one turn with its shell tool, as its command line does it.
+// Checks the command line of Codex: one turn with its shell tool.
 import assert from "node:assert/strict";
 import { spawnSync } from "node:child_process";
 import { mkdtempSync, rmSync, writeFileSync } from "node:fs";

@@ -1,4 +1,4 @@
-// Where the server is, for every script in this folder.
+// Address of the server and common test data for all scripts of this folder.
 export const ROOT = process.env.TRIOSERVE_URL.replace(/\/$/, "");
 export const BASE_URL = ROOT + "/v1";
 export const MODEL = process.env.TRIOSERVE_MODEL ?? "scripted";

@@ -1,4 +1,4 @@
-// LangChain.js: ChatOpenAI with tools and structured output, createAgent.
+// Checks LangChain.js: ChatOpenAI with tools and structured output, and createAgent.
 import assert from "node:assert/strict";
 import { tool } from "@langchain/core/tools";
 import { ChatOpenAI } from "@langchain/openai";

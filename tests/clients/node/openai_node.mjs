@@ -1,4 +1,4 @@
-// openai-node: chat, streams, tools, parse with zod; responses.
+// Checks openai-node: chat, streams, tools, parsing with zod, and responses.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
@@ -39,7 +39,7 @@ const parsed = await client.chat.completions.parse({
 });
 assert.deepEqual(parsed.choices[0].message.parsed, { name: "Jason", age: 25 });
 
-// A stream that is left early: the server hears of it at once.
+// The client leaves this stream early, which must not raise an error.
 const left = await client.chat.completions.create({
   model: MODEL,
   stream: true,

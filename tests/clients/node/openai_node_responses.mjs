@@ -1,4 +1,4 @@
-// openai-node: the Responses API.
+// Checks the Responses API with openai-node.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodTextFormat } from "openai/helpers/zod";

@@ -1,4 +1,4 @@
-// openai-node: embeddings, files and batches.
+// Checks openai-node: embeddings, files and batches.
 import assert from "node:assert/strict";
 import OpenAI, { toFile } from "openai";
 import { BASE_URL, KEY, MODEL } from "./env.mjs";

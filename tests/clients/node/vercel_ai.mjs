@@ -1,5 +1,5 @@
-// Vercel AI SDK: openai(model) in its default mode (Responses) and by chat; generateText with tools, generateObject,
-// streamText, abortSignal; the OpenAI-compatible provider.
+// Checks the Vercel AI SDK: openai(model) with the Responses API (its default) and with chat, generateText with tools,
+// generateObject, streamText, abortSignal, and the OpenAI-compatible provider.
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";

@@ -1,4 +1,4 @@
-"""Where the server is, for every script in this folder."""
+"""Address of the server and common test data for all scripts of this folder."""
 
 import os
 

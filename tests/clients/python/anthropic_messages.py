@@ -1,4 +1,4 @@
-"""anthropic-python: messages, streams, tools, counting, what is refused."""
+"""Checks anthropic-python: messages, streams, tools, token counts, and the error for an unknown model."""
 
 import anthropic
 from _env import KEY, MODEL, ROOT, WEATHER

@@ -1,4 +1,4 @@
-"""canitoolcall's probe: calls of tools, whole and streamed, and whether both are the same."""
+"""Runs the probe of canitoolcall: it compares streamed and unstreamed tool calls."""
 
 import subprocess
 import sys

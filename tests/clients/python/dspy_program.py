@@ -1,4 +1,4 @@
-"""dspy: a signature with the chat adapter and with the JSON adapter; an agent (ReAct) with a tool."""
+"""Checks dspy: signatures with the JSON adapter, one of them with typed fields."""
 
 import dspy
 from _env import BASE_URL, KEY, MODEL

@@ -1,4 +1,4 @@
-"""guidellm: a short load, two requests at a time, on prompts of its own; nothing is downloaded."""
+"""Runs guidellm: six requests, two at a time, with prompts of this script. Nothing is downloaded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""haystack: the chat generator with a tool, a schema and a stream."""
+"""Checks haystack: the chat generator with a tool, a schema and a stream."""
 
 from _env import BASE_URL, KEY, MODEL, WEATHER
 from haystack.components.generators.chat import OpenAIChatGenerator

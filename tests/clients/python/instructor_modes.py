@@ -1,4 +1,4 @@
-"""instructor: every mode that it has for servers of OpenAI's API and of Anthropic's."""
+"""Checks instructor: its modes for OpenAI's API and Anthropic's API."""
 
 import anthropic
 import instructor

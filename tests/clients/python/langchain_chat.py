@@ -1,4 +1,4 @@
-"""LangChain: ChatOpenAI with tools, structured output by both methods, streams; create_agent; embeddings elsewhere."""
+"""Checks LangChain: ChatOpenAI with tools, streams and all methods of structured output, and create_agent."""
 
 from _env import BASE_URL, KEY, MODEL
 from langchain.agents import create_agent

@@ -1,4 +1,4 @@
-"""langchain-ollama: chat, stream, a tool, structured output."""
+"""Checks langchain-ollama: chat, a stream, a tool and structured output."""
 
 import pydantic
 from _env import MODEL, ROOT

@@ -1,4 +1,4 @@
-"""LiteLLM: chat, stream, tools, a class, its exception for a long context; messages and responses."""
+"""Checks LiteLLM: chat, a stream, tools, a class as schema, its error for a long context, messages and responses."""
 
 import litellm
 from _env import BASE_URL, KEY, MODEL, ROOT, WEATHER

@@ -1,4 +1,4 @@
-"""LiteLLM's proxy before the server: chat and tools through both."""
+"""Checks the proxy of LiteLLM before the server: chat, tools and a stream."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ from pathlib import Path
 from _env import BASE_URL, KEY, MODEL, WEATHER
 from openai import OpenAI
 
-PROXY_KEY = "sk-proxy-" + secrets.token_hex(16)  # without one it does not start
+PROXY_KEY = "sk-proxy-" + secrets.token_hex(16)  # the proxy does not start without a key
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""LlamaIndex: OpenAILike with chat, streams, tools, a structured program."""
+"""Checks LlamaIndex: OpenAILike with chat, a stream, a tool and structured output."""
 
 from _env import BASE_URL, KEY, MODEL
 from llama_index.core.llms import ChatMessage

@@ -1,4 +1,4 @@
-"""llm-comply in its three formats, without the images that no text model reads."""
+"""Runs llm-comply with its three formats. Failures with images are ignored, because the model reads only text."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`llm`: a prompt, a schema and a tool, as its own command line does it."""
+"""Checks the command line of `llm`: a prompt, a schema and a tool."""
 
 import json
 import os

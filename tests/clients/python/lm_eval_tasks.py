@@ -1,5 +1,8 @@
-"""lm-eval: a task of multiple choice by log probabilities (local-completions, the server's own tokenizer), and one of
-free text by both of its API models."""
+"""Runs two tasks of lm-eval.
+
+A multiple-choice task uses log probabilities (local-completions, with the tokenizer of the server). A free-text task
+uses both API models of lm-eval.
+"""
 
 import json
 import os
@@ -59,6 +62,6 @@ with tempfile.TemporaryDirectory() as folder:
         apply_chat_template=True,
         bootstrap_iters=0,
     )
-    # The model says 42 to the first question, and repeats the others.
+    # The model responds 42 to the first question, and repeats the text of the other questions.
     assert abs(result["results"]["local_text"]["exact_match,none"] - 1 / 3) < 1e-6, result["results"]
 print("ok")

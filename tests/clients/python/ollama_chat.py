@@ -1,4 +1,4 @@
-"""ollama-python: chats, texts, streams, a tool, a schema, what is served, what is refused."""
+"""Checks ollama-python: chat, text, a stream, a tool, a schema, the list of models and an unknown model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""openai-agents in its default mode (Responses): an agent that calls a function, and one with an output type."""
+"""Checks openai-agents in its default mode (Responses): an agent that calls a function, and one with an output type."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""openai-python: a file of requests, a batch over it, its results."""
+"""Checks openai-python: a file of requests, its batch and the results."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""openai-python: chat, streams, tools in both ways, parse into a class, what is refused."""
+"""Checks openai-python: chat, tools streamed and unstreamed, parsing into a class, and errors."""
 
 from _env import BASE_URL, KEY, MODEL, WEATHER
 from openai import BadRequestError, NotFoundError, OpenAI

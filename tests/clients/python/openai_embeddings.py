@@ -1,4 +1,4 @@
-"""openai-python: embeddings (which it asks for in base64)."""
+"""Checks openai-python: embeddings, which the client requests in base64."""
 
 from _env import BASE_URL, KEY, MODEL
 from openai import OpenAI

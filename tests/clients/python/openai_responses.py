@@ -1,5 +1,8 @@
-"""openai-python: the Responses API, whole and streamed, with a tool, a class, a response before it, in the
-background."""
+"""Checks the Responses API with openai-python.
+
+The responses are streamed or not, have a tool or a class as schema, follow an earlier response, or run in the
+background.
+"""
 
 import time
 

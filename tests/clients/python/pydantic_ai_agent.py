@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent with a tool, and its three ways to a typed output; by chat completions and by responses."""
+"""Checks pydantic-ai with chat completions and responses: an agent with a tool, and its three kinds of typed output."""
 
 from _env import BASE_URL, KEY, MODEL
 from openai import AsyncOpenAI

@@ -1,4 +1,4 @@
-"""smolagents: a ToolCallingAgent."""
+"""Checks smolagents: a ToolCallingAgent with one tool."""
 
 from _env import BASE_URL, KEY, MODEL
 from smolagents import OpenAIModel, ToolCallingAgent, tool
