@@ -1,6 +1,6 @@
 """Tests that one of two servers behind nginx or HAProxy can be stopped under load.
 
-The proxies run with the configuration blocks of docs/guides/operations.md. On Debian and Ubuntu, the packages
+The proxies run with the configuration blocks of docs/guides/proxies.md. On Debian and Ubuntu, the packages
 nginx-light and haproxy provide the programs.
 """
 
@@ -22,7 +22,7 @@ import pytest
 
 from .test_router import WAIT_SECONDS_MAX, Asker, wait_until
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "proxies.md"
 PROXIES = {"nginx": "upstream trioserve", "haproxy": "global"}
 """First words of the documented configuration block, by program."""
 STREAM_TOKENS = 600  # long enough to still run when the server is stopped after some short responses
