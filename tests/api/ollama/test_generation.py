@@ -391,3 +391,4 @@ async def test_paths_that_manage_models_explain_the_refusal(api: Any, path: str)
     exchange = await api.context("POST", path, {"model": "m"})
     assert (exchange.status, exchange.response_headers["x-trioserve-reason"]) == (404, "other_path")
     assert "models are chosen at the start of the server" in exchange.json()["error"]
+    assert exchange.json()["error"].endswith("see docs/guides/ollama.md")

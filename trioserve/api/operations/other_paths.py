@@ -37,7 +37,7 @@ OTHER_PATHS = {
     "/release_memory_occupation": "use /sleep",
     "/resume_memory_occupation": "use /wake_up",
 }
-"""Advice by path. See docs/guides/rollouts.md about weights, and docs/guides/ollama.md about models."""
+"""Advice by path."""
 
 
 def other_path(path: str) -> Refusal | None:
@@ -52,4 +52,5 @@ def other_path(path: str) -> Refusal | None:
     instead = OTHER_PATHS.get(path)
     if instead is None:
         return None
-    return refusal("other_path", f"there is nothing at {path}: {instead}; see docs/guides/rollouts.md")
+    page = "ollama" if path.startswith("/api/") else "rollouts"
+    return refusal("other_path", f"there is nothing at {path}: {instead}; see docs/guides/{page}.md")
