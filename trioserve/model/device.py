@@ -379,7 +379,7 @@ def cache_size(
         budget = min(KV_CACHE_BYTES_MAX_CPU, int(KV_CACHE_SHARE_CPU * free_host_bytes())) // settings.ranks_here
     elif device != "cuda" and budget > (free := free_host_bytes()):
         raise StartupError(
-            f"kv_cache_bytes asks for {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"
+            f"the KV cache is set to {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: set it to less"
         )
     budget -= draft_block_count * draft_block_bytes
     states = snapshots = 0
