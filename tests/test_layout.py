@@ -161,7 +161,7 @@ ROOMS = {
     "simulation": Room(rooms=EVERY_ROOM | words("testing"), packages=words("trio h2 h11")),
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
-# These files are above the packages: they may import several packages, and no package imports them.
+# Files above the packages: they may import several packages, and no package imports them.
 TOP_FILES = words(
     "__init__ __main__ asgi assemble assemble_images cli commands config ray ray_engines ray_ranks rollouts"
 )

@@ -227,7 +227,7 @@ inline void transpose_rows(const T* const* rows, int64_t at, Lanes* columns) {
     transpose(columns);
 }
 
-// The same for the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32 in bfloat16.
+// Transposes one vector's numbers of tokens: columns[i] gets number `at + i` of 16 tokens, or of 32 in bfloat16.
 inline void transpose_tokens(const float* const* tokens, int64_t at, Lanes* columns) {
     transpose_rows(tokens, at, columns);
 }
@@ -397,7 +397,7 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
         Lanes largest = set(-INFINITE);
         for (int block = span.first_block(); block < span.end_block(); block++)
             largest = max(load(scores[head] + block * LANES), largest);  // this order of arguments ignores NaN
-        // The same arithmetic as SpanWeights for sixteen rows of a prompt.
+        // SpanWeights defines this arithmetic. Here it runs for sixteen rows of a prompt.
         const Lanes before = set(best[head]), most = Weighing<T>::base(mul(set(max_of(largest)), scale));
         const Lanes limit = add(before, set(GROWTH_MAX)), now = where_at_least(most, limit, most, before);
         best[head] = first_lane(now);

@@ -61,7 +61,7 @@ inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64
     return int32_t(id);
 }
 
-// The same race among `count` tokens, lowest id first, with their weights only. The same token wins.
+// Draws among `count` tokens only, lowest id first. The winner is equal to that of a draw among all tokens.
 inline int32_t draw_among(const float* weights, const int32_t* ids, int64_t count, float threshold, uint64_t word) {
     double tiles[DRAW_TILES] = {};
     for (int64_t index = 0; index < count; index++)

@@ -13,7 +13,7 @@
 
 namespace trioserve {
 
-// Who shares the word: threads of this process, or also other processes.
+// Says if only threads of this process share the word, or other processes too.
 enum class Among { THREADS, PROCESSES };
 
 // How long to spin, which one thread learns from experience. Between two pieces of a step, the other threads arrive within

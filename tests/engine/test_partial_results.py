@@ -267,7 +267,7 @@ async def test_weight_versions_of_known_tokens_come_before_those_of_new_tokens(a
     assert [choice.token_ids for choice in partial.choices] == [
         expected.tokens(index)[: 5 + more] for index in range(2)
     ]
-    # Its reader gets log probabilities of new tokens only. Those of known tokens are unknown.
+    # The reader gets log probabilities of new tokens only: the engine does not know those of known tokens.
     assert partial.choices[0].logprobs is None
     assert len(rollout.logprobs(0)) == more
 

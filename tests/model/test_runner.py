@@ -109,7 +109,7 @@ def test_request_with_nan_fails_alone(
     driver.forget("bad")
     for name in ("a", "b", "a alone", "b alone"):
         driver.forget(name)
-    # These requests need all twelve blocks of four tokens, including those of the failed request.
+    # The later requests need all twelve blocks of four tokens, including the blocks of the failed request.
     for name in ("c", "d", "e", "f"):
         driver.add(name, [5, 6, 7, 8, 9], GREEDY)
     driver.step({"c": 5, "d": 3, "e": 5, "f": 1})

@@ -221,7 +221,7 @@ async def test_update_cancelled_before_the_first_tensor_changes_nothing(
 async def test_group_without_a_trainer_can_be_left(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name can be joined again at once, when the trainer has restarted."""
+    """A restarted trainer can join the group under its name at once."""
     new = changed(tiny_checkpoint("llama"), tmp_path / "new")
     is_refused = trio.Event()
     is_joining = event_of_call(monkeypatch, TrainerGroup, "__init__", after=False)

@@ -1,4 +1,4 @@
-"""Whatever a tokenizer's files contain, loading and using them ends in a tokenizer or in one of our own errors."""
+"""Damaged tokenizer files give a working tokenizer or one of our own errors, never a foreign exception."""
 
 from __future__ import annotations
 

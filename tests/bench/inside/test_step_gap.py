@@ -27,8 +27,8 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys):
     assert len(table) == 2 + len(figures)
     shapes = [(figure["stream_count"], figure["overlap_steps"]) for figure in figures]
     assert shapes == [(1, False), (1, True), (3, False), (3, True)]
-    # Of 9 tokens, one comes with the prompt, or two if a request waits for the prefix blocks of another. That leaves 8
-    # or 7 decodes, with one gap less.
+    # The prompt's step brings one of 9 tokens, or two if a request waits for the prefix blocks of another request. So
+    # 7 or 8 decodes remain, and one gap less.
     for figure in figures:
         assert figure["sample_count"] >= 2 * 6
         assert 0 < figure["gap_us"] <= figure["gap_us_p90"]

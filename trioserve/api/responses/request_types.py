@@ -20,7 +20,7 @@ from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 
 __all__ = ["RESPONSES_REFUSED", "InputTokensBody", "ReasoningOptions", "ResponsesBody", "TextFormat", "TextOptions"]
 
-# These three limits are those of OpenAI's API.
+# OpenAI's API has the next three limits.
 METADATA_PAIRS_MAX = 16
 METADATA_KEY_CHARACTERS_MAX = 64
 METADATA_VALUE_CHARACTERS_MAX = 512

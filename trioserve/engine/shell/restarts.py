@@ -107,7 +107,7 @@ class Readmission(Generic[ScopeT]):
         self._accused: list[ScopeT] = []
         self._is_alone = False  # the request on trial has the engine for itself
         self._on_trial: ScopeT | None = None
-        # Its choices, and the progress of each when the trial began.
+        # Progress of each choice of the request when its trial began.
         self._tried: list[tuple[RequestPart[Any], int]] = []
 
     def start(self, requests: Iterable[ScopeT]) -> None:
