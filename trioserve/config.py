@@ -23,9 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import msgspec
 from msgspec import Meta
 
-from trioserve.api.batches.settings import BatchSettings
-from trioserve.api.responses.settings import BackgroundSettings
-from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
+from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
 from trioserve.contracts.errors import StartupError

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioserve.api.responses.background import BackgroundResponses
-    from trioserve.api.streams.detached_streams import DetachedStreams
-    from trioserve.api.streams.router_streams import RouterStreams
+    from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
     from trioserve.metrics.registry import Metrics
     from trioserve.store.store import Store
 

@@ -15,19 +15,19 @@ import msgspec
 
 from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
 from trioserve.api.app import Route
-from trioserve.api.batches.descriptions import OPERATIONS as BATCH_OPERATIONS
+from trioserve.api.batches.handlers import OPERATIONS as BATCH_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
 from trioserve.api.decisions.descriptions import OPERATIONS as DECISIONS_OPERATIONS
 from trioserve.api.described_operation import DescribedOperation
 from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
 from trioserve.api.embeddings.request_types import PooledBody
-from trioserve.api.files.descriptions import OPERATIONS as FILE_OPERATIONS
+from trioserve.api.files.files import OPERATIONS as FILE_OPERATIONS
 from trioserve.api.ollama.descriptions import OPERATIONS as OLLAMA_OPERATIONS
 from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.page.descriptions import OPERATIONS as PAGE_OPERATIONS
 from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATIONS
-from trioserve.api.streams.descriptions import OPERATIONS as STREAM_OPERATIONS
+from trioserve.api.streams.handlers import OPERATIONS as STREAM_OPERATIONS
 from trioserve.contracts.sampling import Range
 from trioserve.contracts.version import VERSION
 

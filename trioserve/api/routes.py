@@ -22,7 +22,6 @@ from trioserve.api.batches.message_batches import (
     read_message_batch,
     read_message_results,
 )
-from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules, Caller
 from trioserve.api.decisions.decisions import create_decisions
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
@@ -32,6 +31,7 @@ from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
+from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.ollama.embeddings import embed, embed_one
 from trioserve.api.ollama.generation import chat, generate
 from trioserve.api.ollama.models import list_running, list_tags, read_api_version, show_model
@@ -68,15 +68,12 @@ from trioserve.api.page.settings import PageSettings
 from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.responses.background import BackgroundResponses
-from trioserve.api.responses.create import count_input_tokens, create_response
-from trioserve.api.responses.kept import cancel_response, delete_response, list_input_items, read_response
-from trioserve.api.responses.settings import BackgroundSettings
+from trioserve.api.responses.response_run import count_input_tokens, create_response
+from trioserve.api.responses.stored_responses import cancel_response, delete_response, list_input_items, read_response
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
-from trioserve.api.streams.detached_streams import DetachedStreams, StreamRequest
+from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams, StreamRequest
 from trioserve.api.streams.handlers import delete_stream, end_kept_stream, read_kept_stream, read_stream
-from trioserve.api.streams.router_streams import RouterStreams
-from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.api.whole_response import ResponseBudget
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer

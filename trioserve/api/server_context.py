@@ -8,8 +8,7 @@ from trioserve.api.batches.batches import Batches
 from trioserve.api.page.page import Page
 from trioserve.api.request_context import RequestContext, RequestServices
 from trioserve.api.responses.background import BackgroundResponses
-from trioserve.api.streams.detached_streams import DetachedStreams
-from trioserve.api.streams.router_streams import RouterStreams
+from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
 from trioserve.http.exchange import Exchange
 from trioserve.trio_tools.fair_places import FairPlaces
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
+from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.page.settings import PageSettings
-from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
-from trioserve.api.streams.settings import DetachSettings
 from trioserve.commands.serving import access_rules, page_settings
 from trioserve.config import Config
 from trioserve.contracts.tracing import NO_TRACER, Tracer

@@ -9,15 +9,13 @@ from typing import Any, Generic, TypeVar
 import trio
 
 from trioserve.api.app import BaseApp
-from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
 from trioserve.api.images.edit_places import EditPlaces
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.api.images.unsent_images import UnsentImages
+from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.page.settings import PageSettings
-from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
-from trioserve.api.streams.settings import DetachSettings
 from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.tracing import NO_TRACER, Tracer

@@ -8,8 +8,8 @@ import trio
 from openai.types import Batch, FileObject
 
 from trioserve.api.batches import batch_run
-from trioserve.api.batches.descriptions import Batch as DescribedBatch
-from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.batches.handlers import Batch as DescribedBatch
+from trioserve.api.limits import BatchSettings
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server

@@ -8,7 +8,7 @@ import trio
 from openai.types import FileObject
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.files import descriptions
+from trioserve.api.files import files
 from trioserve.api.files.stored_files import FILES_OF_ONE_MAX
 from trioserve.http.limits import FrontendLimits
 from trioserve.store.settings import StoreSettings
@@ -25,11 +25,11 @@ async def test_file_can_be_uploaded_read_and_deleted(owner_of, autojump_clock):
         file_id = await owner.upload(b"one", b"two", filename="Übung 1.jsonl")
         shown = await owner.ok(f"/v1/files/{file_id}")
         FileObject.model_validate(shown, strict=True)
-        msgspec.convert(shown, descriptions.File)
+        msgspec.convert(shown, files.File)
         assert (shown["bytes"], shown["filename"], shown["purpose"]) == (8, "Übung 1.jsonl", "batch")
         assert await owner.ok(f"/v1/files/{file_id}/content") == b"one\ntwo\n"
         deleted = await owner.ok(f"/v1/files/{file_id}", method="DELETE")
-        msgspec.convert(deleted, descriptions.FileDeletion)
+        msgspec.convert(deleted, files.FileDeletion)
         for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content"):
             assert (await owner.ask(path))[0] == 404
         assert (await owner.ask(f"/v1/files/{file_id}", method="DELETE"))[0] == 404
@@ -56,7 +56,7 @@ async def test_files_are_listed_page_by_page_and_by_purpose(owner_of, autojump_c
         owner = owner_of(server)
         ids = [await owner.upload(b"x", purpose="batch" if index % 2 else "user_data") for index in range(6)]
         everything = await owner.ok("/v1/files")
-        msgspec.convert(everything, descriptions.Files)
+        msgspec.convert(everything, files.Files)
         assert [file["id"] for file in everything["data"]] == ids[::-1]
         assert [file["id"] for file in (await owner.ok("/v1/files?order=asc"))["data"]] == ids
         page = await owner.ok("/v1/files?order=asc&limit=4")

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from trioserve.api.batches import batch_book
-from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.limits import BatchSettings
 from trioserve.contracts.errors import DiskFull
 from trioserve.store.settings import StoreSettings
 from trioserve.store.stored_objects import DeleteObject

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.limits import BatchSettings
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.memory_server import open_memory_server
 

@@ -9,9 +9,9 @@ import pytest
 import trio
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
 
-from trioserve.api.batches import descriptions
+from trioserve.api.batches import handlers
 from trioserve.api.batches.batch_book import BatchBook
-from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.limits import BatchSettings
 from trioserve.testing.fake_engine import InjectedFault
 from trioserve.testing.memory_server import open_memory_server
 
@@ -25,7 +25,7 @@ def request(custom_id: str, **fields):
 
 
 def checked(batch):
-    msgspec.convert(batch, descriptions.MessageBatch)
+    msgspec.convert(batch, handlers.MessageBatch)
     MessageBatch.model_validate(batch)
     return batch
 
@@ -140,7 +140,7 @@ async def test_message_batches_can_be_listed_and_deleted(owner_of, autojump_cloc
         owner = owner_of(server)
         ids = [(await create(owner, request("a")))["id"] for _ in range(5)][::-1]
         page = await owner.ok(f"{PATH}?limit=2")
-        msgspec.convert(page, descriptions.MessageBatches)
+        msgspec.convert(page, handlers.MessageBatches)
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (ids[:2], True)
         page = await owner.ok(f"{PATH}?limit=10&after_id={page['last_id']}")
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (ids[2:], False)

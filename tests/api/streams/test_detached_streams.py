@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.streams.settings import DetachSettings
+from trioserve.api.limits import DetachSettings
 from trioserve.http.limits import FrontendLimits
 from trioserve.testing.memory_client import ConnectionLost
 from trioserve.testing.memory_server import open_memory_server

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioserve.api.error_responses import Refusal
+from trioserve.api.sse import KEEP_ALIVE
+from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.event_log import EventLog, EventLogFull, split_events
 
 
@@ -64,7 +71,7 @@ def test_rewound_reader_protects_the_events_that_it_will_read():
 
 def test_last_events_ignore_the_size_limit():
     log = log_of(b"aaaa", b"bbbb")
-    log.append_last([b"cccc", b"dddd"])
+    log.end([b"cccc", b"dddd"])
     assert log.is_ended
     assert log.take(0, 100) == (b"aaaabbbbccccdddd", 4)
     with pytest.raises(AssertionError):
@@ -75,3 +82,65 @@ def test_joined_events_are_split():
     assert split_events(b"data: 1\n\nevent: x\ndata: 2\n\n") == [b"data: 1\n\n", b"event: x\ndata: 2\n\n"]
     with pytest.raises(AssertionError):
         split_events(b"data: 1\n\ndata")
+
+
+async def nowhere(_piece):
+    await trio.lowlevel.checkpoint()
+
+
+def unread_stream(*, silent_seconds_max=15.0):
+    def never(*_):
+        raise AssertionError
+
+    return DetachedStream(
+        "s",
+        None,
+        seconds=1,
+        bytes_max=60,
+        call_at=never,
+        on_unread=lambda _: None,
+        on_expired=never,
+        silent_seconds_max=silent_seconds_max,
+    )
+
+
+async def test_reader_of_a_detached_stream_gets_a_comment_for_each_allowed_silence(autojump_clock):
+    sent = []
+
+    async def note(piece):
+        sent.append((trio.current_time() - began_at, piece))
+
+    stream = unread_stream(silent_seconds_max=3)
+    stream.begin(200, ())
+    began_at = trio.current_time()
+    with trio.move_on_after(7):
+        await stream.read(0, note)
+    assert sent == [(pytest.approx(3), KEEP_ALIVE), (pytest.approx(6), KEEP_ALIVE)]
+
+
+async def test_reader_that_is_woken_and_cancelled_takes_no_events():
+    log = EventLog(first=1, bytes_max=100, drops_taken=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(log.follow, 0, nowhere, silent_seconds_max=15))
+        await wait_all_tasks_blocked()
+        log.append(b"event")
+        nursery.cancel_scope.cancel()
+    assert log.unread_byte_count == 5
+
+
+async def test_reader_is_refused_if_its_events_are_dropped_while_it_begins():
+    async def goes_on():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.read, 0, nowhere)
+            for _ in range(5):
+                await stream.add(b"data: 12345\n\n")
+                await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    stream = unread_stream()
+    stream.begin(200, ())
+    await goes_on()
+    assert stream.log.first_kept > 1
+    with pytest.raises(Refusal) as refused:
+        await stream.read(0, nowhere)
+    assert refused.value.response.code == "events_gone"

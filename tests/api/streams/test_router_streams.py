@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.streams.settings import DetachSettings
+from trioserve.api.limits import DetachSettings
 from trioserve.testing.memory_server import open_memory_server
 
 TEXT = "Hello, all of you!"

@@ -14,10 +14,18 @@ import trio
 from trioserve.api.anthropic.surface import MESSAGES_PATH
 from trioserve.api.batches.batch_book import BatchBook, BatchGone, DoneLine
 from trioserve.api.batches.batch_record import BatchError, BatchStatus, BatchUsage
-from trioserve.api.batches.input_lines import InputGone, InputLine, LineReader, LineRequest, custom_id_of, line_request
-from trioserve.api.batches.internal_exchange import InternalExchange, ResponseTooLarge
-from trioserve.api.batches.settings import BatchSettings
+from trioserve.api.batches.input_lines import (
+    InputGone,
+    InputLine,
+    InternalExchange,
+    LineReader,
+    LineRequest,
+    ResponseTooLarge,
+    custom_id_of,
+    line_request,
+)
 from trioserve.api.error_responses import REASON_HEADER
+from trioserve.api.limits import BatchSettings
 from trioserve.contracts.errors import StoreFault, StoreFull
 from trioserve.store.store import Store
 from trioserve.trio_tools.fair_places import FairPlaces

@@ -1,7 +1,11 @@
-"""The lines of a batch's input: reads them from the store in pieces, and parses their requests."""
+"""The lines of a batch's input, read from the store in pieces, and the exchange that runs one line.
+
+The server sends the request of a line to itself. The exchange has no client and keeps the whole response.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -10,9 +14,20 @@ import trio
 from trioserve.api.batches.batch_record import BatchError
 from trioserve.api.files.stored_files import FILE_KIND
 from trioserve.contracts.errors import StoreFault
+from trioserve.http.exchange import Exchange, HeaderFields
+from trioserve.http.headers import Headers
 from trioserve.store.store import Store
 
-__all__ = ["InputGone", "InputLine", "LineReader", "LineRequest", "custom_id_of", "line_request"]
+__all__ = [
+    "InputGone",
+    "InputLine",
+    "InternalExchange",
+    "LineReader",
+    "LineRequest",
+    "ResponseTooLarge",
+    "custom_id_of",
+    "line_request",
+]
 
 CUSTOM_ID_CHARACTERS_MAX = 512
 READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits between attempts, because a disk error may be temporary
@@ -195,3 +210,72 @@ def line_request(line: InputLine, endpoint: str, *, line_bytes_max: int) -> Line
     if body.background not in (None, False):
         return wrong("background_not_supported", "background is set, but a batch does not use it", "background")
     return LineRequest(custom_id=request.custom_id, body=bytes(request.body))
+
+
+class ResponseTooLarge(Exception):
+    """The response is larger than the limit."""
+
+
+class InternalExchange(Exchange):
+    """An exchange whose response is kept in memory. It has no cancel scope of its own.
+
+    Args:
+        path: Path of the request.
+        headers: Headers of the request.
+        body: Body of the request.
+        response_bytes_max: Limit for the size of the response.
+
+    Attributes:
+        status: Status of the response. None until the response begins.
+        response_headers: Headers of the response.
+        response: Body of the response so far.
+    """
+
+    http_version = "1.1"
+    peer = "batch"
+
+    def __init__(self, path: str, headers: Iterable[tuple[str, str]], body: bytes, *, response_bytes_max: int) -> None:
+        self.method, self.path, self.query = "POST", path, ""
+        self.headers = Headers(headers)
+        self.status: int | None = None
+        self.response_headers = Headers(())
+        self.is_finished = False
+        self._body = body
+        self._pieces: list[bytes] = []
+        self._bytes_left = response_bytes_max
+
+    @property
+    def started(self) -> bool:
+        return self.status is not None
+
+    @property
+    def response(self) -> bytes:
+        return b"".join(self._pieces)
+
+    async def body(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return self._body
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        await self.start(status, headers)
+        await self.finish(body)
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        if self.started:
+            raise RuntimeError("the response has been started already")
+        self.status = status
+        self.response_headers = Headers(headers)
+        await trio.lowlevel.checkpoint()
+
+    async def send(self, data: bytes) -> None:
+        if not self.started or self.is_finished:
+            raise RuntimeError("the response is not open")
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            raise ResponseTooLarge
+        self._pieces.append(data)
+        await trio.lowlevel.checkpoint()
+
+    async def finish(self, last: bytes = b"") -> None:
+        await self.send(last)
+        self.is_finished = True

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
+import msgspec
+
+from trioserve.api.described_operation import READS_BODY, DescribedOperation
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files.stored_files import (
     FILE_KIND,
@@ -19,15 +23,95 @@ from trioserve.api.files.stored_files import (
     record_of,
     required_store,
 )
-from trioserve.api.files.upload import parsed_upload
-from trioserve.api.form import INLINE_BYTES_MAX
-from trioserve.api.query import Query
+from trioserve.api.form import INLINE_BYTES_MAX, Form, parsed_form
+from trioserve.api.query import LIST_FIELDS, Query
 from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
 from trioserve.store.stored_objects import DeleteObject, StoredObject
 
-__all__ = ["FILE_LIST_MAX", "create_file", "delete_file", "list_files", "read_file_content", "retrieve_file"]
+__all__ = [
+    "EXPIRY_SECONDS_MAX",
+    "EXPIRY_SECONDS_MIN",
+    "FILE_LIST_MAX",
+    "OPERATIONS",
+    "File",
+    "FileDeletion",
+    "FileForm",
+    "Files",
+    "Upload",
+    "create_file",
+    "delete_file",
+    "list_files",
+    "parsed_upload",
+    "read_file_content",
+    "retrieve_file",
+]
+
+FILENAME_CHARACTERS_MAX = 255
+EXPIRY_SECONDS_MIN = 3600
+EXPIRY_SECONDS_MAX = 30 * 86_400
+
+
+class Upload(msgspec.Struct, frozen=True, kw_only=True):
+    """An uploaded file.
+
+    Attributes:
+        content: bytes of the file.
+        filename: name that the client gave.
+        purpose: one of PURPOSES.
+        seconds: time until the file expires. None: the store's default.
+    """
+
+    content: bytes
+    filename: str
+    purpose: str
+    seconds: float | None
+
+
+def parsed_upload(body: bytes, content_type: str | None) -> Upload:
+    """Parse the form of an upload.
+
+    Args:
+        body: the request's body.
+        content_type: value of the header Content-Type. None: not sent.
+
+    Raises:
+        InvalidRequest: a part is missing or has a bad value. The error names the part.
+    """
+    form = parsed_form(body, content_type, files=("file",))
+    sent = form.files.get("file")
+    if sent is None or sent.filename is None:
+        raise InvalidRequest('the form has no file: send one as the part "file", with a filename', param="file")
+    filename = sent.filename
+    if len(filename) > FILENAME_CHARACTERS_MAX or not filename.isprintable():
+        raise InvalidRequest(
+            f"filename is {filename[:80]!r}, allowed are up to {FILENAME_CHARACTERS_MAX} printable characters",
+            param="file",
+        )
+    purpose = form.texts.get("purpose")
+    if purpose not in PURPOSES:
+        what = "missing" if purpose is None else f"{purpose[:40]!r}"
+        raise InvalidRequest(f"purpose is {what}, allowed are {', '.join(PURPOSES)}", param="purpose")
+    return Upload(content=sent.content, filename=filename, purpose=purpose, seconds=_seconds(form))
+
+
+def _seconds(form: Form) -> float | None:
+    anchor = form.texts.get("expires_after[anchor]")
+    seconds = form.texts.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest('expires_after[anchor] must be "created_at"', param="expires_after[anchor]")
+    is_number = seconds is not None and seconds.isascii() and seconds.isdigit() and len(seconds) < 10
+    if seconds is None or not is_number or not EXPIRY_SECONDS_MIN <= int(seconds) <= EXPIRY_SECONDS_MAX:
+        raise InvalidRequest(
+            f"expires_after[seconds] is {'missing' if seconds is None else repr(seconds[:40])}, allowed is a number "
+            f"from {EXPIRY_SECONDS_MIN} to {EXPIRY_SECONDS_MAX}",
+            param="expires_after[seconds]",
+        )
+    return float(seconds)
+
 
 FILE_LIST_MAX = 10_000  # as in OpenAI's API. A page has at most LIST_MAX files, and sets has_more
 SHOWN_PURPOSES = (*PURPOSES, "batch_output")
@@ -145,3 +229,79 @@ def _in_use(file_id: str, batch_id: str) -> Refusal:
 
 def _file_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]
+
+
+Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
+
+
+class File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Purpose | Literal["batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class Files(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    object: Literal["list"]
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeletion(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class FileForm(msgspec.Struct, kw_only=True):
+    """Parts of the form. The part with a filename is the file."""
+
+    file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
+    purpose: Purpose
+
+
+_PATH = "the file's id"
+_LIST: dict[str, tuple[str, dict[str, Any]]] = {
+    **LIST_FIELDS,
+    "limit": (
+        "length of the page, which has at most 100 files",
+        {"type": "integer", "minimum": 1, "maximum": FILE_LIST_MAX},
+    ),
+    "purpose": ("list only files with this purpose", {"type": "string", "enum": list(SHOWN_PURPOSES)}),
+}
+
+OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
+    ("POST", "/v1/files"): DescribedOperation(
+        summary="Store a file",
+        description="For batches. The file expires after the store's time to live, or after expires_after[seconds] "
+        "with expires_after[anchor]=created_at.",
+        body=FileForm,
+        body_media="multipart/form-data",
+        response=File,
+        errors=(*READS_BODY, 507),
+    ),
+    ("GET", "/v1/files"): DescribedOperation(summary="List files", query=_LIST, response=Files, errors=(400, 503)),
+    ("GET", "/v1/files/{file}"): DescribedOperation(
+        summary="Read a file's name, size and dates", response=File, errors=(400, 404, 503), path_parameter=_PATH
+    ),
+    ("GET", "/v1/files/{file}/content"): DescribedOperation(
+        summary="Read a file's content",
+        response="application/octet-stream",
+        errors=(400, 404, 503),
+        path_parameter=_PATH,
+    ),
+    ("DELETE", "/v1/files/{file}"): DescribedOperation(
+        summary="Delete a file",
+        description="Refused with 409 while a running batch uses the file.",
+        response=FileDeletion,
+        errors=(400, 404, 409, 503),
+        path_parameter=_PATH,
+    ),
+}

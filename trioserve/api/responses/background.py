@@ -18,15 +18,14 @@ import msgspec
 import trio
 
 from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.limits import BackgroundSettings
 from trioserve.api.responses.events import Event, event_bytes
 from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.response_object import response_error
 from trioserve.api.responses.response_run import Ended, ResponseRun
-from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
 from trioserve.api.resumption import Resumption
-from trioserve.api.streams.event_log import EventLogFull
-from trioserve.api.streams.followed_log import FollowedLog
+from trioserve.api.streams.event_log import EventLog, EventLogFull
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import (
     InvalidRequest,
@@ -70,7 +69,7 @@ class BackgroundResponse:
         response: The response object at the beginning, and after the end.
     """
 
-    def __init__(self, run: ResponseRun, owner: str | None, log: FollowedLog | None) -> None:
+    def __init__(self, run: ResponseRun, owner: str | None, log: EventLog | None) -> None:
         self.run = run
         self.owner = owner
         self.log = log
@@ -112,7 +111,7 @@ class BackgroundResponse:
         self.response = self._ended[1]
 
     def publish(self, events: list[Event]) -> None:
-        """Append events to the log and wake its readers.
+        """Append events to the log.
 
         Args:
             events: The new events.
@@ -123,14 +122,13 @@ class BackgroundResponse:
         if self.log is not None:
             for event in events:
                 self.log.append(event_bytes(event))
-            self.log.wake()
 
     def publish_end(self) -> bytes:
         """Append the last events. Return all events as bytes for the store, or b"" if there is no log."""
         assert self._ended is not None
         if self.log is None:
             return b""
-        self.log.append_last(map(event_bytes, self._ended[0]))
+        self.log.end(map(event_bytes, self._ended[0]))
         return self.log.everything()
 
     async def _take(self, events: list[Event], _: Delta) -> None:
@@ -211,7 +209,7 @@ class BackgroundResponses:
         planned = msgspec.structs.replace(planned, turn=msgspec.structs.replace(planned.turn, deadlines=deadlines))
         log = None
         if body.stream:
-            log = FollowedLog(first=0, bytes_max=self._settings.events_bytes_max, drops_taken=False)
+            log = EventLog(first=0, bytes_max=self._settings.events_bytes_max, drops_taken=False)
         resumption = None
         if body.return_partial:
             resumption = Resumption(context, None, planned.turn.sampling, is_streamed=False, gives_partial=True)
@@ -259,8 +257,7 @@ class BackgroundResponses:
         finally:
             live.done.set()
             if live.log is not None:
-                live.log.is_ended = True
-                live.log.wake()
+                live.log.end()
             self._forget(live)
 
     async def _settle_without_result(self, live: BackgroundResponse, store: Store) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from trioserve.api.generation import CUT_OFF, Usage
-from trioserve.api.responses.items import Item, item_id
-from trioserve.api.responses.response_object import ResponseHead, response_error, usage_object
+from trioserve.api.responses.response_object import Item, ResponseHead, item_id, response_error, usage_object
 from trioserve.api.responses.tools import CallKind
 from trioserve.api.resume_body import ResumeBody
 from trioserve.api.sse import one_line_json

@@ -8,14 +8,13 @@ import msgspec
 
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.responses.input_items import checked_items, messages_of
-from trioserve.api.responses.items import Item, with_ids
 from trioserve.api.responses.request_types import (
     InputTokensBody,
     PromptBody,
     ResponsesBody,
     TextFormat,
 )
-from trioserve.api.responses.response_object import ResponseHead
+from trioserve.api.responses.response_object import Item, ResponseHead, with_ids
 from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
 from trioserve.api.responses.tools import Tools, parse_tools
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest

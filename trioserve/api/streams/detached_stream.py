@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.streams.event_log import EventLogFull, split_events
-from trioserve.api.streams.followed_log import FollowedLog
-from trioserve.http.exchange import HeaderFields
+from trioserve.api.streams.event_log import EventLog, EventLogFull, split_events
+from trioserve.http.exchange import Exchange, HeaderFields
 from trioserve.trio_tools.deadline_keeper import Alarm
 
-__all__ = ["DetachedStream", "WholeResponse"]
+__all__ = ["DetachedStream", "LoggedExchange", "WholeResponse"]
 
 READER_BYTES_MAX = 65_536  # with more unread events than this, the response waits for a connected but slow reader
 
@@ -66,7 +65,7 @@ class DetachedStream:
         self.id = stream_id
         self.owner = owner
         self.scope = trio.CancelScope()
-        self.log = FollowedLog(first=1, bytes_max=bytes_max, drops_taken=True)
+        self.log = EventLog(first=1, bytes_max=bytes_max, drops_taken=True)
         self.head: tuple[int, HeaderFields] | None = None
         self.whole: WholeResponse | None = None
         self.has_responded = trio.Event()
@@ -120,7 +119,6 @@ class DetachedStream:
                 self.log.append(self._with_number(event, self.log.last + 1))
             except EventLogFull:
                 raise _full(self.log.byte_count) from None
-        self.log.wake()
         while self.has_reader and self.log.unread_byte_count > self._unread_bytes_max:
             await self.log.wait_until_taken()
 
@@ -130,16 +128,12 @@ class DetachedStream:
         Args:
             data: Complete events. May be empty.
         """
-        if data:
-            numbered = enumerate(split_events(data), self.log.last + 1)
-            self.log.append_last([self._with_number(event, number) for number, event in numbered])
-        self.log.is_ended = True
-        self.log.wake()
+        events = enumerate(split_events(data), self.log.last + 1) if data else ()
+        self.log.end([self._with_number(event, number) for number, event in events])
 
     def finish(self) -> None:
         """Note that the handler has returned or was cancelled."""
-        self.log.is_ended = True
-        self.log.wake()
+        self.log.end()
         self.has_responded.set()
         self.over.set()
 
@@ -221,3 +215,48 @@ def _gone(after: int, first_kept: int) -> Refusal:
 
 def _taken_over(stream_id: str) -> Refusal:
     return refusal("stream_taken_over", f"another reader has taken over the stream {stream_id}")
+
+
+class LoggedExchange(Exchange):
+    """Exchange of a detached stream.
+
+    Args:
+        original: Exchange of the connection that sent the request.
+        body: Body of the request.
+        stream: The stream.
+    """
+
+    def __init__(self, original: Exchange, body: bytes, stream: DetachedStream) -> None:
+        self.method, self.path, self.query = original.method, original.path, original.query
+        self.headers, self.http_version, self.peer = original.headers, original.http_version, original.peer
+        self._body = body
+        self._stream = stream
+
+    @property
+    def started(self) -> bool:
+        return self._stream.has_responded.is_set()
+
+    async def body(self) -> bytes:
+        return self._body
+
+    async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
+        self._check(not self.started)
+        self._stream.respond((status, headers, body))
+
+    async def start(self, status: int, headers: HeaderFields) -> None:
+        self._check(not self.started)
+        self._body = b""  # The handler has read it. Free the memory, because the response may take long.
+        self._stream.begin(status, headers)
+
+    async def send(self, data: bytes) -> None:
+        self._check(self._stream.head is not None and not self._stream.log.is_ended)
+        await self._stream.add(data)
+
+    async def finish(self, last: bytes = b"") -> None:
+        self._check(self._stream.head is not None and not self._stream.log.is_ended)
+        self._stream.end(last)
+
+    @staticmethod
+    def _check(is_in_order: bool) -> None:
+        if not is_in_order:
+            raise RuntimeError("wrong order of calls: a response is started once, then sent, then finished")

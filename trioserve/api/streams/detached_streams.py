@@ -6,12 +6,14 @@ that the stream continues without a reader, and `X-Session-Id` names the stream 
 The handler then runs in a task of the server, not of the connection. The connection becomes the stream's first reader.
 Only streams are kept: if the client leaves before the stream has begun, or if the response is not a stream, the request
 is cancelled.
+
+Streams that routers request outlive their router in the same way, see RouterStreams.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,9 +21,8 @@ import msgspec
 import trio
 
 from trioserve.api.error_responses import Refusal, coded_response, refusal
-from trioserve.api.streams.detached_stream import DetachedStream
-from trioserve.api.streams.logged_exchange import LoggedExchange
-from trioserve.api.streams.settings import DetachSettings
+from trioserve.api.limits import DetachSettings
+from trioserve.api.streams.detached_stream import DetachedStream, LoggedExchange
 from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded
 from trioserve.store.stored_objects import is_id
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.http.exchange import Exchange, HeaderFields
 
-__all__ = ["DetachedStreams"]
+__all__ = ["KEEP_HEADER", "KEPT_HEADER", "DetachedStreams", "RouterStreams"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class DetachedStreams:
     Args:
         settings: Limits.
     """
+
+    MISSING = ": its request had no X-Detach-Timeout"
+    """Reason why a stream may not exist, for the error."""
 
     def __init__(self, settings: DetachSettings) -> None:
         self._settings = settings
@@ -120,7 +124,7 @@ class DetachedStreams:
         if stream is None:
             raise refusal(
                 "stream_not_found",
-                f"there is no stream {stream_id[:80]!r}: its request had no X-Detach-Timeout, or its time has passed",
+                f"there is no stream {stream_id[:80]!r}{self.MISSING}, or its time has passed",
             )
         return stream
 
@@ -304,8 +308,7 @@ class DetachedStreams:
         for streams, streams_max in ((own, settings.streams_of_one_max), (every_stream, settings.streams_max)):
             if len(streams) < streams_max:
                 continue
-            done = next((stream for stream in streams if stream.over.is_set() and not stream.has_reader), None)
-            if done is None:
+            if not self._remove_finished(streams):
                 raise Overloaded(
                     f"this caller has {len(own)} streams that outlive their clients (allowed: "
                     f"{settings.streams_of_one_max}), and all callers have {len(every_stream)} (allowed: "
@@ -313,7 +316,13 @@ class DetachedStreams:
                     reason=STREAMS_FULL,
                     retry_after_seconds=5,
                 )
+
+    def _remove_finished(self, streams: Iterable[DetachedStream]) -> bool:
+        """Remove the oldest finished stream without a reader. Return False if there is none."""
+        done = next((stream for stream in streams if stream.over.is_set() and not stream.has_reader), None)
+        if done is not None:
             self._remove(done)
+        return done is not None
 
     async def _work(self, stream: DetachedStream, inner: Context, handle: Callable[[Context], Awaitable[None]]) -> None:
         try:
@@ -346,3 +355,88 @@ class DetachedStreams:
         if self._streams.get((stream.owner, stream.id)) is stream:
             del self._streams[stream.owner, stream.id]
         stream.close()
+
+
+KEEP_HEADER = "x-trioserve-keep"
+"""Request header: name of the stream."""
+KEPT_HEADER = "x-trioserve-kept"
+"""Response header: seconds that the stream continues without a reader, and the number of this reader."""
+
+
+class RouterStreams(DetachedStreams):
+    """All streams that routers requested. They outlive their router for a few seconds, so that another can take over.
+
+    A router that dies closes its connections without a message. A router whose client has left would look the same. So
+    if a client has left, the router ends its stream by name. A closed connection alone means that the router has died.
+    Only the streams of requests with the header `X-Trioserve-Keep` are kept. All other requests are cancelled when the
+    connection closes.
+
+        router ── POST, x-trioserve-keep: NAME ──► endpoint     response header x-trioserve-kept: SECONDS;reader=1
+               ── DELETE /v1/kept_streams/NAME?reader=1 ──►     the client has left: the stream ends at once
+        another router ── GET /v1/kept_streams/NAME ──►         all events from the first, as reader 2
+
+    A request with the router's key and the name can read the stream. Routers derive the name from the caller, the
+    request's id and its body, so that another caller's retry cannot get the stream.
+
+    There are two differences to streams that clients request. If the table is full, the request is served and its
+    stream is not kept. Events get no numbers here, because they have ids already.
+
+    Args:
+        settings: Limits.
+
+    Attributes:
+        taken_over_total: Number of times that a reader took over a stream.
+        expired_total: Running streams that ended because no router took over.
+    """
+
+    MISSING = ""
+
+    def __init__(self, settings: DetachSettings) -> None:
+        super().__init__(settings)
+        self.taken_over_total = 0
+        self.expired_total = 0
+
+    def requested_stream(self, context: RequestContext) -> StreamRequest | None:
+        """Return the stream that a router's request asks for, or None.
+
+        Args:
+            context: The request.
+
+        Raises:
+            InvalidRequest: The name of the stream is invalid.
+        """
+        name = context.exchange.headers.get(KEEP_HEADER)
+        if name is None or context.exchange.method != "POST" or self._settings.seconds_max <= 0 or self._is_draining:
+            return None
+        if not is_id(name):
+            raise InvalidRequest(
+                f"X-Trioserve-Keep is {name[:80]!r}: send a name for the stream, in up to 128 letters, digits and -_.:",
+                param="X-Trioserve-Keep",
+            )
+        return StreamRequest(name, self._settings.seconds_max)
+
+    def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
+        """Return the header field with the time limit and the reader's number.
+
+        Args:
+            stream: The stream.
+            reader: Number of the reader, from 1.
+        """
+        return ((KEPT_HEADER, f"{self._settings.seconds_max:g};reader={reader}"),)
+
+    # --- inside ---
+
+    def _make(self, context: RequestContext, stream_request: StreamRequest) -> DetachedStream | None:
+        existing = self._streams.get((context.owner, stream_request.stream_id))
+        if existing is None:
+            if len(self._streams) >= self._settings.streams_max and not self._remove_finished(self._streams.values()):
+                return None
+        elif existing.has_reader:
+            return None  # A duplicate of a running request. It is served, and the first stream keeps the name.
+        else:
+            self._remove(existing)  # The stream has no reader: its router has restarted the request.
+        return self._new_stream(context, stream_request, is_numbered=False)
+
+    def _expire(self, stream: DetachedStream) -> None:
+        self.expired_total += not stream.over.is_set()
+        super()._expire(stream)

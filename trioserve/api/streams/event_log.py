@@ -1,17 +1,24 @@
 """The numbered events of one stream, for readers that disconnect and return.
 
-The log decides which events are kept. It does no I/O and never waits: FollowedLog does that.
+Detached streams and background responses write their events to a log.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
+
+import trio
+
+from trioserve.api.sse import KEEP_ALIVE
 
 __all__ = ["EventLog", "EventLogFull", "split_events"]
 
 END = b"\n\n"
+PIECE_BYTES_MAX = 65_536  # size of one write to a reader
+
+Send = Callable[[bytes], Awaitable[None]]
 
 
 class EventLogFull(Exception):
@@ -42,6 +49,8 @@ class EventLog:
         self._first = first  # number of the oldest kept event
         self._taken = first - 1  # number of the newest event that a reader has taken
         self._unread_bytes = 0  # size of the events after `_taken`
+        self._readers = trio.lowlevel.ParkingLot()  # readers that wait for an event or the end
+        self._writers = trio.lowlevel.ParkingLot()  # writers that wait until a reader takes events
 
     @property
     def first_kept(self) -> int:
@@ -77,17 +86,19 @@ class EventLog:
         if self.byte_count + len(event) > self._bytes_max:
             raise EventLogFull
         self._keep(event)
+        self._readers.unpark_all()
         return self.last
 
-    def append_last(self, events: Iterable[bytes]) -> None:
-        """Append the events that report the end, without a size limit. The log is ended afterwards.
+    def end(self, events: Iterable[bytes] = ()) -> None:
+        """End the log. A second call without events has no effect.
 
         Args:
-            events: The events, in order.
+            events: Last events, which report the end. They have no size limit.
         """
         for event in events:
             self._keep(event)
         self.is_ended = True
+        self._readers.unpark_all()
 
     def rewind(self, after: int) -> None:
         """Count the events after `after` as not taken, for a reader that begins there.
@@ -127,6 +138,39 @@ class EventLog:
         after += len(pieces)
         self._taken = max(self._taken, after)
         return b"".join(pieces), after
+
+    async def follow(self, after: int, send: Send, *, silent_seconds_max: float) -> None:
+        """Send the events after the event with number `after`, until the log has ended.
+
+        Args:
+            after: Number of the last event that the reader has.
+            send: Sends bytes to the reader.
+            silent_seconds_max: After each silence of this length, a comment is sent, so that proxies keep the
+                connection.
+        """
+        while True:
+            # If this task was woken and cancelled at once, it must not take events. They would count as taken, and the
+            # next reader needs them.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            piece, after = self.take(after, PIECE_BYTES_MAX)
+            if piece:
+                self._writers.unpark_all()
+                await send(piece)
+            elif self.is_ended:
+                return
+            else:
+                with trio.move_on_after(silent_seconds_max):
+                    await self._readers.park()
+                    continue
+                await send(KEEP_ALIVE)
+
+    async def wait_until_taken(self) -> None:
+        """Return when a reader has taken events, or `reader_left` was called."""
+        await self._writers.park()
+
+    def reader_left(self) -> None:
+        """Wake the tasks in `wait_until_taken`, because no reader is left."""
+        self._writers.unpark_all()
 
     def _keep(self, event: bytes) -> None:
         self._events.append(event)

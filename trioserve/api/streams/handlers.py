@@ -1,9 +1,12 @@
-"""Handlers of /v1/streams/{id} for clients and /v1/kept_streams/{id} for routers: resume or end a stream."""
+"""Operations of /v1/streams/{id} for clients and /v1/kept_streams/{id} for routers: resume or end a stream."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
+from trioserve.api.described_operation import DescribedOperation
 from trioserve.api.error_responses import refusal
 from trioserve.api.queries import number_in, query_of
 from trioserve.contracts.errors import InvalidRequest
@@ -11,7 +14,7 @@ from trioserve.contracts.errors import InvalidRequest
 if TYPE_CHECKING:
     from trioserve.api.server_context import ServerContext
 
-__all__ = ["delete_stream", "end_kept_stream", "read_kept_stream", "read_stream"]
+__all__ = ["OPERATIONS", "delete_stream", "end_kept_stream", "read_kept_stream", "read_stream"]
 
 NUMBER_MAX = 2**53
 READERS_MAX = 2**31
@@ -91,3 +94,48 @@ async def end_kept_stream(context: ServerContext) -> None:
 
 def _stream_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]
+
+
+class DeletedStream(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    object: Literal["stream"]
+    deleted: bool
+
+
+KEPT_ID = "value of X-Trioserve-Keep in the request that began the stream"
+ID = "value of X-Session-Id in the request that began the stream"
+
+OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
+    ("GET", "/v1/streams/{stream}"): DescribedOperation(
+        summary="Resume reading a stream after its connection was lost",
+        description="The stream belongs to a request that was sent with X-Session-Id and X-Detach-Timeout. Its events "
+        "are those of the request's API, and each SSE id is the event's number. An earlier reader gets an event saying "
+        "that another reader has taken over.",
+        response="text/event-stream",
+        query={"after": ("send only events after the event with this number", {"type": "integer", "minimum": 0})},
+        errors=(400, 404, 409, 410),
+        path_parameter=ID,
+    ),
+    ("DELETE", "/v1/streams/{stream}"): DescribedOperation(
+        summary="End a stream and delete its events",
+        response=DeletedStream,
+        errors=(400, 404),
+        path_parameter=ID,
+    ),
+    ("GET", "/v1/kept_streams/{stream}"): DescribedOperation(
+        summary="Take over a stream whose router has died",
+        description="For routers. Sends all events of a stream that another router requested with X-Trioserve-Keep. "
+        "An earlier reader gets an event saying that another reader has taken over.",
+        response="text/event-stream",
+        query={"unread": ("refuse if the stream has a reader", {"type": "string"})},
+        errors=(400, 404, 409, 410),
+        path_parameter=KEPT_ID,
+    ),
+    ("DELETE", "/v1/kept_streams/{stream}"): DescribedOperation(
+        summary="End a stream whose client has left",
+        response=DeletedStream,
+        query={"reader": ("end the stream only if this reader is the latest", {"type": "integer", "minimum": 1})},
+        errors=(400, 404),
+        path_parameter=KEPT_ID,
+    ),
+}

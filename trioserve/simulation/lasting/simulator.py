@@ -20,11 +20,9 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.error_responses import Refusal
-from trioserve.api.responses.settings import BackgroundSettings
+from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.streams.detached_stream import DetachedStream
-from trioserve.api.streams.settings import DetachSettings
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.simulation.lasting.plan import (
     OWNERS,
