@@ -80,13 +80,11 @@ from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.response_parsers.registry import named_families
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
-from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
-from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.trio_tools.worker_thread import LongJob, WorkerThread, call_abandonable
 from trioserve.vision.image_file import why_no_images
 from trioserve.vision.image_prompt import IMAGE_SIGN
 

@@ -13,12 +13,12 @@ import msgspec
 import trio
 
 from trioserve.assemble import LoadProgress, LoadReport, default_served_name, for_asyncio
-from trioserve.asyncio.image_engine import ImageEngine as AsyncioImageEngine
+from trioserve.asyncio.engine import ImageEngine as AsyncioImageEngine
 from trioserve.config import Config, engine_settings, make_config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.settings import IterativeSettings
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.shell.engine_loop import ThreadedExecutor
@@ -32,9 +32,8 @@ from trioserve.model.fingerprint import fingerprint_of
 from trioserve.text.tokenizer_patterns import check_tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
-from trioserve.trio_tools.long_job import LongJob
 from trioserve.trio_tools.own_run import check_is_in_trio, opened_once
-from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.trio_tools.worker_thread import LongJob, WorkerThread
 
 if TYPE_CHECKING:
     from trioserve.model.diffusion.runner import DiffusionRunner

@@ -26,7 +26,7 @@ import trio
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trioserve.asyncio.thread_event import ThreadEvent, Waiters
+from trioserve.asyncio.trio_thread import ThreadEvent, Waiters
 from trioserve.commands.log_lines import logging_to
 from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.config import Config

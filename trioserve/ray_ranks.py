@@ -17,7 +17,7 @@ import trio
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trioserve.asyncio.thread_event import ThreadEvent
+from trioserve.asyncio.trio_thread import ThreadEvent
 from trioserve.commands.log_lines import logging_to
 from trioserve.contracts.errors import StartupError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
@@ -25,8 +25,8 @@ from trioserve.ranks.headless import keep_ranks
 from trioserve.ranks.host import free_port
 from trioserve.ranks.placed import RankDoor, RankNode, RanksWanted
 from trioserve.ray_engines import amounts
-from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 __all__ = ["RankActor", "RayPlaces"]
 

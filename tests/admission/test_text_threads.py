@@ -28,7 +28,7 @@ from trioserve.contracts.errors import AlreadyEnded, Overloaded, RequestFailed
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.fair_places import FairPlaces
-from trioserve.trio_tools.long_job import JobCancelled
+from trioserve.trio_tools.worker_thread import JobCancelled
 
 WAIT_SECONDS_MAX = 60  # ends a failing test. Long enough for a busy machine.
 

@@ -15,8 +15,8 @@ import pytest
 
 import trioserve
 import trioserve.asyncio
-from trioserve.asyncio.delta_box import DeltaBox
 from trioserve.asyncio.engine import Engine, in_a_thread
+from trioserve.asyncio.scope_stream import DeltaBox
 from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trioserve.asyncio.thread_event import Waiters
+from trioserve.asyncio.trio_thread import Waiters
 
 
 def test_closed_loop_does_not_keep_other_loops_from_waking():

@@ -9,8 +9,8 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.core.block_holds import BlockHolds
+from trioserve.core.connector_guard import TransferFaults
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.transfer_faults import TransferFaults
 
 SEND, LOAD = HoldKind.SEND, HoldKind.LOAD
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trioserve.contracts.step import DraftTimes
-from trioserve.core.draft_judge import (
+from trioserve.core.drafting import PAUSE_MAX, ModelDraft
+from trioserve.core.model_drafts import (
     OTHER_PERIOD,
     PLAIN_PERIOD,
     TRIAL_PERIOD_MAX,
@@ -14,7 +15,6 @@ from trioserve.core.draft_judge import (
     TRIAL_TOKENS,
     DraftJudge,
 )
-from trioserve.core.model_draft import PAUSE_MAX, ModelDraft
 
 TOKENS_MAX = 8
 

@@ -6,8 +6,8 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, DraftTimes, StepPlan
+from trioserve.core.drafting import ACCEPTANCE_FIRST, ModelDraft
 from trioserve.core.engine import EngineCore
-from trioserve.core.model_draft import ACCEPTANCE_FIRST, ModelDraft
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle

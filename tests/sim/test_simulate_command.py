@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from trioserve.cli import main
-from trioserve.core.stopping import finish_reason_of
+from trioserve.core.guided_steps import finish_reason_of
 
 TWO_FINISH = """\
 world block_count=4 block_size=2 max_num_seqs=2 step_tokens_max=4

@@ -12,8 +12,7 @@ import sys
 import pytest
 
 from trioserve.contracts.errors import StartupError, StoreFault, StoreFull
-from trioserve.store.database import FILE_NAME, ROW_BYTES, StoreDatabase
-from trioserve.store.schema import APPLICATION_ID, SCHEMA_VERSION
+from trioserve.store.database import APPLICATION_ID, FILE_NAME, ROW_BYTES, SCHEMA_VERSION, StoreDatabase
 from trioserve.store.settings import StoreSettings
 from trioserve.store.stored_objects import AppendBlob, DeleteObject, PutObject, ReplaceObject, is_id
 

@@ -12,7 +12,7 @@ import trio
 from trioserve import assemble
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
-from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 GIVE_UP_SECONDS = 20  # ends the download if a caller wrongly waits for it
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 import trio
 
-from trioserve.trio_tools.long_job import JobCancelled, LongJob
-from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.trio_tools.worker_thread import JobCancelled, LongJob, WorkerThread
 
 
 async def test_job_returns_its_result_or_raises_its_error():

@@ -14,8 +14,7 @@ import trio
 import trio.testing
 
 import trioserve
-from trioserve.trio_tools import file_limit
-from trioserve.trio_tools.file_limit import connections_within, raise_file_limit
+from trioserve.trio_tools.interpreter import OWN_FILES, connections_within, raise_file_limit
 from trioserve.trio_tools.places import Place, Places, remote_address
 
 
@@ -296,12 +295,12 @@ def test_max_connections_is_lowered_to_the_limit_of_files_with_a_warning(caplog)
     connections_within.cache_clear()
     assert connections_within(1024, 65536) == 1024
     assert not caplog.records
-    assert connections_within(1024, 1024) == 1024 - file_limit.OWN_FILES
-    assert connections_within(1024, 1024) == 1024 - file_limit.OWN_FILES
+    assert connections_within(1024, 1024) == 1024 - OWN_FILES
+    assert connections_within(1024, 1024) == 1024 - OWN_FILES
     (record,) = caplog.records
     assert "--max-connections is 1024" in record.getMessage()
-    assert f"allows {1024 - file_limit.OWN_FILES}:" in record.getMessage()
-    assert connections_within(1024, 1024, files_each=2) == (1024 - file_limit.OWN_FILES) // 2
+    assert f"allows {1024 - OWN_FILES}:" in record.getMessage()
+    assert connections_within(1024, 1024, files_each=2) == (1024 - OWN_FILES) // 2
     assert connections_within(1024, 20) == 10
     assert connections_within(5000, resource.RLIM_INFINITY) == 5000
 

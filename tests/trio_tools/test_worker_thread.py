@@ -15,8 +15,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.engine.shell.engine_loop import ThreadedExecutor
-from trioserve.trio_tools.cpu_affinity import CpuAffinity
-from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.trio_tools.worker_thread import CpuAffinity, WorkerThread
 
 
 async def test_jobs_run_in_order_in_one_named_thread():

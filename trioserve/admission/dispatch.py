@@ -18,8 +18,7 @@ from contextlib import contextmanager
 
 import trio
 
-from trioserve.admission.ended_ids import EndedIds
-from trioserve.admission.sent_times import SentTimes
+from trioserve.admission.recent_requests import EndedIds, SentTimes
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import Draining, EndpointLost, RequestAborted, TrioserveError
 from trioserve.contracts.events import AbortOutcome

@@ -24,8 +24,7 @@ from trioserve.contracts.errors import Overloaded, panics_become_failures
 from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
 from trioserve.trio_tools.fair_places import FairPlaces
 from trioserve.trio_tools.interrupts import uninterrupted
-from trioserve.trio_tools.long_job import LongJob
-from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.trio_tools.worker_thread import LongJob, WorkerThread
 
 __all__ = [
     "ASIDE_CHARACTERS_MAX",

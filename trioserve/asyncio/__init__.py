@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from trioserve.assemble import open_asyncio_engine as open_engine
     from trioserve.assemble_images import open_asyncio_image_engine as open_image_engine
     from trioserve.asyncio.disconnect import cancel_on_disconnect
-    from trioserve.asyncio.engine import Engine
-    from trioserve.asyncio.image_engine import ImageEngine
-    from trioserve.asyncio.image_stream import ImageStream
-    from trioserve.asyncio.pooled_stream import PooledStream
-    from trioserve.asyncio.request_stream import RequestStream
+    from trioserve.asyncio.engine import Engine, ImageEngine
+    from trioserve.asyncio.streams import ImageStream, PooledStream, RequestStream
 
 __all__ = [
     "Engine",
@@ -31,10 +28,10 @@ __all__ = [
 
 _LOCATIONS = {
     "Engine": ("trioserve.asyncio.engine", "Engine"),
-    "ImageEngine": ("trioserve.asyncio.image_engine", "ImageEngine"),
-    "ImageStream": ("trioserve.asyncio.image_stream", "ImageStream"),
-    "PooledStream": ("trioserve.asyncio.pooled_stream", "PooledStream"),
-    "RequestStream": ("trioserve.asyncio.request_stream", "RequestStream"),
+    "ImageEngine": ("trioserve.asyncio.engine", "ImageEngine"),
+    "ImageStream": ("trioserve.asyncio.streams", "ImageStream"),
+    "PooledStream": ("trioserve.asyncio.streams", "PooledStream"),
+    "RequestStream": ("trioserve.asyncio.streams", "RequestStream"),
     "cancel_on_disconnect": ("trioserve.asyncio.disconnect", "cancel_on_disconnect"),
     "open_engine": ("trioserve.assemble", "open_asyncio_engine"),
     "open_image_engine": ("trioserve.assemble_images", "open_asyncio_image_engine"),

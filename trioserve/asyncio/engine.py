@@ -1,4 +1,4 @@
-"""The text engine for asyncio programs."""
+"""The engines for asyncio programs: for text, and for images."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from trioserve.asyncio.pooled_stream import PooledStream
-from trioserve.asyncio.request_stream import RequestStream
+from trioserve.asyncio.streams import ImageStream, PooledStream, RequestStream
 from trioserve.asyncio.threaded_engine import ThreadedEngine, awaited, called, made, opened_in_a_thread
+from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
+from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.part_stream import PartStream
 
-__all__ = ["Engine", "in_a_thread"]
+__all__ = ["Engine", "in_a_thread", "ImageEngine"]
 
 
 class Engine(ThreadedEngine[TrioEngine]):
@@ -83,3 +84,31 @@ def in_a_thread(
         open_engine: opens the engine on Trio.
     """
     return opened_in_a_thread(open_engine, Engine)
+
+
+class ImageEngine(ThreadedEngine[TrioImageEngine]):
+    """An image engine, created by trioserve.asyncio.open_image_engine. See ThreadedEngine."""
+
+    generate_image = made(TrioImageEngine.generate_image, ImageStream)
+    abort = called(TrioImageEngine.abort)
+    abort_all = called(TrioImageEngine.abort_all)
+    live_requests = called(TrioImageEngine.live_requests)
+    stats = called(TrioImageEngine.stats)
+    load = called(TrioImageEngine.load)
+    sleep = awaited(TrioImageEngine.sleep)
+    wake_up = awaited(TrioImageEngine.wake_up)
+    drain = called(TrioImageEngine.drain)
+    pause_generation = awaited(TrioImageEngine.pause_generation)
+    resume_generation = called(TrioImageEngine.resume_generation)
+    wait_until_idle = awaited(TrioImageEngine.wait_until_idle)
+    wait_all_free = awaited(TrioImageEngine.wait_all_free)
+
+    @property
+    def model(self) -> ImageModelDescription:
+        """The model that is served."""
+        return self.on_trio.model
+
+    @property
+    def limits(self) -> ImageRequestLimits:
+        """Limits on requests, in addition to the limits of the model."""
+        return self.on_trio.limits

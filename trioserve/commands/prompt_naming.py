@@ -31,7 +31,7 @@ async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> 
     from trioserve.admission.text_threads import TextThreads
     from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
     from trioserve.proxy.prompt_blocks import PromptBlocks
-    from trioserve.trio_tools.daemon_thread import call_abandonable
+    from trioserve.trio_tools.worker_thread import call_abandonable
 
     def resolved() -> Path:
         return resolve_model(model, with_weights=False)

@@ -35,8 +35,7 @@ from trioserve.http.root_path import RootPath, checked_root_path
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.file_limit import connections_within
-from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
+from trioserve.trio_tools.interpreter import connections_within, freeze_loaded_objects, prepare_interpreter
 
 __all__ = [
     "NativeFrontEnd",

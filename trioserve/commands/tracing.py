@@ -12,7 +12,7 @@ import trio
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.tracing import NO_TRACER, Tracer
-from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 if TYPE_CHECKING:
     from trioserve.config import ServerConfig

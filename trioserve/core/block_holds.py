@@ -15,8 +15,8 @@ import msgspec
 
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, TransferFault
+from trioserve.core.connector_guard import TransferFaults
 from trioserve.core.kv_blocks import BlockPool
-from trioserve.core.transfer_faults import TransferFaults
 
 __all__ = ["BlockHolds", "Hold"]
 

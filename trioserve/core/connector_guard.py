@@ -10,9 +10,26 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector, TransferEvent, TransferFault
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
-from trioserve.core.transfer_faults import TransferFaults
 
-__all__ = ["ConnectorGuard"]
+__all__ = ["TransferFaults", "ConnectorGuard"]
+
+
+class TransferFaults:
+    """Counts of the faults of a connector, by kind. A fault never stops the engine.
+
+    Attributes:
+        totals: number of faults by kind. Every kind has an entry from the start.
+        latest: the latest fault of each kind as text, for the engine's log.
+    """
+
+    def __init__(self) -> None:
+        self.totals = dict.fromkeys(TransferFault, 0)
+        self.latest: dict[TransferFault, str] = {}
+
+    def count(self, fault: TransferFault, message: str) -> None:
+        self.totals[fault] += 1
+        self.latest[fault] = message
+
 
 Result = TypeVar("Result")
 

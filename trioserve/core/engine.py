@@ -46,8 +46,7 @@ from trioserve.core.request_state import RequestStatus
 from trioserve.core.request_table import RequestTable
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.settings import CoreSettings
-from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight
-from trioserve.core.surplus_chunks import lacking_ids, without_ended
+from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX, StepsInFlight, lacking_ids, without_ended
 from trioserve.core.transfers import Transfers, Unserved
 
 __all__ = ["EngineCore"]

@@ -20,9 +20,25 @@ from trioserve.contracts.guide import GuidedRows, MaskMaker
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.core.live_request import LiveRequest
-from trioserve.core.stopping import finish_reason_of
 
-__all__ = ["GuidedSteps", "take_token"]
+__all__ = ["finish_reason_of", "GuidedSteps", "take_token"]
+
+
+def finish_reason_of(live: LiveRequest) -> FinishReason | None:
+    """Return the finish reason if the last token ends the request. The package text finds stop strings.
+
+    Args:
+        live: a request with at least one output token. An end token counts only after min_tokens other tokens.
+    """
+    request = live.request
+    tokens = live.tokens
+    output_count = len(tokens) - len(request.prompt_token_ids)
+    if tokens[-1] in request.stop_token_ids and output_count > request.sampling.min_tokens:
+        return FinishReason.STOP
+    if output_count >= request.output_tokens_max:
+        return FinishReason.LENGTH
+    return None
+
 
 FORCED_TOKENS_MAX = 256  # per step: checking them blocks the event loop for about a millisecond
 

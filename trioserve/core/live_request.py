@@ -12,8 +12,7 @@ import msgspec
 from trioserve.contracts.events import Phase
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.request import EngineRequest
-from trioserve.core.drafting import Drafter
-from trioserve.core.model_draft import ModelDraft
+from trioserve.core.drafting import Drafter, ModelDraft
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.request_state import RequestLife
 from trioserve.core.state_slots import OwnState

@@ -6,7 +6,7 @@
     WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks, or a slot, while it is RUNNING. live_request.py and live_iteration.py say what it owns in other
+A request owns blocks, or a slot, while it is RUNNING. live_request.py and latent_slots.py say what it owns in other
 states. No transition leaves FINISHED, so blocks and slots are released exactly once.
 """
 

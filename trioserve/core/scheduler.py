@@ -12,7 +12,7 @@ starts before requests without KV.
 
 A prompt that needs several steps gets only as many tokens per step as cost the decodes little time (prompt_pace.py).
 
-Draft tokens (drafting.py, model_draft.py) are planned last. They use the tokens and blocks that are left. While a
+Draft tokens (drafting.py) are planned last. They use the tokens and blocks that are left. While a
 request waits, there are no draft tokens. A draft model proposes them at the end of the step before (model_drafts.py).
 
 A step may be planned while another one is in flight (fill_step_ahead). Requests of that step are assumed to continue,
@@ -33,18 +33,17 @@ import msgspec
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
-from trioserve.core.drafting import Drafter
+from trioserve.core.drafting import Drafter, ModelDraft
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.live_request import LiveRequest
-from trioserve.core.model_draft import ModelDraft
 from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.core.prompt_pace import CHUNK_TOKENS_MIN, PromptPace
-from trioserve.core.remote_loads import RemoteLoads
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots
 from trioserve.core.steps_in_flight import STEPS_IN_FLIGHT_MAX
+from trioserve.core.transfers import RemoteLoads
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["Scheduler"]

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, WeightGroup, WeightSource
 from trioserve.engine.weight_updates import Replacement
-from trioserve.trio_tools.daemon_thread import call_abandonable
-from trioserve.trio_tools.worker_thread import WorkerThread
+from trioserve.trio_tools.worker_thread import WorkerThread, call_abandonable
 
 __all__ = ["ThreadedWeights", "WrittenWeights"]
 

@@ -25,8 +25,7 @@ from trioserve.http.http2.frames import PREFACE
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.rate_bucket import RateBucket
 from trioserve.trio_tools.places import Place, Places, remote_address
-from trioserve.trio_tools.tcp_options import end_when_vanished
-from trioserve.trio_tools.tcp_stream import TcpStream
+from trioserve.trio_tools.tcp_stream import TcpStream, end_when_vanished
 
 __all__ = ["FrontendServer"]
 

@@ -50,9 +50,9 @@ from trioserve.ranks.messages import (
 )
 from trioserve.ranks.plan_wire import plan_to_wire
 from trioserve.ranks.stage_meeting import KEY_BYTES
-from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 __all__ = ["RankGroup", "open_ranks"]
 

@@ -16,7 +16,7 @@ from trioserve.contracts.errors import InvalidRequest, RankLost
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
 from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors, dtype_named
 from trioserve.ranks.messages import Answer, CheckWeights, ConfirmWeights, PutWeights, Refusal, WriteWeights
-from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 __all__ = ["RankedWeights"]
 

@@ -12,7 +12,7 @@ import socket
 import time
 
 from trioserve.contracts.errors import StartupError
-from trioserve.trio_tools.tcp_options import end_when_vanished
+from trioserve.trio_tools.tcp_stream import end_when_vanished
 
 __all__ = ["KEY_BYTES", "RANK_VANISHED_SECONDS", "StageListener", "connect_stage", "make_blocking"]
 

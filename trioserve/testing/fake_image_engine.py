@@ -11,7 +11,7 @@ import trio
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, Picture
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.settings import IterativeSettings
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.images.image_stream import ImageStream

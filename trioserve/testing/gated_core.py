@@ -14,8 +14,7 @@ from trioserve.contracts.kv_transfer import KVConnector
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.settings import IterativeSettings
-from trioserve.core.settings import CoreSettings
+from trioserve.core.settings import CoreSettings, IterativeSettings
 
 __all__ = ["GatedCore", "GatedImageCore", "GatedSteps"]
 

@@ -13,7 +13,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import AlreadyEnded
 from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
-from trioserve.trio_tools.long_job import LongJob
+from trioserve.trio_tools.worker_thread import LongJob
 
 __all__ = ["InlineTexts"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.live_iteration import LiveIteration
+from trioserve.core.iterative.latent_slots import LiveIteration
 from trioserve.core.request_state import RequestStatus
 
 __all__ = ["check_iterative_core", "check_iterative_idle"]

@@ -17,9 +17,8 @@ import trio
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.testing.memory_stream import MemoryEnd
-from trioserve.trio_tools.http1_client import Http1ClientProtocol
 from trioserve.trio_tools.http2_client import Http2ClientProtocol
-from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
+from trioserve.trio_tools.http_client import Http1ClientProtocol, ResponseEnd, ResponseResult
 
 __all__ = ["ConnectionLost", "MemoryResponse", "MemoryClient"]
 

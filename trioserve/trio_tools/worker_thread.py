@@ -1,4 +1,8 @@
-"""A thread that runs jobs in order, for work that must not block the Trio thread.
+"""Calls blocking functions in other threads, so that they do not block the Trio thread.
+
+`WorkerThread` is the usual choice: its thread always ends with its scope. `LongJob` is a job of a worker thread that
+may take minutes, such as loading a model. `call_abandonable` is for calls that cannot be interrupted, hold no resource
+that other code needs, and may take minutes.
 
 The engine has the thread `compute`, the only thread in which torch runs. If torch ran in a second thread, OpenMP would
 create a second team of threads, which costs a third of every step. Other threads tokenize long prompts (see
@@ -7,7 +11,11 @@ text_threads). Passing a job to a thread takes about 20 us, and so does passing 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -15,12 +23,46 @@ from typing import Any, TypeVar
 
 import outcome
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from trioserve.contracts.errors import AlreadyEnded
-from trioserve.trio_tools.cpu_affinity import CpuAffinity
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["WorkerThread"]
+__all__ = ["CpuAffinity", "WorkerThread", "JobCancelled", "LongJob", "call_abandonable"]
+
+
+class CpuAffinity:
+    """Starts a thread's job on the CPU of the task that requested it, if that task is about to wait.
+
+    If the job started on another CPU, it would wait until that CPU wakes up. If another program was using that CPU, the
+    job would wait until the program stops, or until the system moves the thread. This can take a millisecond, while the
+    caller's CPU is idle. Only Linux supports this. On other systems, the methods do nothing.
+
+    Create this object in a thread that is allowed to use all CPUs on which the other thread may run.
+    """
+
+    def __init__(self) -> None:
+        self._cpu = None if sys.platform != "linux" else getattr(ctypes.CDLL(None), "sched_getcpu", None)
+        self._allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
+
+    def pin_to_caller(self, thread_id: int) -> None:
+        """Make a sleeping thread wake up on the caller's CPU, and stay there until it calls `unpin`.
+
+        Args:
+            thread_id: Native id of the thread.
+        """
+        if self._cpu is None:
+            return
+        try:
+            os.sched_setaffinity(thread_id, (self._cpu(),))
+        except OSError:  # the system does not permit it: do not try again
+            self._cpu = None
+
+    def unpin(self) -> None:
+        """Let the calling thread run on every allowed CPU again."""
+        with contextlib.suppress(OSError):  # the system has taken all of these CPUs from the process
+            os.sched_setaffinity(0, self._allowed)
+
 
 T = TypeVar("T")
 
@@ -186,3 +228,80 @@ def _deliver(job: _Job, result: outcome.Outcome[Any]) -> None:
         job.result = result
     else:
         trio.lowlevel.reschedule(job.task, result)
+
+
+class JobCancelled(Exception):
+    """The caller of the job was cancelled. Raised in the job's thread."""
+
+
+class LongJob:
+    """One job: `await job.run(thread, function)`, where the function calls `job.check()` often."""
+
+    def __init__(self) -> None:
+        self._is_cancelled = trio.Event()  # set by the event loop, read in the thread
+
+    def check(self) -> None:
+        """Raise an error if the caller no longer waits.
+
+        Raises:
+            JobCancelled: the caller was cancelled.
+        """
+        if self._is_cancelled.is_set():
+            raise JobCancelled
+
+    def cancel(self) -> None:
+        """Make the next check raise JobCancelled."""
+        self._is_cancelled.set()
+
+    async def run(self, thread: WorkerThread, function: Callable[..., T], *arguments: Any) -> T:
+        """Run the job in a thread and wait for its end, even if the caller is cancelled.
+
+        If the caller is cancelled, Cancelled is raised, whatever the job returns or raises.
+
+        Args:
+            thread: Thread that runs the job.
+            function: Function to call.
+            arguments: Arguments of the function.
+        """
+        try:
+            return await thread.run(function, *arguments, on_cancel=self._is_cancelled.set)
+        except Exception:
+            if self._is_cancelled.is_set():  # then the job's error is only a consequence of the cancellation
+                await trio.sleep_forever()  # this raises Cancelled
+            raise
+
+
+@enable_ki_protection
+async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_name: str) -> T:
+    """Call a function in a new daemon thread. If the caller is cancelled, it returns at once.
+
+    An abandoned thread runs until the function returns. Its result or error is discarded.
+
+    Args:
+        function: Function to call.
+        arguments: Arguments of the function.
+        thread_name: Name of the thread.
+    """
+    task = trio.lowlevel.current_task()
+    token = trio.lowlevel.current_trio_token()
+    is_abandoned = False
+
+    def work() -> None:
+        result = outcome.capture(function, *arguments)
+        with contextlib.suppress(trio.RunFinishedError):  # the call was abandoned, and the Trio run has ended
+            token.run_sync_soon(deliver, result)
+
+    def deliver(result: outcome.Outcome[T]) -> None:
+        if not is_abandoned:
+            thread.join()  # this returns at once, because the thread has no work left
+            trio.lowlevel.reschedule(task, result)
+
+    def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
+        nonlocal is_abandoned
+        is_abandoned = True
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    thread = threading.Thread(target=work, name=thread_name, daemon=True)
+    thread.start()
+    returned: T = await trio.lowlevel.wait_task_rescheduled(leave)
+    return returned

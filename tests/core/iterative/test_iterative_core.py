@@ -9,7 +9,7 @@ from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhas
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.iterative import IterativeEvent, IterativePlan, IterativeRequest, OutputReady, StepDone
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.settings import IterativeSettings
 from trioserve.testing.fake_iterative_executor import FakeIterativeExecutor, latent_after
 from trioserve.testing.iterative_invariants import check_iterative_core, check_iterative_idle
 

@@ -27,8 +27,7 @@ from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import Started
 from trioserve.trio_tools.places import remote_address
-from trioserve.trio_tools.tcp_options import end_when_vanished
-from trioserve.trio_tools.tcp_stream import connect_tcp
+from trioserve.trio_tools.tcp_stream import connect_tcp, end_when_vanished
 
 __all__ = ["StreamTransport", "dual_listener"]
 

@@ -27,11 +27,11 @@ from trioserve.contracts.iterative import (
 )
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.step import IsAbandoned
-from trioserve.core.iterative.live_iteration import LiveIteration
+from trioserve.core.iterative.latent_slots import LiveIteration
 from trioserve.core.iterative.scheduler import IterativeScheduler
-from trioserve.core.iterative.settings import IterativeSettings
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.request_table import RequestTable
+from trioserve.core.settings import IterativeSettings
 from trioserve.core.steps_in_flight import StepsInFlight
 
 __all__ = ["IterativeCore"]

@@ -25,10 +25,9 @@ from typing import NamedTuple
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.iterative import LatentMove
-from trioserve.core.iterative.latent_slots import LatentSlots
-from trioserve.core.iterative.live_iteration import LiveIteration
-from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.iterative.latent_slots import LatentSlots, LiveIteration
 from trioserve.core.request_state import RequestStatus
+from trioserve.core.settings import IterativeSettings
 from trioserve.core.waiting_queue import WaitingQueue
 
 __all__ = ["FilledStep", "IterativeScheduler"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.contracts.step import IsAbandoned
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.settings import IterativeSettings
 from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.shell.engine_life import Guard
 from trioserve.engine.shell.stepped_core import StepRunnerOf

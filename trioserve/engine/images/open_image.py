@@ -15,7 +15,7 @@ from trioserve.contracts.image_generation import ImageDelta, ImageParams, Pictur
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Span
-from trioserve.core.iterative.live_iteration import LiveIteration
+from trioserve.core.iterative.latent_slots import LiveIteration
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.images.image_preparation import WantedImage
 from trioserve.engine.shell.request_scope import RequestPart, RequestScope

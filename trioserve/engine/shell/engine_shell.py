@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypedDict, TypeVar
 import trio
 
 from trioserve.admission.dispatch import AdmissionScope
-from trioserve.admission.ended_ids import EndedIds
+from trioserve.admission.recent_requests import EndedIds
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.errors import InvalidRequest

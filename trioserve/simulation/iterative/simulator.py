@@ -22,7 +22,7 @@ from trioserve.contracts.iterative import (
     StepDone,
 )
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.iterative.settings import IterativeSettings
+from trioserve.core.settings import IterativeSettings
 from trioserve.simulation.iterative.books import ExpectedIteration, StepRules
 from trioserve.simulation.iterative.history import (
     Abort,

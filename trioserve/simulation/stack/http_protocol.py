@@ -5,9 +5,8 @@ from __future__ import annotations
 import h2.exceptions
 import h11
 
-from trioserve.trio_tools.http1_client import Http1ClientProtocol
 from trioserve.trio_tools.http2_client import Http2ClientProtocol
-from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseResult
+from trioserve.trio_tools.http_client import Fields, Http1ClientProtocol, ResponseEnd, ResponseResult
 
 __all__ = ["Response", "StrictClient"]
 

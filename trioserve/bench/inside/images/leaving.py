@@ -18,8 +18,8 @@ import trio
 from trioserve.bench.inside.images.asked import AskedPictures
 from trioserve.bench.inside.images.watch import ImageWatch
 from trioserve.contracts.events import IterativePhase
-from trioserve.trio_tools.daemon_thread import call_abandonable
 from trioserve.trio_tools.tcp_stream import connect_tcp
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 if TYPE_CHECKING:
     from trioserve.bench.inside.images.pipeline import PlainPipeline

@@ -15,7 +15,7 @@ import trio
 
 from trioserve.bench.inside.images.asked import AskedPictures
 from trioserve.bench.inside.images.watch import ImageWatch
-from trioserve.trio_tools.daemon_thread import call_abandonable
+from trioserve.trio_tools.worker_thread import call_abandonable
 
 if TYPE_CHECKING:
     from trioserve.bench.inside.images.pipeline import PlainPipeline

@@ -1,17 +1,28 @@
-"""A text request that an asyncio task makes."""
+"""Requests that asyncio tasks make: for text, for pooling, and for images."""
 
 from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
 
 from trioserve.asyncio.scope_stream import ScopeStream
 from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.events import FinishReason, TokenLogprob
+from trioserve.contracts.image_generation import ImageDelta, Picture
 from trioserve.contracts.output import Delta
+from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
+from trioserve.engine.images.image_stream import ImageStream as TrioImageStream
+from trioserve.engine.images.image_stream import pictures_of
+from trioserve.engine.images.open_image import merge as merge_images
+from trioserve.engine.pooled_stream import PooledStream as TrioPooledStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
+from trioserve.engine.shell.error_of_end import error_of
 from trioserve.text.output import merge
 
-__all__ = ["RequestStream"]
+__all__ = ["RequestStream", "PooledStream", "ImageStream"]
+
 
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -142,3 +153,99 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
     def is_held(self) -> bool:
         """True if a connector holds blocks of a finished choice for another engine."""
         return self._stream.is_held
+
+
+class PooledStream(RequestStream):
+    """A pooling request. Await the stream to get the results, or enter it and call `results`. Leaving the stream aborts
+    the request.
+
+    Shortest use: `vectors = await engine.embed(texts)`. With access to the stream's properties: `async with
+    engine.embed(texts) as stream: vectors = await stream.results()`.
+
+    Iterating yields one delta for each input, with the index of the input and the reason why it ended. `results`
+    iterates by itself.
+
+    Args:
+        thread: the engine's thread.
+        stream: the request in that thread.
+    """
+
+    def __init__(self, thread: TrioThread, stream: TrioPooledStream) -> None:
+        super().__init__(thread, stream)
+        self._pooled_stream = stream
+
+    def __await__(self) -> Generator[Any, Any, tuple[Pooled, ...]]:
+        return self._all().__await__()
+
+    async def _all(self) -> tuple[Pooled, ...]:
+        async with self:
+            return await self.results()
+
+    async def results(self) -> tuple[Pooled, ...]:
+        """Wait until all inputs are computed, and return the results in the order of the inputs.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: the reason why the first input without a result has none.
+            EngineFault: the engine failed for good.
+        """
+        async for delta in self:
+            if (error := error_of(delta)) is not None:
+                raise error
+        return self.pooled
+
+    @property
+    def pooled(self) -> tuple[Pooled, ...]:
+        """The results. Valid once the stream was read to its end without an error."""
+        return self._pooled_stream.pooled
+
+    @property
+    def input_token_counts(self) -> tuple[int, ...]:
+        """Number of tokens of each input. Known once the stream is entered."""
+        return self._pooled_stream.input_token_counts
+
+
+class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
+    """A request for images. Await the stream to get all images, or enter it to read partial images. Leaving the stream
+    aborts the request.
+
+    Shortest use: `pictures = await engine.generate_image("a cat")`. With partial images: `async with
+    engine.generate_image("a cat") as stream: async for delta in stream: ...`. See ScopeStream.
+
+    Args:
+        thread: the engine's thread.
+        stream: the request in that thread.
+    """
+
+    def __init__(self, thread: TrioThread, stream: TrioImageStream) -> None:
+        super().__init__(thread, stream, merge_images)
+
+    def __await__(self) -> Generator[Any, Any, tuple[Picture, ...]]:
+        return self._all().__await__()
+
+    async def _all(self) -> tuple[Picture, ...]:
+        async with self:
+            return await self.pictures()
+
+    async def pictures(self) -> tuple[Picture, ...]:
+        """Wait until all images are finished, and return them in the order of the request.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: the reason why the first unfinished image was not finished.
+            EngineFault: the engine failed for good.
+        """
+        return await pictures_of(self)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each image."""
+        return self._stream.seeds
+
+    @property
+    def step_count(self) -> int:
+        """Number of denoising steps of each image. Known once the stream is entered."""
+        return self._stream.step_count
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of each image in pixels. Known once the stream is entered."""
+        return self._stream.size

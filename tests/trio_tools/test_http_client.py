@@ -5,8 +5,7 @@ from __future__ import annotations
 import h11
 import pytest
 
-from trioserve.trio_tools.http1_client import INTERIM_RESPONSES_MAX, Http1ClientProtocol
-from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
+from trioserve.trio_tools.http_client import INTERIM_RESPONSES_MAX, Http1ClientProtocol, ResponseEnd, ResponseResult
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n"
 COMPLETE = ResponseEnd(ResponseResult.COMPLETE)
