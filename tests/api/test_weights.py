@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from trioserve.api.operations.other_paths import OTHER_PATHS
-from trioserve.api.routes import ROUTES
+from trioserve.api.routes import OPERATIONS
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 DISK = "/update_weights_from_disk"
@@ -227,5 +227,6 @@ async def test_a_path_of_other_servers_names_the_path_to_use_here(autojump_clock
         status, answer = await ask(server, path, {})
         assert (status, answer["error"]["code"]) == (404, "other_path")
         named = [word.strip(":,;") for word in answer["error"]["message"].split(path, 1)[1].split() if word[0] == "/"]
-        assert set(named) <= ROUTES.keys(), "the path that the message names exists"
-        assert path not in ROUTES
+        paths = {operation.path for operation in OPERATIONS}
+        assert set(named) <= paths, "the path that the message names exists"
+        assert path not in paths

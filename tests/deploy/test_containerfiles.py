@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from trioserve import cli
-from trioserve.api.openai.descriptions import OPERATIONS
+from trioserve.api.operations.health import OPERATIONS
 from trioserve.config import Config, config_from
 from trioserve.model.loading.packaged_model import models_folder
 from trioserve_kernels import build
@@ -170,7 +170,7 @@ def answering(status: int) -> Iterator[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("status", (200, 503))
 def test_health_check_follows_the_server(file: Containerfile, status: int):
-    assert ("GET", HEALTH) in OPERATIONS
+    assert ("GET", HEALTH) in {(operation.method, operation.path) for operation in OPERATIONS}
     python, *arguments = file.healthcheck
     assert python == "python3"
     with answering(status) as port:

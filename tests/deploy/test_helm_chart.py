@@ -19,6 +19,7 @@ import yaml
 
 from trioserve import __version__, cli
 from trioserve.api import routes
+from trioserve.api.route_table import RouteTable
 from trioserve.commands.serving import check_front
 from trioserve.config import Config, RouteConfig, config_from
 from trioserve.contracts.errors import EndpointLost
@@ -31,7 +32,10 @@ from trioserve.proxy.peers.peer_list import parse_peers
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"
 VALUES = [None, *sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())]
-COMPONENTS = {"router": (RouteConfig, router_app.ROUTES), "engine": (Config, routes.ROUTES)}
+COMPONENTS = {
+    "router": (RouteConfig, RouteTable(router_app.OPERATIONS).routes),
+    "engine": (Config, RouteTable(routes.OPERATIONS).routes),
+}
 OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # their schemas do not come with Kubernetes
 GROUP = "LeaderWorkerSet", "trioserve-engine-group"
 SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-import msgspec
 import trio
 
 from trioserve.api.api_keys import ApiKeys
@@ -24,6 +23,7 @@ from trioserve.api.operations.hand_over import hand_over_event
 from trioserve.api.operations.other_paths import other_path
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
+from trioserve.api.route_table import READS, Handler, Route, RouteTable
 from trioserve.api.surfaces import surface_of
 from trioserve.api.white_space import WhiteSpaceExchange
 from trioserve.contracts.errors import TrioserveError, panics_become_failures
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trioserve.http.headers import Headers
     from trioserve.metrics.registry import Metrics
 
-__all__ = ["BaseApp", "Operation", "Route", "find_templated"]
+__all__ = ["BaseApp"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,84 +44,14 @@ ContextType = TypeVar("ContextType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
 JSON = "application/json"
-READS = ("GET", "HEAD")
 NEAREST_CHARACTERS_MAX = 64  # limit for suggesting a similar path: a comparison costs the product of both lengths
-
-Operation = Callable[[ContextType], Awaitable[None]]
-
-
-class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
-    """One path of the API.
-
-    An operation of GET never changes anything, since a link or an image of any web page can send a GET.
-
-    Attributes:
-        path: path of the route, which is also its name in metrics. A segment in braces matches any id.
-        operations: handlers by method.
-        needs_key: True: callers need an API key if there are any. Rules of the operator may close other routes too.
-        is_polled: True: machines poll the route, so it has no trace, and its log line has level DEBUG unless it fails.
-        is_operators: True: the route changes the server for everybody, or shows details for the operator. Strangers may
-            not use it (see check_may_operate). If there are no keys, its bodies must be declared as JSON.
-        has_open_reads: True: GET of an operator's route is open to everybody.
-    """
-
-    path: str
-    operations: dict[str, Operation[ContextType]]
-    needs_key: bool = True
-    is_polled: bool = False
-    is_operators: bool = False
-    has_open_reads: bool = False
-
-    def operates(self, method: str) -> bool:
-        """Return True if a request with this method needs the operator's rights.
-
-        Args:
-            method: HTTP method.
-        """
-        return self.is_operators and not (self.has_open_reads and method in READS)
-
-    def operation(self, method: str) -> Operation[ContextType]:
-        """Return the handler of a method.
-
-        Args:
-            method: HTTP method.
-
-        Raises:
-            Refusal: the path does not accept the method (405).
-        """
-        # The exchange drops the body of a response to HEAD.
-        operation = self.operations.get("GET" if method == "HEAD" else method)
-        if operation is None:
-            allowed = sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])})
-            raise refusal(
-                "method_not_allowed",
-                f"{self.path} does not take {method}, allowed is: {', '.join(allowed)}",
-                headers=(("allow", ", ".join(allowed)),),
-            )
-        return operation
-
-
-def find_templated(templates: Iterable[Route[ContextType]], path: str) -> Route[ContextType] | None:
-    """Find the route of a path with ids. In a template, each segment in braces matches any text that is not empty.
-
-    Args:
-        templates: routes with braces.
-        path: path of a request.
-    """
-    parts = path.split("/")
-    for route in templates:
-        wanted = route.path.split("/")
-        if len(wanted) == len(parts) and all(
-            want == part or (want[:1] == "{" and part) for want, part in zip(wanted, parts, strict=True)
-        ):
-            return route
-    return None
 
 
 class BaseApp(abc.ABC, Generic[ContextType]):
     """Handler of exchanges, which answers every request, and turns an error into a response if none has begun.
 
     Args:
+        table: operations of the server.
         keys: API keys and access rules.
         metrics: counts requests.
         tracer: begins the span of each request.
@@ -129,8 +59,15 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     """
 
     def __init__(
-        self, keys: ApiKeys, metrics: Metrics, *, tracer: Tracer = NO_TRACER, logs_requests: bool = False
+        self,
+        table: RouteTable[ContextType],
+        keys: ApiKeys,
+        metrics: Metrics,
+        *,
+        tracer: Tracer = NO_TRACER,
+        logs_requests: bool = False,
     ) -> None:
+        self.table = table
         self._tracer = tracer
         self._logs_requests = logs_requests
         self._keys = keys
@@ -143,21 +80,6 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._metrics = metrics
         self._counts = HttpCounts(metrics)
 
-    @abc.abstractmethod
-    def route(self, path: str) -> Route[ContextType] | None:
-        """Find the route of a path.
-
-        Args:
-            path: path of a request.
-
-        Returns:
-            The route, or None if the path does not exist.
-        """
-
-    @abc.abstractmethod
-    def paths(self) -> Iterable[str]:
-        """List all paths, from which the error for an unknown path suggests one."""
-
     def not_found(self, path: str) -> Refusal:
         """Make the error for an unknown path.
 
@@ -167,7 +89,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         ollama = (
             other_path(path) if path.startswith(OLLAMA_PATH) else None
         )  # for all apps, also of routers and image servers
-        return ollama or _not_found(path, self.paths())
+        return ollama or _not_found(path, self.table.routes)
 
     @abc.abstractmethod
     def new_context(self, exchange: Exchange) -> ContextType: ...
@@ -190,7 +112,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     async def _serve(self, context: ContextType, *, is_own: bool = False) -> None:
         """Answer a request. If is_own is True, the server itself sent it, and the context already has its caller."""
         exchange = context.exchange
-        route = self.route(exchange.path)
+        route = self.table.find(exchange.path)
         self._counts.begin()
         began_at = trio.current_time()
         if route is not None and self._tracer is not NO_TRACER and not route.is_polled:
@@ -262,7 +184,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             exchange: the request.
             status: status of the response.
         """
-        route = self.route(exchange.path)
+        route = self.table.find(exchange.path)
         self._counts.note(_name(route), exchange.method, status, is_left_out=_is_polled(route))
         level = self._line_level(None, status)
         if logger.isEnabledFor(level):
@@ -270,7 +192,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             fields = {**fields, "outcome": Outcome.FINISHED}
             logger.log(level, "%s", end_line(fields), extra={"fields": fields})
 
-    def operate(self, context: ContextType, operation: Operation[ContextType]) -> Awaitable[None]:
+    def operate(self, context: ContextType, operation: Handler[ContextType]) -> Awaitable[None]:
         """Call the handler of an authorized request.
 
         Args:
@@ -284,7 +206,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         return (
             self._keys.rules.keep_alive_json
             and exchange.method == "POST"
-            and not route.is_operators
+            and not route.operates("POST")
             and HEARTBEAT_HEADER not in exchange.headers
         )
 
@@ -320,14 +242,14 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         if route is None:
             raise self.not_found(context.exchange.path)
         self._check_may_read(context, route.path)
-        operation = route.operation(context.exchange.method)
+        operation = route.operation(context.exchange.method).handler
         if route.operates(context.exchange.method) and not is_own:
             check_may_operate(context.caller)
             if self._gate is not None:
                 await _check_is_json(context.exchange)
         await self.operate(context, operation)
 
-    async def handle(self, context: ContextType, operation: Operation[ContextType]) -> None:
+    async def handle(self, context: ContextType, operation: Handler[ContextType]) -> None:
         """Answer a request with its handler, or with the error that the handler raises.
 
         Args:

@@ -1,50 +1,27 @@
 """The OpenAPI 3.1 document of the API.
 
-Routes give the paths, types give the bodies, and the APIs' tables give the descriptions. The server serves the
-document, and tests compare it with the server's behaviour.
+Operations give the paths and descriptions, and types give the bodies. The server serves the document, and tests
+compare it with the server's behaviour.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from trioserve.api.anthropic.descriptions import OPERATIONS as ANTHROPIC_OPERATIONS
-from trioserve.api.app import Route
-from trioserve.api.batches.handlers import OPERATIONS as BATCH_OPERATIONS
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
-from trioserve.api.decisions.descriptions import OPERATIONS as DECISIONS_OPERATIONS
-from trioserve.api.described_operation import DescribedOperation
-from trioserve.api.embeddings.descriptions import OPERATIONS as EMBEDDINGS_OPERATIONS
 from trioserve.api.embeddings.request_types import PooledBody
-from trioserve.api.files.files import OPERATIONS as FILE_OPERATIONS
-from trioserve.api.ollama.descriptions import OPERATIONS as OLLAMA_OPERATIONS
-from trioserve.api.openai.descriptions import OPERATIONS as OPENAI_OPERATIONS
 from trioserve.api.openai.request_types import REFUSED
-from trioserve.api.page.descriptions import OPERATIONS as PAGE_OPERATIONS
-from trioserve.api.responses.descriptions import OPERATIONS as RESPONSES_OPERATIONS
-from trioserve.api.streams.handlers import OPERATIONS as STREAM_OPERATIONS
+from trioserve.api.route_table import Operation
 from trioserve.contracts.sampling import Range
 from trioserve.contracts.version import VERSION
 
-__all__ = ["OPERATIONS", "openapi_document"]
+__all__ = ["openapi_document"]
 
-OPERATIONS = (
-    OPENAI_OPERATIONS
-    | ANTHROPIC_OPERATIONS
-    | EMBEDDINGS_OPERATIONS
-    | DECISIONS_OPERATIONS
-    | RESPONSES_OPERATIONS
-    | FILE_OPERATIONS
-    | BATCH_OPERATIONS
-    | STREAM_OPERATIONS
-    | PAGE_OPERATIONS
-    | OLLAMA_OPERATIONS
-)
 REF = "#/components/schemas/{name}"
 TAKEN_BY_SOME = ("truncate_prompt_tokens",)
 """Fields that bodies of pooling requests may have, and other bodies may not."""
@@ -88,27 +65,20 @@ _REQUEST_ID = {
 }
 
 
-Operations = Mapping[tuple[str, str], DescribedOperation]
-"""Descriptions by method and path."""
-
-
-def openapi_document(routes: Iterable[Route[Any]], operations: Operations = OPERATIONS) -> dict[str, Any]:
-    """Make the OpenAPI document of some routes.
+def openapi_document(operations: Sequence[Operation[Any]]) -> dict[str, Any]:
+    """Make the OpenAPI document of some operations.
 
     Args:
-        routes: routes to describe.
-        operations: descriptions, exactly one for each method of the routes.
+        operations: all operations of a server.
     """
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
     components = _components(operations)
     return {
         "openapi": "3.1.0",
         "info": {"title": "trioserve", "version": VERSION, "license": {"name": "Apache-2.0"}},
-        "paths": {
-            route.path: {
-                method.lower(): _operation(operations[method, route.path], route, method) for method in route.operations
-            }
-            for route in routes
-        },
+        "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {
@@ -123,10 +93,10 @@ def openapi_document(routes: Iterable[Route[Any]], operations: Operations = OPER
     }
 
 
-def _operation(described: DescribedOperation, route: Route[Any], method: str) -> dict[str, Any]:
+def _described(described: Operation[Any]) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [_REQUEST_ID]
     if described.path_parameter:
-        name = route.path.partition("{")[2].partition("}")[0]
+        name = described.path.partition("{")[2].partition("}")[0]
         schema = {"type": "string", "minLength": 1}
         parameters.append(
             {"name": name, "in": "path", "required": True, "description": described.path_parameter, "schema": schema}
@@ -140,11 +110,11 @@ def _operation(described: DescribedOperation, route: Route[Any], method: str) ->
                 {"name": header, "in": "header", "description": text, "schema": {"type": "number", "minimum": 0}}
             )
     operation: dict[str, Any] = {
-        "operationId": f"{method.lower()}{route.path.translate(_NO_PUNCTUATION)}",
+        "operationId": f"{described.method.lower()}{described.path.translate(_NO_PUNCTUATION)}",
         "summary": described.summary,
         "parameters": parameters,
-        "responses": _responses(described, needs_key=route.needs_key),
-        "security": [{"apiKey": []}, {"apiKeyHeader": []}, {}] if route.needs_key else [],
+        "responses": _responses(described),
+        "security": [{"apiKey": []}, {"apiKeyHeader": []}, {}] if described.needs_key else [],
     }
     if described.description:
         operation["description"] = described.description
@@ -155,7 +125,7 @@ def _operation(described: DescribedOperation, route: Route[Any], method: str) ->
     return operation
 
 
-def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, Any]:
+def _responses(described: Operation[Any]) -> dict[str, Any]:
     if isinstance(described.response, str):
         content: dict[str, Any] = {described.response: {}}
         if described.kinds:
@@ -190,7 +160,7 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
     responses: dict[str, Any] = {
         "200": {"description": "The request succeeded.", "headers": _RESPONSE_HEADERS, "content": content}
     }
-    for status in sorted({*described.errors, *([401] if needs_key else [])}):
+    for status in sorted({*described.errors, *([401] if described.needs_key else [])}):
         responses[str(status)] = {
             "description": STATUSES[status],
             "headers": _REFUSAL_HEADERS,
@@ -205,9 +175,9 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
     return responses
 
 
-def _components(operations: Operations) -> dict[str, Any]:
+def _components(operations: Sequence[Operation[Any]]) -> dict[str, Any]:
     used: dict[str, type] = {}
-    for described in operations.values():
+    for described in operations:
         kinds = (
             described.body,
             described.response,
@@ -226,7 +196,7 @@ def _components(operations: Operations) -> dict[str, Any]:
         for field, reason in REFUSED.items():
             if field in schema.get("properties", ()) and field not in taken:
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}
-    for described in operations.values():
+    for described in operations:
         if described.body is not None:
             properties = components[described.body.__name__]["properties"]
             for field, reason in described.refused.items():

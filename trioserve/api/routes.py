@@ -1,4 +1,4 @@
-"""Routes of a server with an engine: a table from paths to handlers, and the app that serves it."""
+"""Operations of a server with an engine, and the app that serves them."""
 
 from __future__ import annotations
 
@@ -9,71 +9,53 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trioserve.api.anthropic.messages import count_message_tokens, create_message
+from trioserve.api.anthropic import messages
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp, Operation, Route, find_templated
+from trioserve.api.app import BaseApp
+from trioserve.api.batches import handlers as batch_handlers
 from trioserve.api.batches.batches import Batches
-from trioserve.api.batches.handlers import BATCH_ENDPOINTS, cancel_batch, create_batch, list_batches, retrieve_batch
-from trioserve.api.batches.message_batches import (
-    cancel_message_batch,
-    create_message_batch,
-    delete_message_batch,
-    list_message_batches,
-    read_message_batch,
-    read_message_results,
-)
 from trioserve.api.caller import AccessRules, Caller
-from trioserve.api.decisions.decisions import create_decisions
-from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
-from trioserve.api.embeddings.embeddings import create_embeddings
-from trioserve.api.embeddings.scoring import rerank, score
+from trioserve.api.decisions import decisions
+from trioserve.api.embeddings import embeddings, scoring
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
+from trioserve.api.files import files
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
 from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
-from trioserve.api.ollama.embeddings import embed, embed_one
-from trioserve.api.ollama.generation import chat, generate
-from trioserve.api.ollama.models import list_running, list_tags, read_api_version, show_model
-from trioserve.api.openai.chat import create_chat_completion
-from trioserve.api.openai.completions import create_completion
-from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
-from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
+from trioserve.api.ollama import embeddings as ollama_embeddings
+from trioserve.api.ollama import generation as ollama_generation
+from trioserve.api.ollama import models as ollama_models
+from trioserve.api.openai import chat, completions, models, tokenize
 from trioserve.api.openapi import openapi_document
-from trioserve.api.operations.adapters import load_adapter, unload_adapter
-from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
-from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, hand_over_stream
-from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
-from trioserve.api.operations.kv_events import stream_kv_events
-from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, list_requests
-from trioserve.api.operations.other_paths import other_path
-from trioserve.api.operations.partial_aborts import abort_for_sglang, abort_for_vllm, abort_with_partials
-from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
-from trioserve.api.operations.prefix_cache import flush_cache, reset_prefix_cache
-from trioserve.api.operations.reasoning import control_request
-from trioserve.api.operations.routers_heard import RoutersHeard
-from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
-from trioserve.api.operations.weights import (
-    destroy_weights_update_group,
-    init_weights_update_group,
-    read_weight_version,
-    read_world_size,
-    update_weights_from_disk,
-    update_weights_from_distributed,
-    update_weights_from_shared_memory,
+from trioserve.api.operations import (
+    adapters,
+    debug,
+    hand_over,
+    health,
+    kv_events,
+    live_requests,
+    partial_aborts,
+    pausing,
+    prefix_cache,
+    reasoning,
+    sleeping,
+    weights,
 )
-from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_page
-from trioserve.api.page.page import EVENTS_PATH, Page
+from trioserve.api.operations.other_paths import other_path
+from trioserve.api.operations.routers_heard import RoutersHeard
+from trioserve.api.page import files as page_files
+from trioserve.api.page.files import is_of_page
+from trioserve.api.page.page import EVENTS_PATH, INTERVAL_SECONDS_MAX, INTERVAL_SECONDS_MIN, Page
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.request_context import RequestServices
 from trioserve.api.responder import TENANT_HEADER
+from trioserve.api.responses import descriptions as responses
 from trioserve.api.responses.background import BackgroundResponses
-from trioserve.api.responses.response_run import count_input_tokens, create_response
-from trioserve.api.responses.stored_responses import cancel_response, delete_response, list_input_items, read_response
+from trioserve.api.route_table import Handler, Operation, RouteTable
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
+from trioserve.api.streams import handlers as stream_handlers
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams, StreamRequest
-from trioserve.api.streams.handlers import delete_stream, end_kept_stream, read_kept_stream, read_stream
 from trioserve.api.whole_response import ResponseBudget
 from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
@@ -86,7 +68,7 @@ if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
 
-__all__ = ["ROUTES", "TEMPLATES", "App"]
+__all__ = ["OPERATIONS", "App"]
 
 UPLOADS_MAX = 2  # forms that are parsed in threads at a time
 
@@ -101,104 +83,68 @@ async def read_openapi(context: ServerContext) -> None:
 
 @functools.cache
 def _openapi_json() -> bytes:
-    return encode(openapi_document([*ROUTES.values(), *TEMPLATES, MODEL, REQUEST, REQUEST_HAND_OVER]))
+    return encode(openapi_document(OPERATIONS))
 
 
-_WITHOUT_IDS: tuple[Route[ServerContext], ...] = (
-    Route(path="/v1/chat/completions", operations={"POST": create_chat_completion}),
-    Route(path="/v1/completions", operations={"POST": create_completion}),
-    Route(path="/v1/messages", operations={"POST": create_message}),
-    Route(path="/v1/messages/count_tokens", operations={"POST": count_message_tokens}),
-    Route(path="/v1/decisions", operations={"POST": create_decisions}),
-    Route(path="/v1/messages/batches", operations={"GET": list_message_batches, "POST": create_message_batch}),
-    Route(path="/v1/embeddings", operations={"POST": create_embeddings}),
-    *(Route[ServerContext](path=path, operations={"POST": rerank}) for path in RERANK_PATHS),
-    *(Route[ServerContext](path=path, operations={"POST": score}) for path in SCORE_PATHS),
-    Route(path="/v1/responses", operations={"POST": create_response}),
-    Route(path="/v1/responses/input_tokens", operations={"POST": count_input_tokens}),
-    Route(path="/v1/files", operations={"GET": list_files, "POST": create_file}),
-    Route(path="/v1/batches", operations={"GET": list_batches, "POST": create_batch}),
-    Route(path="/v1/models", operations={"GET": list_models}),
-    Route(path="/v1/requests", operations={"GET": list_requests}, is_operators=True),
-    Route(path=TASKS_PATH, operations={"GET": read_tasks}, is_operators=True),
-    Route(path=STEPS_PATH, operations={"GET": read_steps}, is_operators=True),
-    Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}, is_operators=True),
-    Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}, is_operators=True),
-    Route(path="/v1/requests/abort", operations={"POST": abort_with_partials}),
-    Route(path="/abort_request", operations={"POST": abort_for_sglang}),
-    Route(path="/abort_requests", operations={"POST": abort_for_vllm}),
-    Route(path="/pause", operations={"POST": pause}, is_operators=True),
-    Route(path="/resume", operations={"POST": resume}, is_operators=True),
-    Route(path="/is_paused", operations={"GET": read_is_paused}),
-    Route(path="/reset_prefix_cache", operations={"POST": reset_prefix_cache}, is_operators=True),
-    Route(path="/flush_cache", operations={"POST": flush_cache}, is_operators=True),
-    Route(path="/update_weights_from_disk", operations={"POST": update_weights_from_disk}, is_operators=True),
-    Route(
-        path="/update_weights_from_shared_memory",
-        operations={"POST": update_weights_from_shared_memory},
-        is_operators=True,
+OPERATIONS: tuple[Operation[ServerContext], ...] = (
+    *chat.OPERATIONS,
+    *completions.OPERATIONS,
+    *messages.OPERATIONS,
+    *decisions.OPERATIONS,
+    *embeddings.OPERATIONS,
+    *scoring.OPERATIONS,
+    *responses.OPERATIONS,
+    *files.OPERATIONS,
+    *batch_handlers.OPERATIONS,
+    *stream_handlers.OPERATIONS,
+    *models.OPERATIONS,
+    *adapters.OPERATIONS,
+    *tokenize.OPERATIONS,
+    *live_requests.OPERATIONS,
+    *partial_aborts.OPERATIONS,
+    *reasoning.OPERATIONS,
+    *hand_over.OPERATIONS,
+    *pausing.OPERATIONS,
+    *sleeping.OPERATIONS,
+    *prefix_cache.OPERATIONS,
+    *weights.OPERATIONS,
+    *kv_events.OPERATIONS,
+    *health.OPERATIONS,
+    *debug.OPERATIONS,
+    *ollama_generation.OPERATIONS,
+    *ollama_embeddings.OPERATIONS,
+    *ollama_models.OPERATIONS,
+    *page_files.OPERATIONS,
+    Operation(
+        method="GET",
+        path=EVENTS_PATH,
+        handler=stream_page_events,
+        summary="Watch the server's blocks, requests and speed",
+        is_polled=True,
+        description='Each event is a line "event: snapshot" or "event: change" and a line "data: JSON". The first is a '
+        "snapshot, and each later event has the changes since the previous one. An API key sees its own requests, and "
+        "the admin's key all requests. The format may change with any version.",
+        response="text/event-stream",
+        errors=(400, 404, 429, 503),
+        query={
+            "interval": (
+                "shortest time between two events, in seconds",
+                {"type": "number", "minimum": INTERVAL_SECONDS_MIN, "maximum": INTERVAL_SECONDS_MAX},
+            )
+        },
     ),
-    Route(
-        path="/update_weights_from_distributed",
-        operations={"POST": update_weights_from_distributed},
-        is_operators=True,
+    Operation(
+        method="GET",
+        path="/openapi.json",
+        handler=read_openapi,
+        summary="Read this description",
+        needs_key=False,
     ),
-    Route(path="/init_weights_update_group", operations={"POST": init_weights_update_group}, is_operators=True),
-    Route(path="/destroy_weights_update_group", operations={"POST": destroy_weights_update_group}, is_operators=True),
-    Route(path="/get_weight_version", operations={"GET": read_weight_version}),
-    Route(path="/weight_info", operations={"GET": read_weight_version}),
-    Route(path="/get_world_size", operations={"GET": read_world_size}),
-    Route(path="/sleep", operations={"POST": sleep}, is_operators=True),
-    Route(path="/wake_up", operations={"POST": wake_up}, is_operators=True),
-    Route(path="/is_sleeping", operations={"GET": read_is_sleeping}),
-    Route(path="/pause_generation", operations={"POST": pause_generation}, is_operators=True),
-    Route(path="/continue_generation", operations={"POST": continue_generation}, is_operators=True),
-    Route(path="/kv_events", operations={"GET": stream_kv_events}, is_polled=True),
-    Route(path="/tokenize", operations={"POST": tokenize}),
-    Route(path="/detokenize", operations={"POST": detokenize}),
-    Route(path="/tokenizer_info", operations={"GET": read_tokenizer_info}),
-    Route(path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
-    Route(path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
-    Route(path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
-    Route(path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
-    Route(path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
-    Route(path="/openapi.json", operations={"GET": read_openapi}, needs_key=False),
-    Route(path="/api/chat", operations={"POST": chat}),
-    Route(path="/api/generate", operations={"POST": generate}),
-    Route(path="/api/embed", operations={"POST": embed}),
-    Route(path="/api/embeddings", operations={"POST": embed_one}),
-    Route(path="/api/tags", operations={"GET": list_tags}),
-    Route(path="/api/ps", operations={"GET": list_running}),
-    Route(path="/api/show", operations={"POST": show_model}),
-    Route(path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True),
-    Route(path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
-    Route(path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
 )
-ROUTES = {route.path: route for route in _WITHOUT_IDS}
-REQUEST = Route[ServerContext](
-    path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
-)
-REQUEST_HAND_OVER = Route[ServerContext](path=HAND_OVER_PATH, operations={"POST": hand_over_stream})
-MODEL = Route[ServerContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
-TEMPLATES: tuple[Route[ServerContext], ...] = (
-    Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),
-    Route(path="/v1/responses/{response}/cancel", operations={"POST": cancel_response}),
-    Route(path="/v1/responses/{response}/input_items", operations={"GET": list_input_items}),
-    Route(path="/v1/files/{file}", operations={"GET": retrieve_file, "DELETE": delete_file}),
-    Route(path="/v1/files/{file}/content", operations={"GET": read_file_content}),
-    Route(path="/v1/messages/batches/{batch}", operations={"GET": read_message_batch, "DELETE": delete_message_batch}),
-    Route(path="/v1/messages/batches/{batch}/cancel", operations={"POST": cancel_message_batch}),
-    Route(path="/v1/messages/batches/{batch}/results", operations={"GET": read_message_results}),
-    Route(path="/v1/batches/{batch}", operations={"GET": retrieve_batch}),
-    Route(path="/v1/batches/{batch}/cancel", operations={"POST": cancel_batch}),
-    Route(path="/v1/streams/{stream}", operations={"GET": read_stream, "DELETE": delete_stream}),
-    Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
-    Route(path="/v1/kept_streams/{stream}", operations={"GET": read_kept_stream, "DELETE": end_kept_stream}),
-)
-"""Paths with an id. A segment in braces matches any text of one segment."""
+"""All operations of a server with a language model."""
 IMAGES_PATH = "/v1/images/"
 """Prefix of the paths of a server that generates images."""
-NOT_HERE = frozenset({"/v1/responses/compact"})
+OTHERS = frozenset({"/v1/responses/compact"})
 """Paths of other servers that would match a template here with a word in place of an id."""
 
 
@@ -244,7 +190,12 @@ class App(BaseApp[ServerContext]):
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
     ) -> None:
+        page = page or PageSettings()
         super().__init__(
+            RouteTable(
+                [operation for operation in OPERATIONS if page.is_shown or not is_of_page(operation.path)],
+                others=OTHERS,
+            ),
             ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
             engine.metrics,
             tracer=tracer,
@@ -280,7 +231,7 @@ class App(BaseApp[ServerContext]):
         self.server = ServerServices(
             background=self.background,
             batches=self.batches,
-            batch_endpoints=tuple(path for path in BATCH_ENDPOINTS if path in ROUTES),
+            batch_endpoints=tuple(path for path in batch_handlers.BATCH_ENDPOINTS if path in self.table.routes),
             detached=self.detached,
             router_streams=self.router_streams,
             uploads=FairPlaces(UPLOADS_MAX, what="uploads"),
@@ -329,35 +280,22 @@ class App(BaseApp[ServerContext]):
         await self.detached.wait_until_idle()
         await self.router_streams.wait_until_idle()
 
-    def operate(self, context: ServerContext, operation: Operation[ServerContext]) -> Awaitable[None]:
+    def operate(self, context: ServerContext, handler: Handler[ServerContext]) -> Awaitable[None]:
         # A stream that the client wants to leave takes precedence over one that its router wants to keep.
         for streams in (self.detached, self.router_streams):
             wish = streams.requested_stream(context)
             if wish is not None:
-                return self._operate_in_stream(context, operation, streams, wish)
-        return operation(context)
+                return self._operate_in_stream(context, handler, streams, wish)
+        return handler(context)
 
     async def _operate_in_stream(
-        self, context: ServerContext, operation: Operation[ServerContext], streams: DetachedStreams, wish: StreamRequest
+        self, context: ServerContext, handler: Handler[ServerContext], streams: DetachedStreams, wish: StreamRequest
     ) -> None:
         def handle(inner: ServerContext) -> Awaitable[None]:
-            return self.handle(inner, operation)
+            return self.handle(inner, handler)
 
         if not await streams.serve(context, wish, self.new_context, handle):
-            await operation(context)
-
-    def route(self, path: str) -> Route[ServerContext] | None:
-        if not self.page.settings.is_shown and is_of_page(path):
-            return None
-        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
-            return MODEL
-        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
-            return REQUEST_HAND_OVER if path.endswith(HAND_OVER) else REQUEST
-        return ROUTES.get(path) or (None if path in NOT_HERE else find_templated(TEMPLATES, path))
-
-    def paths(self) -> Iterable[str]:
-        paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, REQUEST_HAND_OVER.path]
-        return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
+            await handler(context)
 
     def not_found(self, path: str) -> Refusal:
         if not path.startswith(IMAGES_PATH):

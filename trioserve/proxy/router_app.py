@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
 
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp, Route, find_templated
+from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, check_is_admin
-from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
+from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.ollama.models import model_card, read_api_version, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.operations.debug import TASKS_PATH, read_tasks
-from trioserve.api.operations.live_requests import REQUEST_PATH
+from trioserve.api.operations.debug import read_tasks
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings
+from trioserve.api.route_table import Forwarding, Handler, Operation, RouteTable
+from trioserve.api.routes import OPERATIONS as ENGINE_OPERATIONS
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownModel
 from trioserve.contracts.tracing import NO_TRACER, Tracer
@@ -30,7 +31,6 @@ from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.metrics.joined_pages import joined_pages
 from trioserve.proxy.aborts import (
-    ABORTS_PATH,
     abort_for_vllm,
     abort_one_or_all,
     abort_request,
@@ -41,7 +41,6 @@ from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.kept_objects import KeptObjects
 from trioserve.proxy.kept_request import (
-    MESSAGE_BATCHES_PATH,
     forward_anywhere,
     forward_batch,
     forward_control,
@@ -53,7 +52,6 @@ from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
-from trioserve.proxy.routed_form import EDITS_PATH
 from trioserve.proxy.router_context import RouterContext, RoutingRules
 from trioserve.proxy.router_feed import RouterFeed
 from trioserve.trio_tools.fair_places import FairPlaces
@@ -64,30 +62,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
 
-__all__ = ["FORWARDED", "RouterApp"]
-
-FORWARDED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/responses",
-    "/v1/responses/input_tokens",
-    "/v1/embeddings",
-    "/v1/images/generations",
-    EDITS_PATH,
-    *RERANK_PATHS,
-    *SCORE_PATHS,
-    "/v1/decisions",
-    "/api/chat",
-    "/api/generate",
-    "/api/embed",
-    "/api/embeddings",
-    "/api/show",
-    "/tokenize",
-    "/detokenize",
-)
-"""Paths whose requests name a model and go to an endpoint that serves it."""
+__all__ = ["OPERATIONS", "RouterApp"]
 
 FORMS_MAX = 2  # large forms that are parsed at a time, each in a thread
 ENDPOINTS_PATH = "/endpoints"
@@ -358,68 +333,90 @@ async def read_metrics(context: RouterContext) -> None:
     await context.respond_bytes(page, metrics.content_type)
 
 
-ROUTES = {
-    route.path: route
-    for route in (
-        *(Route[RouterContext](path=path, operations={"POST": forward}) for path in FORWARDED),
-        Route[RouterContext](path="/v1/files", operations={"GET": forward_home, "POST": forward_home}),
-        Route[RouterContext](path="/v1/batches", operations={"GET": forward_batch, "POST": forward_batch}),
-        Route[RouterContext](path=MESSAGE_BATCHES_PATH, operations={"GET": forward_home, "POST": forward_home}),
-        Route[RouterContext](path="/tokenizer_info", operations={"GET": forward_anywhere}),
-        Route[RouterContext](path="/v1/load_lora_adapter", operations={"POST": load_adapter}, is_operators=True),
-        Route[RouterContext](path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}, is_operators=True),
-        Route[RouterContext](path="/v1/models", operations={"GET": list_models}),
-        Route[RouterContext](path="/api/tags", operations={"GET": list_tags}),
-        Route[RouterContext](path="/api/ps", operations={"GET": list_running}),
-        Route[RouterContext](
-            path="/api/version", operations={"GET": read_api_version}, needs_key=False, is_polled=True
-        ),
-        Route[RouterContext](path="/v1/requests", operations={"GET": list_requests}, is_operators=True),
-        Route[RouterContext](path=TASKS_PATH, operations={"GET": read_tasks}, is_operators=True),
-        Route[RouterContext](path=ABORTS_PATH, operations={"POST": abort_requests}),
-        Route[RouterContext](path="/abort_request", operations={"POST": abort_one_or_all}),
-        Route[RouterContext](path="/abort_requests", operations={"POST": abort_for_vllm}),
-        Route[RouterContext](
-            path=ENDPOINTS_PATH,
-            operations={"GET": list_endpoints, "POST": add_endpoint},
-            is_operators=True,
-            has_open_reads=True,
-        ),
-        Route[RouterContext](path=PEER_PATH, operations={"GET": greet}, needs_key=False, is_polled=True),
-        Route[RouterContext](path="/peers", operations={"GET": list_peers}, is_operators=True),
-        Route[RouterContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
-        Route[RouterContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
-        Route[RouterContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
-        Route[RouterContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
-        Route[RouterContext](path=PAGE_PATH, operations={"GET": show_page}, needs_key=False),
-        Route[RouterContext](path=ROUTER_PATH, operations={"GET": show_page}, needs_key=False),
-        Route[RouterContext](path=EVENTS_PATH, operations={"GET": stream_page_events}, is_polled=True),
-    )
+FORWARDERS: dict[Forwarding, Handler[RouterContext]] = {
+    Forwarding.BY_MODEL: forward,
+    Forwarding.ANYWHERE: forward_anywhere,
+    Forwarding.HOME: forward_home,
+    Forwarding.BATCH: forward_batch,
+    Forwarding.KEPT: forward_kept,
+    Forwarding.STREAM: forward_stream,
 }
-MODEL = Route[RouterContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
-REQUEST = Route[RouterContext](
-    path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
+OWN_HANDLERS: dict[tuple[str, str], Handler[RouterContext]] = {
+    ("POST", "/v1/load_lora_adapter"): load_adapter,
+    ("POST", "/v1/unload_lora_adapter"): unload_adapter,
+    ("GET", "/v1/models"): list_models,
+    ("GET", "/v1/models/{model}"): read_model,
+    ("GET", "/api/tags"): list_tags,
+    ("GET", "/api/ps"): list_running,
+    ("GET", "/api/version"): read_api_version,
+    ("GET", "/v1/requests"): list_requests,
+    ("DELETE", "/v1/requests/{request}"): abort_request,
+    ("POST", "/v1/requests/{request}"): control_request,
+    ("POST", "/v1/requests/abort"): abort_requests,
+    ("POST", "/abort_request"): abort_one_or_all,
+    ("POST", "/abort_requests"): abort_for_vllm,
+    ("GET", "/debug/tasks"): read_tasks,
+    ("GET", "/health"): read_health,
+    ("GET", "/ready"): read_ready,
+    ("GET", "/version"): read_version,
+    ("GET", "/metrics"): read_metrics,
+    ("GET", PAGE_PATH): show_page,
+    ("GET", UI_PATH + "{file}"): show_file,
+    ("GET", EVENTS_PATH): stream_page_events,
+}
+"""Operations of engines that a router answers itself."""
+
+
+def _as_in_engines(operations: Iterable[Operation[Any]]) -> Iterator[Operation[RouterContext]]:
+    """Yield the operations of engines that a router has too, with the handlers of the router."""
+    for operation in operations:
+        own = OWN_HANDLERS.get((operation.method, operation.path))
+        if operation.forwarding is not None:
+            own = FORWARDERS[operation.forwarding]
+        if own is not None:
+            yield msgspec.structs.replace(operation, handler=own)
+
+
+OPERATIONS: tuple[Operation[RouterContext], ...] = (
+    *_as_in_engines(ENGINE_OPERATIONS),
+    *_as_in_engines(each for each in IMAGE_OPERATIONS if each.forwarding is not None),
+    Operation(method="GET", path=ENDPOINTS_PATH, handler=list_endpoints, summary="List the endpoints"),
+    Operation(method="POST", path=ENDPOINTS_PATH, handler=add_endpoint, summary="Add an endpoint", is_operators=True),
+    Operation(
+        method="DELETE",
+        path=ENDPOINT_PATH + "{endpoint}",
+        handler=drain_endpoint,
+        summary="Drain and remove an endpoint",
+        is_operators=True,
+        id_has_slashes=True,
+    ),
+    Operation(
+        method="POST",
+        path=ENDPOINT_PATH + "{endpoint}",
+        handler=drain_endpoint,
+        summary="Drain an endpoint, if the path ends with /drain",
+        is_operators=True,
+        id_has_slashes=True,
+    ),
+    Operation(
+        method="GET",
+        path=PEER_PATH,
+        handler=greet,
+        summary="Name this router, for other routers",
+        needs_key=False,
+        is_polled=True,
+    ),
+    Operation(method="GET", path="/peers", handler=list_peers, summary="List the other routers", is_operators=True),
+    Operation(
+        method="GET",
+        path=ROUTER_PATH,
+        handler=show_page,
+        summary="Show the live page of the router",
+        response="text/html",
+        needs_key=False,
+    ),
 )
-TEMPLATES: tuple[Route[RouterContext], ...] = (
-    Route(path="/v1/responses/{response}", operations={"GET": forward_kept, "DELETE": forward_kept}),
-    Route(path="/v1/responses/{response}/cancel", operations={"POST": forward_kept}),
-    Route(path="/v1/responses/{response}/input_items", operations={"GET": forward_kept}),
-    Route(path="/v1/files/{file}", operations={"GET": forward_kept, "DELETE": forward_kept}),
-    Route(path="/v1/files/{file}/content", operations={"GET": forward_kept}),
-    Route(path="/v1/batches/{batch}", operations={"GET": forward_kept}),
-    Route(path="/v1/batches/{batch}/cancel", operations={"POST": forward_kept}),
-    Route(path=MESSAGE_BATCHES_PATH + "/{batch}", operations={"GET": forward_kept, "DELETE": forward_kept}),
-    Route(path=MESSAGE_BATCHES_PATH + "/{batch}/cancel", operations={"POST": forward_kept}),
-    Route(path=MESSAGE_BATCHES_PATH + "/{batch}/results", operations={"GET": forward_kept}),
-    Route(path="/v1/streams/{stream}", operations={"GET": forward_stream, "DELETE": forward_stream}),
-    Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
-)
-"""Routes for stored objects, and the page's files. A segment in braces matches any text."""
-ENDPOINT = Route[RouterContext](
-    path=ENDPOINT_PATH + "{endpoint}",
-    operations={"DELETE": drain_endpoint, "POST": drain_endpoint},
-    is_operators=True,
-)
+"""All operations of a router."""
 
 
 class RouterApp(BaseApp[RouterContext]):
@@ -464,7 +461,9 @@ class RouterApp(BaseApp[RouterContext]):
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
     ) -> None:
+        page = page or PageSettings()
         super().__init__(
+            RouteTable([operation for operation in OPERATIONS if page.is_shown or not is_of_page(operation.path)]),
             ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
             metrics,
             tracer=tracer,
@@ -486,21 +485,6 @@ class RouterApp(BaseApp[RouterContext]):
         self._streams = LiveStreams()
         self._forms = FairPlaces(FORMS_MAX, what="forms")
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
-
-    def route(self, path: str) -> Route[RouterContext] | None:
-        if not self.page.settings.is_shown and is_of_page(path):
-            return None
-        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
-            return MODEL
-        if path.startswith(ENDPOINT_PATH) and len(path) > len(ENDPOINT_PATH):
-            return ENDPOINT
-        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in ROUTES:
-            return REQUEST
-        return ROUTES.get(path) or find_templated(TEMPLATES, path)
-
-    def paths(self) -> Iterable[str]:
-        paths = [*ROUTES, *(route.path for route in TEMPLATES), MODEL.path, REQUEST.path, ENDPOINT.path]
-        return [path for path in paths if self.page.settings.is_shown or not is_of_page(path)]
 
     def new_context(self, exchange: Exchange) -> RouterContext:
         return RouterContext(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trioserve.api.anthropic import response_types
 from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
-from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
-from trioserve.api.anthropic.surface import ResumableSurface, event
+from trioserve.api.anthropic.request_types import MESSAGES_RANGES, CountTokensBody, MessagesBody
+from trioserve.api.anthropic.surface import ResumableSurface, event, own_statuses
 from trioserve.api.anthropic.turn import counted_turn, message_turn
 from trioserve.api.generation import CUT_OFF
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption
+from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
@@ -18,7 +20,7 @@ from trioserve.contracts.output import Delta
 if TYPE_CHECKING:
     from trioserve.text.response_parts import ResponsePart
 
-__all__ = ["count_message_tokens", "create_message"]
+__all__ = ["OPERATIONS", "count_message_tokens", "create_message"]
 
 PING = event("ping", {"type": "ping"})
 BEGUN = b"1"
@@ -185,3 +187,42 @@ def _usage(turn: ChatTurn) -> dict[str, Any]:
         "service_tier": "standard",
         "inference_geo": None,
     }
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/messages",
+        handler=create_message,
+        summary="Answer a conversation, in Anthropic's shape",
+        forwarding=Forwarding.BY_MODEL,
+        description="Fields have the meaning of Anthropic's Messages API. Fields that are not listed here are ignored "
+        "or refused. cache_control is ignored, because all prefixes are cached anyway.",
+        body=MessagesBody,
+        ranges=MESSAGES_RANGES,
+        response=response_types.MessageResponse,
+        named_events=(
+            response_types.MessageStart,
+            response_types.ContentBlockStart,
+            response_types.ContentBlockDelta,
+            response_types.ContentBlockStop,
+            response_types.MessageDelta,
+            response_types.MessageStop,
+            response_types.Ping,
+        ),
+        errors=own_statuses(GENERATES),
+        error=response_types.MessagesError,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=count_message_tokens,
+        summary="Count the tokens of a conversation, in Anthropic's shape",
+        forwarding=Forwarding.BY_MODEL,
+        body=CountTokensBody,
+        response=response_types.MessageTokens,
+        errors=own_statuses((*READS_BODY, 404)),
+        error=response_types.MessagesError,
+    ),
+)

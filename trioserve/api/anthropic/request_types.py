@@ -14,6 +14,7 @@ import msgspec
 from trioserve.api.openai.request_types import Int32
 from trioserve.api.resume_body import ResumeBody
 from trioserve.api.unread_fields import RefusedField, generation_fields
+from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
 __all__ = [
@@ -42,6 +43,8 @@ MESSAGES_RANGES = {
     "top_p": SAMPLING_RANGES["top_p"],
     "top_k": SAMPLING_RANGES["top_k"],
     "Thinking.budget_tokens": Range(1, None),
+    "seed": SAMPLING_RANGES["seed"],
+    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
 }
 """Allowed ranges of numbers, by field, or by type and field.
 

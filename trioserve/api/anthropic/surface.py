@@ -20,6 +20,7 @@ __all__ = [
     "ResumableSurface",
     "error_type",
     "event",
+    "own_statuses",
 ]
 
 MESSAGES_PATH = "/v1/messages"
@@ -102,3 +103,12 @@ def event(name: str, value: object) -> bytes:
         value: Data of the event.
     """
     return b"event: " + name.encode() + b"\ndata: " + one_line_json(value) + b"\n\n"
+
+
+def own_statuses(statuses: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the statuses as this API sends them: 529 in place of 503.
+
+    Args:
+        statuses: HTTP statuses.
+    """
+    return tuple(OVERLOADED_STATUS if status == 503 else status for status in statuses)

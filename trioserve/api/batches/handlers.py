@@ -10,12 +10,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from trioserve.api.anthropic.descriptions import own_statuses
 from trioserve.api.anthropic.response_types import MessagesError
+from trioserve.api.anthropic.surface import own_statuses
 from trioserve.api.batches.batch_book import BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
-from trioserve.api.batches.message_batches import LIST_ASKED_MAX, MessageBatchBody
-from trioserve.api.described_operation import READS_BODY, DescribedOperation
+from trioserve.api.batches.message_batches import (
+    LIST_ASKED_MAX,
+    MessageBatchBody,
+    cancel_message_batch,
+    create_message_batch,
+    delete_message_batch,
+    list_message_batches,
+    read_message_batch,
+    read_message_results,
+)
 from trioserve.api.error_responses import refusal
 from trioserve.api.files.files import EXPIRY_SECONDS_MAX, EXPIRY_SECONDS_MIN
 from trioserve.api.files.stored_files import (
@@ -28,6 +36,7 @@ from trioserve.api.files.stored_files import (
     required_store,
 )
 from trioserve.api.query import LIST_FIELDS, Query
+from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import Range
@@ -344,9 +353,14 @@ _LIST: dict[str, tuple[str, dict[str, Any]]] = {
     "limit": (f"default: {LIST_DEFAULT}", {"type": "integer", "minimum": 1, "maximum": LIST_MAX}),
 }
 
-OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
-    ("POST", "/v1/batches"): DescribedOperation(
+
+OPERATIONS: tuple[Operation[ServerContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/batches",
+        handler=create_batch,
         summary="Send all requests of a file, with the lowest priority",
+        forwarding=Forwarding.BATCH,
         description="Each line of the input file is an object with custom_id, method, url and body. If the store is on "
         "disk, the batch resumes after a restart.",
         body=BatchBody,
@@ -354,60 +368,102 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         response=Batch,
         errors=(*READS_BODY, 404, 507),
     ),
-    ("GET", "/v1/batches"): DescribedOperation(
-        summary="List batches, newest first", query=_LIST, response=BatchList, errors=(400, 503)
+    Operation(
+        method="GET",
+        path="/v1/batches",
+        handler=list_batches,
+        summary="List batches, newest first",
+        forwarding=Forwarding.BATCH,
+        query=_LIST,
+        response=BatchList,
+        errors=(400, 503),
     ),
-    ("GET", "/v1/batches/{batch}"): DescribedOperation(
-        summary="Read the state of a batch", response=Batch, errors=(400, 404, 503), path_parameter=_PATH
+    Operation(
+        method="GET",
+        path="/v1/batches/{batch}",
+        handler=retrieve_batch,
+        summary="Read the state of a batch",
+        forwarding=Forwarding.KEPT,
+        response=Batch,
+        errors=(400, 404, 503),
+        path_parameter=_PATH,
     ),
-    ("POST", "/v1/batches/{batch}/cancel"): DescribedOperation(
+    Operation(
+        method="POST",
+        path="/v1/batches/{batch}/cancel",
+        handler=cancel_batch,
         summary="Cancel a batch",
+        forwarding=Forwarding.KEPT,
         description="The engine frees its blocks at the latest one step later. Results of finished lines are kept.",
         response=Batch,
         errors=(400, 404, 503),
         path_parameter=_PATH,
     ),
-    ("POST", "/v1/messages/batches"): DescribedOperation(
+    Operation(
+        method="POST",
+        path="/v1/messages/batches",
+        handler=create_message_batch,
         summary="Send a batch of messages with the lowest priority, in Anthropic's shape",
+        forwarding=Forwarding.HOME,
         description="The params of each request are the body of a message. Otherwise as /v1/batches.",
         body=MessageBatchBody,
         response=MessageBatch,
         errors=own_statuses((*READS_BODY, 507)),
         error=MessagesError,
     ),
-    ("GET", "/v1/messages/batches"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/messages/batches",
+        handler=list_message_batches,
         summary="List batches of messages, newest first",
+        forwarding=Forwarding.HOME,
         query=_MESSAGE_LIST,
         response=MessageBatches,
         errors=own_statuses((400, 503)),
         error=MessagesError,
     ),
-    ("GET", "/v1/messages/batches/{batch}"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/messages/batches/{batch}",
+        handler=read_message_batch,
         summary="Read the state of a batch of messages",
+        forwarding=Forwarding.KEPT,
         response=MessageBatch,
         errors=own_statuses((400, 404, 503)),
         error=MessagesError,
         path_parameter=_PATH,
     ),
-    ("DELETE", "/v1/messages/batches/{batch}"): DescribedOperation(
+    Operation(
+        method="DELETE",
+        path="/v1/messages/batches/{batch}",
+        handler=delete_message_batch,
         summary="Delete a batch of messages that has ended",
+        forwarding=Forwarding.KEPT,
         response=MessageBatchDeletion,
         errors=own_statuses((400, 404, 503)),
         error=MessagesError,
         path_parameter=_PATH,
     ),
-    ("POST", "/v1/messages/batches/{batch}/cancel"): DescribedOperation(
+    Operation(
+        method="POST",
+        path="/v1/messages/batches/{batch}/cancel",
+        handler=cancel_message_batch,
         summary="Cancel a batch of messages",
+        forwarding=Forwarding.KEPT,
         response=MessageBatch,
         errors=own_statuses((400, 404, 503)),
         error=MessagesError,
         path_parameter=_PATH,
     ),
-    ("GET", "/v1/messages/batches/{batch}/results"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/messages/batches/{batch}/results",
+        handler=read_message_results,
         summary="Read the result of each message of a batch that has ended",
+        forwarding=Forwarding.KEPT,
         response="application/x-jsonl",
         errors=own_statuses((400, 404, 503)),
         error=MessagesError,
         path_parameter=_PATH,
     ),
-}
+)

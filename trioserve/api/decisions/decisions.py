@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from trioserve.api.decisions.questions import LabelWeights, has_ids, question_prompt
 from trioserve.api.decisions.request_types import DecisionsBody
+from trioserve.api.decisions.response_types import Decisions
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.pooling import LabelledPrompt, PoolingParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import check_shape
 
-__all__ = ["create_decisions"]
+__all__ = ["OPERATIONS", "create_decisions"]
 
 PROMPT_FORMAT_VERSION = 1  # version of SGLang's wording
 WITHOUT_REASONING = {"enable_thinking": False, "thinking": False}
@@ -76,3 +78,20 @@ def _usage(token_count: int, cached_token_count: int) -> dict[str, object]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": token_count,
     }
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/decisions",
+        handler=create_decisions,
+        summary="Compute the probability of each possible answer to a question",
+        forwarding=Forwarding.BY_MODEL,
+        description="Questions have OpenAI's format, as in vLLM, or SGLang's format with ids. The answers have the "
+        "same format. Fields that are not named here are ignored.",
+        body=DecisionsBody,
+        response=Decisions,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+)

@@ -11,16 +11,18 @@ import msgspec
 
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.embeddings.request_types import EmbeddingsBody
+from trioserve.api.embeddings.response_types import Embeddings
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import TokenizeBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import encode
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import INPUTS_MAX, Pooled
 from trioserve.contracts.prompt import Prompt
 
-__all__ = ["add_vectors", "create_embeddings"]
+__all__ = ["OPERATIONS", "add_vectors", "create_embeddings"]
 
 
 async def create_embeddings(context: RequestContext) -> None:
@@ -101,3 +103,19 @@ async def add_vectors(
     return await large.add_encoded(
         (len(vector), functools.partial(written, index, vector)) for index, vector in enumerate(vectors)
     )
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/embeddings",
+        handler=create_embeddings,
+        summary="Compute a vector for each input",
+        forwarding=Forwarding.BY_MODEL,
+        description="Fields are OpenAI's and vLLM's. Fields that are not named here are ignored or refused.",
+        body=EmbeddingsBody,
+        response=Embeddings,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+)

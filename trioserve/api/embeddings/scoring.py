@@ -12,12 +12,13 @@ import trio
 
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.embeddings.request_types import PooledBody, RerankBody, ScoreBody
-from trioserve.api.embeddings.response_types import PooledUsage
+from trioserve.api.embeddings.response_types import PooledUsage, Reranked, Scores
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import Pooled, PoolingParams, TextPair
 
-__all__ = ["rerank", "score"]
+__all__ = ["OPERATIONS", "rerank", "score"]
 
 DOCUMENTS_MAX = 1024  # with the query, below the limit of inputs in one request
 
@@ -135,3 +136,38 @@ async def _scores(
 
 def _name(name: str, given: object) -> Name:
     return (lambda index: name) if isinstance(given, str) else (lambda index: f"{name}[{index}]")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    *(
+        Operation(
+            method="POST",
+            path=path,
+            handler=rerank,
+            summary="Order documents by how well they fit a query",
+            forwarding=Forwarding.BY_MODEL,
+            description="Fields are those of Jina, Cohere and vLLM. Fields that are not named here are ignored or "
+            "refused.",
+            body=RerankBody,
+            response=Reranked,
+            errors=GENERATES,
+            takes_deadlines=True,
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Operation(
+            method="POST",
+            path=path,
+            handler=score,
+            summary="Score pairs of texts",
+            forwarding=Forwarding.BY_MODEL,
+            description="Fields are vLLM's. Fields that are not named here are ignored or refused.",
+            body=ScoreBody,
+            response=Scores,
+            errors=GENERATES,
+            takes_deadlines=True,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+)

@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from trioserve.api.described_operation import READS_BODY, DescribedOperation
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files.stored_files import (
     FILE_KIND,
@@ -25,6 +24,7 @@ from trioserve.api.files.stored_files import (
 )
 from trioserve.api.form import INLINE_BYTES_MAX, Form, parsed_form
 from trioserve.api.query import LIST_FIELDS, Query
+from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
@@ -277,9 +277,14 @@ _LIST: dict[str, tuple[str, dict[str, Any]]] = {
     "purpose": ("list only files with this purpose", {"type": "string", "enum": list(SHOWN_PURPOSES)}),
 }
 
-OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
-    ("POST", "/v1/files"): DescribedOperation(
+
+OPERATIONS: tuple[Operation[ServerContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/files",
+        handler=create_file,
         summary="Store a file",
+        forwarding=Forwarding.HOME,
         description="For batches. The file expires after the store's time to live, or after expires_after[seconds] "
         "with expires_after[anchor]=created_at.",
         body=FileForm,
@@ -287,21 +292,45 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         response=File,
         errors=(*READS_BODY, 507),
     ),
-    ("GET", "/v1/files"): DescribedOperation(summary="List files", query=_LIST, response=Files, errors=(400, 503)),
-    ("GET", "/v1/files/{file}"): DescribedOperation(
-        summary="Read a file's name, size and dates", response=File, errors=(400, 404, 503), path_parameter=_PATH
+    Operation(
+        method="GET",
+        path="/v1/files",
+        handler=list_files,
+        summary="List files",
+        forwarding=Forwarding.HOME,
+        query=_LIST,
+        response=Files,
+        errors=(400, 503),
     ),
-    ("GET", "/v1/files/{file}/content"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/files/{file}",
+        handler=retrieve_file,
+        summary="Read a file's name, size and dates",
+        forwarding=Forwarding.KEPT,
+        response=File,
+        errors=(400, 404, 503),
+        path_parameter=_PATH,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/files/{file}/content",
+        handler=read_file_content,
         summary="Read a file's content",
+        forwarding=Forwarding.KEPT,
         response="application/octet-stream",
         errors=(400, 404, 503),
         path_parameter=_PATH,
     ),
-    ("DELETE", "/v1/files/{file}"): DescribedOperation(
+    Operation(
+        method="DELETE",
+        path="/v1/files/{file}",
+        handler=delete_file,
         summary="Delete a file",
+        forwarding=Forwarding.KEPT,
         description="Refused with 409 while a running batch uses the file.",
         response=FileDeletion,
         errors=(400, 404, 409, 503),
         path_parameter=_PATH,
     ),
-}
+)

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import trio
 
 from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp, Route, find_templated
+from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
+from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.images.descriptions import OPERATIONS
+from trioserve.api.images import response_types
 from trioserve.api.images.edit_places import EditPlaces
 from trioserve.api.images.encoding_threads import EncodingThreads
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.image_models import list_image_models, read_image_model
+from trioserve.api.images.request_types import RANGES, REFUSED, ImageEditBody, ImageGenerationBody
 from trioserve.api.images.unsent_images import UnsentImages
-from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
-from trioserve.api.operations.debug import TASKS_PATH, read_tasks
-from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
+from trioserve.api.operations import debug, health, kv_events, live_requests, partial_aborts, pausing, sleeping
 from trioserve.api.operations.kv_events import stream_load
-from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, abort_requests
-from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
+from trioserve.api.operations.live_requests import abort_request, abort_requests
 from trioserve.api.operations.routers_heard import RoutersHeard
-from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
-from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_file, show_image_page
+from trioserve.api.page import files as page_files
+from trioserve.api.page.files import PAGE_PATH, UI_PATH, is_of_page, show_image_page
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.responder import TENANT_HEADER
+from trioserve.api.route_table import GENERATES, Forwarding, Handler, Operation, RouteTable, find_operation
 from trioserve.api.sse import encode
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from trioserve.engine.images.image_engine import ImageEngine
     from trioserve.http.exchange import Exchange
 
-__all__ = ["IMAGE_ROUTES", "IMAGE_TEMPLATES", "ImageApp"]
+__all__ = ["OPERATIONS", "ImageApp"]
 
 TEXT_PATHS = (
     "/v1/chat/completions",
@@ -91,42 +92,103 @@ async def read_image_openapi(context: ImageContext) -> None:
 
 @functools.cache
 def _openapi_json() -> bytes:
-    return encode(openapi_document([*IMAGE_ROUTES.values(), *IMAGE_TEMPLATES, MODEL, REQUEST], OPERATIONS))
+    return encode(openapi_document(OPERATIONS))
 
 
-IMAGE_ROUTES = {
-    route.path: route
-    for route in (
-        Route[ImageContext](path=GENERATIONS_PATH, operations={"POST": create_images}),
-        Route[ImageContext](path=EDITS_PATH, operations={"POST": edit_images}),
-        Route[ImageContext](path="/v1/models", operations={"GET": list_image_models}),
-        Route[ImageContext](path="/v1/requests", operations={"GET": list_image_requests}, is_polled=True),
-        Route[ImageContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
-        Route[ImageContext](path="/pause", operations={"POST": pause}, is_operators=True),
-        Route[ImageContext](path="/resume", operations={"POST": resume}, is_operators=True),
-        Route[ImageContext](path="/is_paused", operations={"GET": read_is_paused}),
-        Route[ImageContext](path="/pause_generation", operations={"POST": pause_generation}, is_operators=True),
-        Route[ImageContext](path="/continue_generation", operations={"POST": continue_generation}, is_operators=True),
-        Route[ImageContext](path="/sleep", operations={"POST": sleep}, is_operators=True),
-        Route[ImageContext](path="/wake_up", operations={"POST": wake_up}, is_operators=True),
-        Route[ImageContext](path="/is_sleeping", operations={"GET": read_is_sleeping}),
-        Route[ImageContext](path=TASKS_PATH, operations={"GET": read_tasks}, is_operators=True),
-        Route[ImageContext](path="/health", operations={"GET": read_health}, needs_key=False, is_polled=True),
-        Route[ImageContext](path="/ready", operations={"GET": read_ready}, needs_key=False, is_polled=True),
-        Route[ImageContext](path="/load", operations={"GET": read_load}, needs_key=False, is_polled=True),
-        Route[ImageContext](path="/kv_events", operations={"GET": stream_load}, is_polled=True),
-        Route[ImageContext](path="/version", operations={"GET": read_version}, needs_key=False, is_polled=True),
-        Route[ImageContext](path="/metrics", operations={"GET": read_metrics}, needs_key=False, is_polled=True),
-        Route[ImageContext](path="/openapi.json", operations={"GET": read_image_openapi}, needs_key=False),
-        Route[ImageContext](path=PAGE_PATH, operations={"GET": show_image_page}, needs_key=False),
-    )
-}
-REQUEST = Route[ImageContext](path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request})
-MODEL = Route[ImageContext](path=MODEL_PATH + "{model}", operations={"GET": read_image_model})
-IMAGE_TEMPLATES: tuple[Route[ImageContext], ...] = (
-    Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
+def _of_images(
+    operations: Iterable[Operation[Any]], method: str, path: str, handler: Handler[ImageContext]
+) -> Operation[ImageContext]:
+    """Return an operation of a server with a language model, with the handler of an image server."""
+    return msgspec.structs.replace(find_operation(operations, method, path), handler=handler)
+
+
+SHARED: tuple[Operation[EngineContext], ...] = (
+    *pausing.OPERATIONS,
+    *sleeping.OPERATIONS,
+    *health.OPERATIONS,
 )
-"""Paths that contain an id, which is one segment."""
+"""Operations that a server with a language model also has, with the same handlers."""
+LIST = find_operation(live_requests.OPERATIONS, "GET", "/v1/requests")
+OPERATIONS: tuple[Operation[ImageContext], ...] = (
+    Operation(
+        method="POST",
+        path=GENERATIONS_PATH,
+        handler=create_images,
+        summary="Generate images from a prompt",
+        forwarding=Forwarding.BY_MODEL,
+        description="Fields are OpenAI's, and sampler options under the names of diffusers. Fields that are not listed "
+        "here are ignored.",
+        body=ImageGenerationBody,
+        ranges=RANGES,
+        refused=REFUSED,
+        response=response_types.Images,
+        named_events=(
+            response_types.GenerationProgress,
+            response_types.GenerationPartial,
+            response_types.GenerationCompleted,
+        ),
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path=EDITS_PATH,
+        handler=edit_images,
+        summary="Edit an image, as a whole or inside a mask",
+        forwarding=Forwarding.BY_MODEL,
+        description='The form has the image as the part "image" and an optional mask as the part "mask". The image '
+        "may change where the mask is transparent.",
+        body=ImageEditBody,
+        body_media="multipart/form-data",
+        ranges=RANGES,
+        refused=REFUSED,
+        response=response_types.Images,
+        named_events=(response_types.EditProgress, response_types.EditPartial, response_types.EditCompleted),
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models",
+        handler=list_image_models,
+        summary="List the served names, with options and limits of the model",
+        response=response_types.ImageModels,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models/{model}",
+        handler=read_image_model,
+        summary="Find a model by its name",
+        id_has_slashes=True,
+        response=response_types.ImageModel,
+        errors=(400, 404),
+        path_parameter="name of the model, slashes included",
+    ),
+    Operation(
+        method="GET",
+        path="/v1/requests",
+        handler=list_image_requests,
+        summary=LIST.summary,
+        is_polled=True,
+        description=LIST.description,
+        response=response_types.LiveImageRequests,
+    ),
+    _of_images(partial_aborts.OPERATIONS, "POST", "/v1/requests/abort", abort_requests),
+    _of_images(live_requests.OPERATIONS, "DELETE", "/v1/requests/{request}", abort_request),
+    *SHARED,
+    _of_images(kv_events.OPERATIONS, "GET", "/kv_events", stream_load),
+    _of_images(debug.OPERATIONS, "GET", debug.TASKS_PATH, debug.read_tasks),
+    _of_images(page_files.OPERATIONS, "GET", PAGE_PATH, show_image_page),
+    find_operation(page_files.OPERATIONS, "GET", UI_PATH + "{file}"),
+    Operation(
+        method="GET",
+        path="/openapi.json",
+        handler=read_image_openapi,
+        summary="Read this description",
+        needs_key=False,
+    ),
+)
+"""All operations of a server that generates images."""
 
 
 class ImageApp(BaseApp[ImageContext]):
@@ -165,7 +227,9 @@ class ImageApp(BaseApp[ImageContext]):
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
     ) -> None:
+        page = page or PageSettings()
         super().__init__(
+            RouteTable([operation for operation in OPERATIONS if page.is_shown or not is_of_page(operation.path)]),
             ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
             engine.metrics,
             tracer=tracer,
@@ -179,20 +243,6 @@ class ImageApp(BaseApp[ImageContext]):
         self._unsent = unsent or UnsentImages()
         self._threads = threads or EncodingThreads()
         self._routers_heard = RoutersHeard(trio.current_time)
-        self._page = page or PageSettings()
-
-    def route(self, path: str) -> Route[ImageContext] | None:
-        if not self._page.is_shown and is_of_page(path):
-            return None
-        if path.startswith(MODEL_PATH) and len(path) > len(MODEL_PATH):
-            return MODEL
-        if path.startswith(REQUEST_PATH) and len(path) > len(REQUEST_PATH) and path not in IMAGE_ROUTES:
-            return REQUEST
-        return IMAGE_ROUTES.get(path) or find_templated(IMAGE_TEMPLATES, path)
-
-    def paths(self) -> Iterable[str]:
-        paths = [*IMAGE_ROUTES, *(route.path for route in IMAGE_TEMPLATES), MODEL.path, REQUEST.path]
-        return [path for path in paths if self._page.is_shown or not is_of_page(path)]
 
     def not_found(self, path: str) -> Refusal:
         if not path.startswith(TEXT_PATHS):

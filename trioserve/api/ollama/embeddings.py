@@ -8,11 +8,13 @@ import trio
 
 from trioserve.api.embeddings.embeddings import add_vectors
 from trioserve.api.embeddings.pooling import pool
+from trioserve.api.ollama import response_types
 from trioserve.api.ollama.answer import nanoseconds
 from trioserve.api.ollama.models import requested_model
 from trioserve.api.ollama.request_types import OllamaEmbedBody, OllamaEmbeddingsBody
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import encode
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
@@ -21,7 +23,7 @@ from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
 if TYPE_CHECKING:
     from trioserve.contracts.pooling import Pooled
 
-__all__ = ["embed", "embed_one"]
+__all__ = ["OPERATIONS", "embed", "embed_one"]
 
 
 async def embed(context: RequestContext) -> None:
@@ -75,3 +77,31 @@ async def embed_one(context: RequestContext) -> None:
 
 def _numbers(_index: int, vector: Pooled) -> bytes:
     return encode(vector.values())
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/api/embed",
+        handler=embed,
+        summary="Make vectors of texts, in Ollama's shape",
+        forwarding=Forwarding.BY_MODEL,
+        body=OllamaEmbedBody,
+        response=response_types.OllamaEmbeddings,
+        errors=GENERATES,
+        error=response_types.OllamaError,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path="/api/embeddings",
+        handler=embed_one,
+        summary="Make a vector of one text, in Ollama's older shape",
+        forwarding=Forwarding.BY_MODEL,
+        body=OllamaEmbeddingsBody,
+        response=response_types.OllamaEmbedding,
+        errors=GENERATES,
+        error=response_types.OllamaError,
+        takes_deadlines=True,
+    ),
+)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trioserve.api.ollama import response_types
 from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, text_piece
 from trioserve.api.ollama.models import requested_model
-from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
+from trioserve.api.ollama.request_types import OLLAMA_RANGES, OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
 from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.ollama.turn import chat_request, text_request
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import DETACH_HEADER, Resumption
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import KEEP_ALIVE, data_event
 from trioserve.api.surface import OPENAI
 from trioserve.api.turn.chat_turn import chat_turn
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from trioserve.api.turn.turn_request import TurnRequest
     from trioserve.text.response_parts import ResponsePart
 
-__all__ = ["chat", "generate"]
+__all__ = ["OPERATIONS", "chat", "generate"]
 
 
 async def chat(context: RequestContext) -> None:
@@ -102,3 +104,38 @@ async def _answer(
         await context.finish(end if ids is None else ids.last(end))
     else:
         await context.respond_json(answer.whole(turn, choice))
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/api/chat",
+        handler=chat,
+        summary="Answer a chat, in Ollama's shape",
+        forwarding=Forwarding.BY_MODEL,
+        description="Fields have the meaning of Ollama's API. Options that are not listed here are ignored or refused. "
+        "Options for loading a model are ignored. Without messages, the model computes nothing.",
+        body=OllamaChatBody,
+        ranges=OLLAMA_RANGES,
+        response=response_types.OllamaChatLine,
+        line=response_types.OllamaChatLine,
+        errors=GENERATES,
+        error=response_types.OllamaError,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path="/api/generate",
+        handler=generate,
+        summary="Answer a prompt, or continue a text, in Ollama's shape",
+        forwarding=Forwarding.BY_MODEL,
+        description="Common fields work as in /api/chat.",
+        body=OllamaGenerateBody,
+        ranges=OLLAMA_RANGES,
+        response=response_types.OllamaTextLine,
+        line=response_types.OllamaTextLine,
+        errors=GENERATES,
+        error=response_types.OllamaError,
+        takes_deadlines=True,
+    ),
+)

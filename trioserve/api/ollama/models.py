@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
+from trioserve.api.ollama import response_types
 from trioserve.api.ollama.answer import iso_time
 from trioserve.api.ollama.request_types import OllamaShowBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import Responder
+from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.text.fill_in_middle import fill_in_middle
 
 __all__ = [
+    "OPERATIONS",
     "list_running",
     "list_tags",
     "model_card",
@@ -180,3 +183,44 @@ def _capabilities(context: RequestContext) -> list[str]:
 
 async def read_api_version(context: Responder) -> None:
     await context.respond_json({"version": API_VERSION})
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="GET",
+        path="/api/tags",
+        handler=list_tags,
+        summary="List the models, in Ollama's shape",
+        response=response_types.OllamaModels,
+        error=response_types.OllamaError,
+    ),
+    Operation(
+        method="GET",
+        path="/api/ps",
+        handler=list_running,
+        summary="List the loaded models, in Ollama's shape. All models are always loaded",
+        response=response_types.OllamaRunning,
+        error=response_types.OllamaError,
+    ),
+    Operation(
+        method="POST",
+        path="/api/show",
+        handler=show_model,
+        summary="Describe a model and its capabilities, in Ollama's shape",
+        forwarding=Forwarding.BY_MODEL,
+        body=OllamaShowBody,
+        response=response_types.OllamaShown,
+        errors=(*READS_BODY, 404),
+        error=response_types.OllamaError,
+    ),
+    Operation(
+        method="GET",
+        path="/api/version",
+        handler=read_api_version,
+        summary="Return the version of Ollama's API",
+        needs_key=False,
+        is_polled=True,
+        response=response_types.OllamaVersion,
+        error=response_types.OllamaError,
+    ),
+)

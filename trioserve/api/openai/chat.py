@@ -12,13 +12,15 @@ import msgspec
 
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.generation import read_streams, wait_until_released
+from trioserve.api.openai import response_types
 from trioserve.api.openai.chat_events import ChatEvents
 from trioserve.api.openai.chat_prompt import turn_request
 from trioserve.api.openai.chat_response import whole_response
 from trioserve.api.openai.prompt_fields import prompt_cut
-from trioserve.api.openai.request_types import ChatBody
+from trioserve.api.openai.request_types import GENERATION_RANGES, ChatBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import GroupIds, Resumption
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.api.whole_response import LargeJson, ResponseShape
@@ -27,7 +29,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 from trioserve.text.response_parts import ResponsePart
 
-__all__ = ["create_chat_completion"]
+__all__ = ["OPERATIONS", "create_chat_completion"]
 
 
 async def create_chat_completion(context: RequestContext) -> None:
@@ -141,3 +143,22 @@ def _sampling(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     return body.sampling(defaults, **given)
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=create_chat_completion,
+        summary="Answer a chat",
+        forwarding=Forwarding.BY_MODEL,
+        description="Fields, and their meanings, are OpenAI's and vLLM's. Fields that are not named here are "
+        "ignored or refused.",
+        body=ChatBody,
+        ranges=GENERATION_RANGES,
+        response=response_types.ChatCompletion,
+        event=response_types.ChatCompletionChunk,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+)

@@ -27,12 +27,14 @@ from trioserve.api.generation import (
     wait_until_begun,
     wait_until_released,
 )
+from trioserve.api.openai import response_types
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
-from trioserve.api.openai.request_types import CompletionBody
+from trioserve.api.openai.request_types import GENERATION_RANGES, CompletionBody
 from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption, skip_known
+from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import (
     DONE,
     ChunkWriter,
@@ -52,7 +54,7 @@ from trioserve.contracts.sampling import CHOICES_MAX, SamplingParams
 if TYPE_CHECKING:
     from trioserve.engine.request_stream import RequestStream
 
-__all__ = ["create_completion"]
+__all__ = ["OPERATIONS", "create_completion"]
 
 PROMPTS_MAX = 128  # evaluation tools send up to this many prompts. Each prompt takes n places in the queue
 
@@ -477,3 +479,21 @@ class _CompletionEvents:
         )
         usage = self._response.usage() if self._body.wants_continuous_usage else None
         return self._writer.chunk(choice, usage=usage, fields=fields)
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/completions",
+        handler=create_completion,
+        summary="Continue one or more prompts",
+        forwarding=Forwarding.BY_MODEL,
+        description="Choice number prompt_index * n + i is choice i of that prompt. Other fields: as for chats.",
+        body=CompletionBody,
+        ranges=GENERATION_RANGES,
+        response=response_types.Completion,
+        event=response_types.Completion,
+        errors=GENERATES,
+        takes_deadlines=True,
+    ),
+)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from trioserve.api.anthropic.surface import ANTHROPIC
+from trioserve.api.openai import response_types
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import Operation
 
-__all__ = ["MODEL_PATH", "list_models", "read_model"]
+__all__ = ["MODEL_PATH", "OPERATIONS", "list_models", "read_model"]
 
 MODEL_PATH = "/v1/models/"
 """Path before a model's name, which may have slashes."""
@@ -65,3 +67,24 @@ def _card(context: RequestContext, name: str) -> dict[str, object]:
         card["fingerprint"] = model.fingerprint_with(adapter.ref.digest)
         card["adapter"] = adapter.ref.digest
     return card
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="GET",
+        path="/v1/models",
+        handler=list_models,
+        summary="List models and adapters",
+        response=response_types.Models,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/models/{model}",
+        handler=read_model,
+        summary="Find a model by its name",
+        id_has_slashes=True,
+        response=response_types.Model,
+        errors=(400, 404),
+        path_parameter="name of the model, slashes included",
+    ),
+)

@@ -18,14 +18,16 @@ from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import SAMPLING_RANGES, Range, SamplingParams
+from trioserve.contracts.thinking import THINKING_TOKENS_MAX
 from trioserve.contracts.weights import WEIGHT_GROUP
 
 __all__ = [
+    "GENERATION_RANGES",
     "AbortBody",
     "AbortRequestBody",
-    "BroadcastWeightsBody",
     "Body",
+    "BroadcastWeightsBody",
     "ChatBody",
     "CompletionBody",
     "ControlBody",
@@ -57,6 +59,16 @@ CACHE_SALT_CHARACTERS_MAX = 256  # the salt is hashed with every block
 VALUE_MARKS = (b",", b"[", b"{")
 VALUE_MARKS_MAX = 250_000
 COMPLETION_TOKENS_DEFAULT = 16  # max_tokens of text completions in OpenAI's API
+
+GENERATION_RANGES = SAMPLING_RANGES | {
+    "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
+    "top_logprobs": SAMPLING_RANGES["logprobs"],
+    "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
+    "thinking_token_budget": Range(0, THINKING_TOKENS_MAX),
+    "thinking_budget": Range(0, THINKING_TOKENS_MAX),
+    "max_reasoning_tokens": Range(0, THINKING_TOKENS_MAX),
+}
+"""Allowed numbers in the bodies of chat and text completions, by field."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

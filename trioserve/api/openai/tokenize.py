@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from trioserve.api.openai import response_types
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.prompt_fields import prompt_cut
 from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from trioserve.admission.prompt_encoder import PromptEncoder
     from trioserve.engine.engine import Engine
 
-__all__ = ["detokenize", "read_tokenizer_info", "tokenize"]
+__all__ = ["OPERATIONS", "detokenize", "read_tokenizer_info", "tokenize"]
 
 T = TypeVar("T")
 
@@ -107,3 +109,35 @@ async def _token_ids(context: RequestContext, body: TokenizeBody, texts: PromptE
     if prompt is None:
         return await texts.encode(chat_prompt(body, trust_chat_template=context.trust_chat_template), cut=cut)
     return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False, cut=cut)
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/tokenize",
+        handler=tokenize,
+        summary="Show the tokens of a prompt or a chat",
+        forwarding=Forwarding.BY_MODEL,
+        body=TokenizeBody,
+        response=response_types.Tokenized,
+        errors=(*READS_BODY, 404),
+    ),
+    Operation(
+        method="POST",
+        path="/detokenize",
+        handler=detokenize,
+        summary="Show the text of tokens",
+        forwarding=Forwarding.BY_MODEL,
+        body=DetokenizeBody,
+        response=response_types.Detokenized,
+        errors=(*READS_BODY, 404),
+    ),
+    Operation(
+        method="GET",
+        path="/tokenizer_info",
+        handler=read_tokenizer_info,
+        summary="Read the data that clients need to render chats and count tokens",
+        forwarding=Forwarding.ANYWHERE,
+        response=response_types.TokenizerInfo,
+    ),
+)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import refusal
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody
+from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import AdapterRefused, ModelLoadError
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
 
-__all__ = ["load_adapter", "unload_adapter"]
+__all__ = ["OPERATIONS", "load_adapter", "unload_adapter"]
 
 
 async def load_adapter(context: RequestContext) -> None:
@@ -61,3 +62,29 @@ def _check_may(context: RequestContext) -> None:
 
 async def _respond(context: RequestContext, sentence: str) -> None:
     await context.respond_bytes(sentence.encode(), "text/plain; charset=utf-8")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/load_lora_adapter",
+        handler=load_adapter,
+        summary="Load a LoRA adapter",
+        is_operators=True,
+        description="Needs the admin's key, and a server with --allow-runtime-lora-updating.",
+        body=LoadAdapterBody,
+        response="text/plain",
+        errors=(*READS_BODY, 403, 404),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/unload_lora_adapter",
+        handler=unload_adapter,
+        summary="Unload a LoRA adapter",
+        is_operators=True,
+        description="New requests cannot use it. The response is sent when no request uses it any more.",
+        body=UnloadAdapterBody,
+        response="text/plain",
+        errors=(*READS_BODY, 403, 404),
+    ),
+)

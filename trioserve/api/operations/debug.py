@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.api.caller import check_is_admin
+from trioserve.api.route_table import Operation
 from trioserve.engine.shell.step_trace import step_trace
 from trioserve.trio_tools.task_tree import task_tree
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.api.responder import Responder
 
-__all__ = ["STEPS_PATH", "TASKS_PATH", "read_steps", "read_tasks"]
+__all__ = ["OPERATIONS", "STEPS_PATH", "TASKS_PATH", "read_steps", "read_tasks"]
 
 TASKS_PATH = "/debug/tasks"
 STEPS_PATH = "/debug/steps"
@@ -47,3 +48,27 @@ async def read_steps(context: RequestContext) -> None:
     check_is_admin(context.caller, NEEDS_ADMIN)
     made = await trio.to_thread.run_sync(partial(step_trace, context.engine.step_times.latest()))
     await context.respond_bytes(made, "application/json")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="GET",
+        path="/debug/tasks",
+        handler=read_tasks,
+        summary="Read the tree of Trio tasks with their stacks",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys.",
+        response="application/json",
+        errors=(400, 403),
+    ),
+    Operation(
+        method="GET",
+        path="/debug/steps",
+        handler=read_steps,
+        summary="Read the last 1,000 steps, for ui.perfetto.dev",
+        is_operators=True,
+        description="In the Trace Event Format. Needs the admin's key, if there are keys.",
+        response="application/json",
+        errors=(400, 403),
+    ),
+)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import HandedOver, refusal
+from trioserve.api.openai import response_types
 from trioserve.api.operations.live_requests import REQUEST_PATH, unknown_request
+from trioserve.api.route_table import Operation
 from trioserve.api.sse import encode
 from trioserve.contracts.events import HandOverOutcome
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
 
-__all__ = ["HAND_OVER", "HAND_OVER_PATH", "hand_over_stream", "hand_over_event"]
+__all__ = ["HAND_OVER", "HAND_OVER_PATH", "OPERATIONS", "hand_over_event", "hand_over_stream"]
 
 HAND_OVER = "/hand-over"
 HAND_OVER_PATH = REQUEST_PATH + "{request}" + HAND_OVER
@@ -53,3 +55,20 @@ def hand_over_event(handed: HandedOver) -> bytes:
     """
     event = encode({"object": "hand_over", "kv_transfer_params": handed.kv_transfer})
     return b"data: %b\n%b\n\n" % (event, HANDED_OVER_ID)
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/requests/{request}/hand-over",
+        handler=hand_over_stream,
+        summary="Hand a stream over to another server",
+        id_has_slashes=True,
+        description="The stream ends after the step in flight at the latest, with a last complete group. If a "
+        "connector holds its KV, an event then says how to fetch it. Only running streams that were requested with "
+        "X-Trioserve-Resumable can be handed over; 409 otherwise.",
+        response=response_types.RequestHandOver,
+        errors=(400, 404, 409),
+        path_parameter="the request's X-Request-Id",
+    ),
+)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
+from trioserve.api.openai import response_types
 from trioserve.api.operations.kv_events import load_report
+from trioserve.api.route_table import Operation
 from trioserve.contracts.version import VERSION
 
-__all__ = ["read_health", "read_load", "read_metrics", "read_ready", "read_version"]
+__all__ = ["OPERATIONS", "read_health", "read_load", "read_metrics", "read_ready", "read_version"]
 
 
 STEP_OVERDUE = "step_overdue"
@@ -83,3 +85,54 @@ async def read_version(context: EngineContext) -> None:
 async def read_metrics(context: EngineContext) -> None:
     metrics = context.engine.metrics
     await context.respond_bytes(metrics.expose(), metrics.content_type)
+
+
+OPERATIONS: tuple[Operation[EngineContext], ...] = (
+    Operation(
+        method="GET",
+        path="/health",
+        handler=read_health,
+        summary="Check that the process is alive and its engine does not hang",
+        needs_key=False,
+        is_polled=True,
+        response=response_types.Alive,
+        not_ready=response_types.Hangs,
+    ),
+    Operation(
+        method="GET",
+        path="/ready",
+        handler=read_ready,
+        summary="Check that the server accepts requests",
+        needs_key=False,
+        is_polled=True,
+        response=response_types.Ready,
+        not_ready=response_types.NotReady,
+    ),
+    Operation(
+        method="GET",
+        path="/load",
+        handler=read_load,
+        summary="Read the load",
+        needs_key=False,
+        is_polled=True,
+        response=response_types.Load,
+    ),
+    Operation(
+        method="GET",
+        path="/version",
+        handler=read_version,
+        summary="Version of the server",
+        needs_key=False,
+        is_polled=True,
+        response=response_types.Version,
+    ),
+    Operation(
+        method="GET",
+        path="/metrics",
+        handler=read_metrics,
+        summary="Metrics, in Prometheus' text format",
+        needs_key=False,
+        is_polled=True,
+        response="text/plain",
+    ),
+)

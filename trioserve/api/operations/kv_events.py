@@ -18,12 +18,21 @@ from trioserve.api.error_responses import refusal
 from trioserve.api.operations.routers_heard import ROUTER_HEADER
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import Operation
 from trioserve.api.sse import KEEP_ALIVE, encode
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import Draining
-from trioserve.contracts.kv_events import LoadReported
+from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, LoadReported, ResidencySnapshot
 
-__all__ = ["ALIVE_SECONDS", "LOAD_ALIVE_SECONDS", "LOAD_SECONDS_MIN", "stream_kv_events", "stream_load", "load_report"]
+__all__ = [
+    "ALIVE_SECONDS",
+    "LOAD_ALIVE_SECONDS",
+    "LOAD_SECONDS_MIN",
+    "OPERATIONS",
+    "load_report",
+    "stream_kv_events",
+    "stream_load",
+]
 
 ALIVE_SECONDS = 2.0  # silence before a keep-alive: routers soon distrust a silent endpoint
 LOAD_SECONDS_MIN = 0.1  # shortest time between two loads: shorter than a router's polling, but cheap to read
@@ -123,3 +132,21 @@ def load_report(context: EngineContext, *, is_asked: bool = False) -> EndpointLo
 def _reported_parts(load: EndpointLoad) -> tuple[object, ...]:
     """Return the parts of the load whose change is reported. KV usage changes at every step, so it is not one."""
     return load.running, load.waiting, load.max_num_seqs, load.role, load.fingerprint, load.weight_version
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="GET",
+        path="/kv_events",
+        handler=stream_kv_events,
+        summary="Stream the blocks of the prefix cache, and their changes",
+        is_polled=True,
+        description="Sends a snapshot in one or more parts, then numbered changes. Another snapshot means that changes "
+        "were missed. Needs a server with --kv-events and, if there are API keys, the admin's key. With ?load=only, it "
+        "sends the load instead, as /load does: after changes at most ten times a second, and at least once a second. "
+        "This works on every server, with any key.",
+        response="text/event-stream",
+        kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved, LoadReported),
+        errors=(400, 403, 404, 429, 503),
+    ),
+)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import AbortBody, decode_body
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import Operation
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.live import LiveRequestView
 
 __all__ = [
+    "OPERATIONS",
     "REQUEST_PATH",
     "abort_request",
     "abort_requests",
@@ -130,3 +133,29 @@ def _shown(view: LiveRequestView) -> dict[str, object]:
         "completion_tokens": view.completion_token_count,
         "blocks": view.block_count,
     }
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="GET",
+        path="/v1/requests",
+        handler=list_requests,
+        summary="List running requests",
+        is_operators=True,
+        description="Lists the requests of the caller's key, or all requests with the admin's key or without keys. "
+        "Includes finished requests whose blocks are held for another engine.",
+        response=response_types.LiveRequests,
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/requests/{request}",
+        handler=abort_request,
+        summary="Abort a request",
+        id_has_slashes=True,
+        description="Its blocks are free after the next step. A streaming client gets an error event. If the request "
+        "has finished and its blocks are held for another engine, they are released.",
+        response=response_types.RequestAbort,
+        errors=(400, 404),
+        path_parameter="the request's X-Request-Id",
+    ),
+)

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_may_operate
+from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody
 from trioserve.api.operations.live_requests import checked_ids, respond_aborted
 from trioserve.api.resume_body import resume_body, shown_logprobs
+from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.contracts.partial import CutOff, Partial
 
-__all__ = ["abort_for_vllm", "abort_for_sglang", "abort_with_partials"]
+__all__ = ["OPERATIONS", "abort_for_sglang", "abort_for_vllm", "abort_with_partials"]
 
 
 async def abort_with_partials(context: RequestContext) -> None:
@@ -110,3 +112,35 @@ def _shown(partial: Partial) -> dict[str, object]:
         ],
         "resume": resume_body([resume], prompt_digest=resume.prompt_digest, seed=resume.seed),
     }
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/requests/abort",
+        handler=abort_with_partials,
+        summary="Abort several requests",
+        description="With return_partial, the response has the partial result of each request, which can be resumed.",
+        body=AbortBody,
+        response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    Operation(
+        method="POST",
+        path="/abort_request",
+        handler=abort_for_sglang,
+        summary="Abort one request, or all of the caller (SGLang's name)",
+        body=AbortRequestBody,
+        response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    Operation(
+        method="POST",
+        path="/abort_requests",
+        handler=abort_for_vllm,
+        summary="Abort several requests (vLLM's name)",
+        body=AbortRequestsBody,
+        response=response_types.AbortedRequests,
+        errors=READS_BODY,
+    ),
+)

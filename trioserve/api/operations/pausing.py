@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from trioserve.api.caller import check_is_admin
+from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import PauseBody, decode_body
 from trioserve.api.query import Query
+from trioserve.api.route_table import READS_BODY, Operation
 
 if TYPE_CHECKING:
     from trioserve.api.engine_context import EngineContext, PauseMode
 
-__all__ = ["continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
+__all__ = ["OPERATIONS", "continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
 
 MODES: dict[str, Literal["abort", "wait", "keep"]] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
@@ -76,3 +78,64 @@ async def continue_generation(context: EngineContext) -> None:
 
 def _check_may(context: EngineContext) -> None:
     check_is_admin(context.caller, "pausing the engine needs the admin's API key: see --admin-api-key")
+
+
+OPERATIONS: tuple[Operation[EngineContext], ...] = (
+    Operation(
+        method="POST",
+        path="/pause",
+        handler=pause,
+        summary="Begin no more steps until /resume",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys. Responds when no step is in flight. New requests wait.",
+        response=response_types.PauseStatus,
+        errors=(400, 403, 503),
+        query={
+            "mode": (
+                "how to treat running requests: end them with their partial results, wait for them, or pause them",
+                {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+            ),
+            "wait_for_inflight_requests": ("the older name of mode=wait", {"type": "boolean", "default": False}),
+            "clear_cache": (
+                "true: empty the prefix cache, and recompute the KV of paused requests",
+                {"type": "boolean", "default": True},
+            ),
+        },
+    ),
+    Operation(
+        method="POST",
+        path="/resume",
+        handler=resume,
+        summary="Resume after a pause",
+        is_operators=True,
+        response=response_types.PauseStatus,
+        errors=(400, 403),
+    ),
+    Operation(
+        method="GET",
+        path="/is_paused",
+        handler=read_is_paused,
+        summary="Say if the engine is paused",
+        response=response_types.IsPaused,
+        errors=(400, 403),
+    ),
+    Operation(
+        method="POST",
+        path="/pause_generation",
+        handler=pause_generation,
+        summary="Pause (SGLang's name of /pause)",
+        is_operators=True,
+        body=PauseBody,
+        response=response_types.PauseChanged,
+        errors=(*READS_BODY, 403),
+    ),
+    Operation(
+        method="POST",
+        path="/continue_generation",
+        handler=continue_generation,
+        summary="Resume after a pause (SGLang's name of /resume)",
+        is_operators=True,
+        response=response_types.PauseChanged,
+        errors=(400, 403),
+    ),
+)

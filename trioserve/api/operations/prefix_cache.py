@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_is_admin
+from trioserve.api.openai import response_types
 from trioserve.api.query import Query
+from trioserve.api.route_table import Operation
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
 
-__all__ = ["flush_cache", "reset_prefix_cache"]
+__all__ = ["OPERATIONS", "flush_cache", "reset_prefix_cache"]
 
 
 async def reset_prefix_cache(context: RequestContext) -> None:
@@ -54,3 +56,36 @@ async def flush_cache(context: RequestContext) -> None:
 
 def _check_may(context: RequestContext) -> None:
     check_is_admin(context.caller, "emptying the cache needs the admin's API key: see --admin-api-key")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/reset_prefix_cache",
+        handler=reset_prefix_cache,
+        summary="Empty the prefix cache",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys. Running requests keep their blocks.",
+        response=response_types.CacheReset,
+        errors=(400, 403),
+        query={
+            "reset_running_requests": (
+                "true: recompute the KV of paused requests; only for a paused engine",
+                {"type": "boolean", "default": False},
+            ),
+            "reset_external": (
+                "refused: the caches of connectors cannot be emptied",
+                {"type": "boolean", "default": False},
+            ),
+        },
+    ),
+    Operation(
+        method="POST",
+        path="/flush_cache",
+        handler=flush_cache,
+        summary="Empty the prefix cache (SGLang's name of /reset_prefix_cache)",
+        is_operators=True,
+        response=response_types.PauseChanged,
+        errors=(400, 403),
+    ),
+)

@@ -6,13 +6,15 @@ With API keys, a key controls its own requests only, and the admin's key all req
 from __future__ import annotations
 
 from trioserve.api.error_responses import refusal
+from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import ControlBody
 from trioserve.api.operations.live_requests import REQUEST_PATH, unknown_request
 from trioserve.api.request_context import RequestContext
+from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.thinking import ThoughtOutcome
 
-__all__ = ["control_request"]
+__all__ = ["OPERATIONS", "control_request"]
 
 
 async def control_request(context: RequestContext) -> None:
@@ -42,3 +44,19 @@ async def control_request(context: RequestContext) -> None:
             "ended already",
         )
     await context.respond_json({"id": request_id, "object": "request.control", "result": outcome.value})
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/requests/{request}",
+        handler=control_request,
+        summary="End the reasoning of a running request",
+        id_has_slashes=True,
+        description="The model continues after the end of the reasoning. 409 if the request has no reasoning to end.",
+        body=ControlBody,
+        response=response_types.RequestControl,
+        errors=(*READS_BODY, 404, 409),
+        path_parameter="the request's X-Request-Id",
+    ),
+)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_is_admin
+from trioserve.api.openai import response_types
 from trioserve.api.operations.pausing import MODES
 from trioserve.api.query import Query
+from trioserve.api.route_table import Operation
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from trioserve.api.engine_context import EngineContext
 
-__all__ = ["read_is_sleeping", "sleep", "wake_up"]
+__all__ = ["OPERATIONS", "read_is_sleeping", "sleep", "wake_up"]
 
 
 async def sleep(context: EngineContext) -> None:
@@ -65,3 +67,46 @@ async def _respond(context: EngineContext) -> None:
 
 def _check_may(context: EngineContext) -> None:
     check_is_admin(context.caller, "sleeping needs the admin's API key: see --admin-api-key")
+
+
+OPERATIONS: tuple[Operation[EngineContext], ...] = (
+    Operation(
+        method="POST",
+        path="/sleep",
+        handler=sleep,
+        summary="Free memory until /wake_up",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys. Pauses first. Responds when the memory is free. "
+        "New requests wait.",
+        response=response_types.IsSleeping,
+        errors=(400, 403, 503),
+        query={
+            "level": (
+                "1: free the KV cache, or latents; 2: free the weights too",
+                {"type": "integer", "minimum": 1, "maximum": 2, "default": 1},
+            ),
+            "mode": (
+                "how to treat running requests: end them with their partial results, wait for them, or recompute them "
+                "afterwards",
+                {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+            ),
+        },
+    ),
+    Operation(
+        method="POST",
+        path="/wake_up",
+        handler=wake_up,
+        summary="Allocate the memory again, and resume",
+        is_operators=True,
+        response=response_types.IsSleeping,
+        errors=(400, 403, 503),
+    ),
+    Operation(
+        method="GET",
+        path="/is_sleeping",
+        handler=read_is_sleeping,
+        summary="Say if the engine sleeps",
+        response=response_types.IsSleeping,
+        errors=(400, 403),
+    ),
+)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import error_response
+from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import (
     BroadcastWeightsBody,
     InFlight,
@@ -19,6 +20,7 @@ from trioserve.api.openai.request_types import (
     WeightsBody,
     WeightsOnDiskBody,
 )
+from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest, TrioserveError, WeightsLost
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightGroup, WeightSource
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
 
 __all__ = [
+    "OPERATIONS",
     "destroy_weights_update_group",
     "init_weights_update_group",
     "read_weight_version",
@@ -184,3 +187,88 @@ async def _refuse(context: RequestContext, error: TrioserveError) -> None:
 
 def _check_may(context: RequestContext) -> None:
     check_is_admin(context.caller, "replacing weights needs the admin's API key: see --admin-api-key")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
+    Operation(
+        method="POST",
+        path="/update_weights_from_disk",
+        handler=update_weights_from_disk,
+        summary="Replace the model's weights between two steps, from a directory",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys. The source has all tensors of the model, with the "
+        "names of its checkpoint. If a tensor does not fit, the update is refused and nothing changes. Responds when "
+        "steps use the new weights.",
+        body=WeightsOnDiskBody,
+        response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
+        errors=(*READS_BODY, 403, 500, 503),
+    ),
+    Operation(
+        method="POST",
+        path="/update_weights_from_shared_memory",
+        handler=update_weights_from_shared_memory,
+        summary="Replace the model's weights from shared memory on the server's machine",
+        is_operators=True,
+        body=SharedWeightsBody,
+        response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
+        errors=(*READS_BODY, 403, 500, 503),
+    ),
+    Operation(
+        method="POST",
+        path="/update_weights_from_distributed",
+        handler=update_weights_from_distributed,
+        summary="Replace the model's weights from a trainer that sends them by torch.distributed",
+        is_operators=True,
+        description="The engine must have joined the trainer's group. The trainer sends after this request.",
+        body=BroadcastWeightsBody,
+        response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
+        errors=(*READS_BODY, 403, 500, 503),
+    ),
+    Operation(
+        method="POST",
+        path="/init_weights_update_group",
+        handler=init_weights_update_group,
+        summary="Join a trainer's group of torch.distributed",
+        is_operators=True,
+        description="Responds when all members have joined. The trainer is rank 0, and listens at the address.",
+        body=WeightGroupBody,
+        response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
+        errors=(*READS_BODY, 403, 503),
+    ),
+    Operation(
+        method="POST",
+        path="/destroy_weights_update_group",
+        handler=destroy_weights_update_group,
+        summary="Leave a trainer's group of torch.distributed",
+        is_operators=True,
+        body=WeightGroupNameBody,
+        response=response_types.WeightUpdate,
+        error=response_types.WeightUpdateError,
+        errors=(*READS_BODY, 403),
+    ),
+    Operation(
+        method="GET",
+        path="/get_weight_version",
+        handler=read_weight_version,
+        summary="Read the version of the weights in use",
+        response=response_types.WeightVersion,
+    ),
+    Operation(
+        method="GET",
+        path="/weight_info",
+        handler=read_weight_version,
+        summary="Read the version of the weights in use (vLLM's name)",
+        response=response_types.WeightVersion,
+    ),
+    Operation(
+        method="GET",
+        path="/get_world_size",
+        handler=read_world_size,
+        summary="Count the members of a trainer's group that this engine has",
+        response=response_types.WorldSize,
+    ),
+)

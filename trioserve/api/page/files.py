@@ -9,8 +9,19 @@ import msgspec
 
 from trioserve.api.error_responses import refusal
 from trioserve.api.responder import Responder
+from trioserve.api.route_table import Operation
 
-__all__ = ["FILES", "PAGE_PATH", "ROUTER_PATH", "UI_PATH", "is_of_page", "show_file", "show_image_page", "show_page"]
+__all__ = [
+    "FILES",
+    "OPERATIONS",
+    "PAGE_PATH",
+    "ROUTER_PATH",
+    "UI_PATH",
+    "is_of_page",
+    "show_file",
+    "show_image_page",
+    "show_page",
+]
 
 PAGE_PATH = "/"
 ROUTER_PATH = "/router"
@@ -99,3 +110,25 @@ async def _show(context: Responder, file: _File) -> None:
         await context.respond_bytes(b"", file.media_type, status=304, headers=headers)
     else:
         await context.respond_bytes(file.body, file.media_type, headers=headers)
+
+
+OPERATIONS: tuple[Operation[Responder], ...] = (
+    Operation(
+        method="GET",
+        path=PAGE_PATH,
+        handler=show_page,
+        summary="Show the live page, unless the server was started with --no-ui",
+        needs_key=False,
+        response="text/html",
+    ),
+    Operation(
+        method="GET",
+        path=UI_PATH + "{file}",
+        handler=show_file,
+        summary="Read a file of the live page",
+        needs_key=False,
+        response="*/*",
+        errors=(400, 404),
+        path_parameter="the file's name",
+    ),
+)

@@ -10,9 +10,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.described_operation import GENERATES, READS_BODY, DescribedOperation
 from trioserve.api.responses.request_types import RESPONSES_REFUSED, InputTokensBody, ResponsesBody
+from trioserve.api.responses.response_run import count_input_tokens, create_response
+from trioserve.api.responses.stored_responses import cancel_response, delete_response, list_input_items, read_response
 from trioserve.api.resume_body import ResumeBody
+from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
+from trioserve.api.server_context import ServerContext
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 
@@ -295,9 +298,14 @@ RANGES = {
     "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
 }
 
-OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
-    ("POST", "/v1/responses"): DescribedOperation(
+
+OPERATIONS: tuple[Operation[ServerContext], ...] = (
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        handler=create_response,
         summary="Respond to items, in the shape of OpenAI's Responses API",
+        forwarding=Forwarding.BY_MODEL,
         description="Fields have OpenAI's meaning. Fields that are not listed here are ignored or refused. The "
         "response is stored unless store is false. Tools that a server would have to run, such as web_search, are "
         "ignored.",
@@ -309,15 +317,23 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(*GENERATES, 507),
         takes_deadlines=True,
     ),
-    ("POST", "/v1/responses/input_tokens"): DescribedOperation(
+    Operation(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=count_input_tokens,
         summary="Count the tokens of a response's input",
+        forwarding=Forwarding.BY_MODEL,
         body=InputTokensBody,
         refused=RESPONSES_REFUSED,
         response=InputTokens,
         errors=(*READS_BODY, 404, 500),
     ),
-    ("GET", "/v1/responses/{response}"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/responses/{response}",
+        handler=read_response,
         summary="Read a stored response or a running background response",
+        forwarding=Forwarding.KEPT,
         description="With stream=true, the events of a response that was created with background and stream.",
         response=ResponseObject,
         query={
@@ -327,22 +343,34 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(400, *STORED),
         path_parameter=ID,
     ),
-    ("DELETE", "/v1/responses/{response}"): DescribedOperation(
+    Operation(
+        method="DELETE",
+        path="/v1/responses/{response}",
+        handler=delete_response,
         summary="Delete a response",
+        forwarding=Forwarding.KEPT,
         description="A running background response is cancelled first.",
         response=DeletedResponse,
         errors=(400, *STORED, 507),
         path_parameter=ID,
     ),
-    ("POST", "/v1/responses/{response}/cancel"): DescribedOperation(
+    Operation(
+        method="POST",
+        path="/v1/responses/{response}/cancel",
+        handler=cancel_response,
         summary="Cancel a background response",
+        forwarding=Forwarding.KEPT,
         description="Its blocks are free at the next step. A response that has ended does not change.",
         response=ResponseObject,
         errors=(400, *STORED),
         path_parameter=ID,
     ),
-    ("GET", "/v1/responses/{response}/input_items"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/responses/{response}/input_items",
+        handler=list_input_items,
         summary="List the items of a response's own input",
+        forwarding=Forwarding.KEPT,
         response=ResponseItems,
         query={
             "limit": ("number of items on a page", {"type": "integer", "minimum": 1, "maximum": 100}),
@@ -352,4 +380,4 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(400, *STORED),
         path_parameter=ID,
     ),
-}
+)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from trioserve.api.described_operation import DescribedOperation
 from trioserve.api.error_responses import refusal
 from trioserve.api.queries import number_in, query_of
+from trioserve.api.route_table import Forwarding, Operation
+from trioserve.api.server_context import ServerContext
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -105,9 +106,14 @@ class DeletedStream(msgspec.Struct, forbid_unknown_fields=True):
 KEPT_ID = "value of X-Trioserve-Keep in the request that began the stream"
 ID = "value of X-Session-Id in the request that began the stream"
 
-OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
-    ("GET", "/v1/streams/{stream}"): DescribedOperation(
+
+OPERATIONS: tuple[Operation[ServerContext], ...] = (
+    Operation(
+        method="GET",
+        path="/v1/streams/{stream}",
+        handler=read_stream,
         summary="Resume reading a stream after its connection was lost",
+        forwarding=Forwarding.STREAM,
         description="The stream belongs to a request that was sent with X-Session-Id and X-Detach-Timeout. Its events "
         "are those of the request's API, and each SSE id is the event's number. An earlier reader gets an event saying "
         "that another reader has taken over.",
@@ -116,13 +122,20 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(400, 404, 409, 410),
         path_parameter=ID,
     ),
-    ("DELETE", "/v1/streams/{stream}"): DescribedOperation(
+    Operation(
+        method="DELETE",
+        path="/v1/streams/{stream}",
+        handler=delete_stream,
         summary="End a stream and delete its events",
+        forwarding=Forwarding.STREAM,
         response=DeletedStream,
         errors=(400, 404),
         path_parameter=ID,
     ),
-    ("GET", "/v1/kept_streams/{stream}"): DescribedOperation(
+    Operation(
+        method="GET",
+        path="/v1/kept_streams/{stream}",
+        handler=read_kept_stream,
         summary="Take over a stream whose router has died",
         description="For routers. Sends all events of a stream that another router requested with X-Trioserve-Keep. "
         "An earlier reader gets an event saying that another reader has taken over.",
@@ -131,11 +144,14 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(400, 404, 409, 410),
         path_parameter=KEPT_ID,
     ),
-    ("DELETE", "/v1/kept_streams/{stream}"): DescribedOperation(
+    Operation(
+        method="DELETE",
+        path="/v1/kept_streams/{stream}",
+        handler=end_kept_stream,
         summary="End a stream whose client has left",
         response=DeletedStream,
         query={"reader": ("end the stream only if this reader is the latest", {"type": "integer", "minimum": 1})},
         errors=(400, 404),
         path_parameter=KEPT_ID,
     ),
-}
+)
