@@ -47,6 +47,7 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-s
 PREBUILT_FLAGS = ("-static-libstdc++", "-static-libgcc", "-s", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
+VERSION_SECONDS = 0.5  # a compiler tells its version in some milliseconds
 WATCH_SECONDS = 1.0
 
 _AVX2 = ("avx2", "fma", "f16c")
@@ -92,14 +93,14 @@ def build_library(
 ) -> Path:
     """Return the library for a level: from the wheel, from the cache, or compiled now.
 
-    A lock keeps two processes from compiling the same library.
+    A lock keeps two processes from compiling the same library. The compiler ends with this process, however that ends.
 
     Args:
         level: a name in LEVELS.
         cache: folder for compiled libraries. None is the user's cache folder.
         more_flags: further compiler flags. A library from the wheel is then not used.
-        on_compile: called with a sentence and the seconds so far, before the compiler runs and then every second.
-            An exception ends the compiler.
+        on_compile: called with a sentence and the seconds so far, before the compiler runs and then every second, also
+            while another process compiles the same library. An exception from it ends the compiler.
 
     Raises:
         CannotBuild: there is no compiler, or it fails.
@@ -110,15 +111,20 @@ def build_library(
     compiler = find_compiler()
     flags = (*_flags(level), *more_flags)
     folder = _cache_folder() if cache is None else cache
-    library = folder / f"cpu-{level}-{_fingerprint(compiler, flags)}.so"
+
+    def watch(sentence: str) -> Callable[[float], None]:
+        return lambda seconds: on_compile(sentence, seconds)
+
+    library = folder / f"cpu-{level}-{_fingerprint(compiler, flags, watch('asking the C++ compiler its version'))}.so"
     if library.is_file():
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(library.with_suffix(".lock")):
+        with _locked(library.with_suffix(".lock"), watch("waiting for another process that compiles the CPU kernels")):
             if not library.is_file():
-                sentence = f"compiling the CPU kernels for {level} (once, some ten seconds)"
-                _compile(compiler, flags, library, lambda seconds: on_compile(sentence, seconds))
+                _compile(
+                    compiler, flags, library, watch(f"compiling the CPU kernels for {level} (once, some ten seconds)")
+                )
     except OSError as error:
         raise CannotBuild(f"{folder} cannot be written: {error.strerror}") from None
     return library
@@ -187,8 +193,9 @@ def find_compiler() -> str:
     )
 
 
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+def _fingerprint(compiler: str, flags: tuple[str, ...], watch: Callable[[float], None]) -> str:
+    # Every start asks. So it is reported only if the compiler takes unusually long to reply.
+    _, version, _ = _run([compiler, "--version"], lambda seconds: watch(seconds) if seconds > VERSION_SECONDS else None)
     return hashlib.sha256(repr((compiler, version, flags, _sources_digest())).encode()).hexdigest()[:16]
 
 
@@ -201,10 +208,22 @@ def _sources_digest() -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file. The system releases the lock if the process dies."""
+def _locked(path: Path, watch: Callable[[float], None]) -> Iterator[None]:
+    """Hold a lock file. The system releases the lock if the process dies.
+
+    Args:
+        path: lock file, which stays.
+        watch: called every second with the seconds of waiting. An exception ends the waiting.
+    """
+    started_at = time.monotonic()
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                watch(time.monotonic() - started_at)
+                time.sleep(WATCH_SECONDS)
         yield
 
 
@@ -218,7 +237,7 @@ def _compile(
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
         made = Path(folder) / library.name
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        exit_code, stderr = _run([compiler, *flags, "-o", str(made), *sources], watch, folder)
+        exit_code, _, stderr = _run([compiler, *flags, "-o", str(made), *sources], watch, folder)
         if exit_code != 0:
             first = next((line for line in stderr.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
@@ -226,37 +245,59 @@ def _compile(
         made.rename(library)
 
 
-def _run(command: list[str], watch: Callable[[float], None], temporary_folder: str) -> tuple[int, str]:
-    """Run a compiler. When this function ends, all of its processes have ended.
+# Becomes the compiler, after starting a process that waits for the end of stdin: that end comes when our process dies,
+# for example by a signal. The waiting process then removes the temporary folder and kills the process group.
+_WITH_GUARD = """
+exec 3<&0 </dev/null
+(read -r _ <&3; test -z "$0" || rm -rf "$0"; kill -KILL 0) >/dev/null 2>&1 &
+exec 3<&-
+exec "$@"
+"""
+
+
+def _run(command: list[str], watch: Callable[[float], None], temporary_folder: str = "") -> tuple[int, str, str]:
+    """Run a compiler. When this function ends, all of its processes have ended. They also end if this process dies.
+
+    Args:
+        command: path of the compiler, and its arguments.
+        watch: called at once and then every second with the seconds so far. An exception ends the compiler.
+        temporary_folder: folder of its temporary files. Empty: the usual one.
 
     Returns:
-        Exit code, and what the compiler wrote to stderr.
+        Exit code, and what the compiler wrote to stdout and stderr.
     """
     started_at = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, "TMPDIR": temporary_folder},
-        process_group=0,  # g++ starts further processes, which must end with it
-    )
+    environment = {**os.environ, **({"TMPDIR": temporary_folder} if temporary_folder else {})}
+    guard, lifeline = os.pipe()  # the write end is not inherited, so only this process holds it open
     try:
-        seconds = 0.0
-        while True:
-            watch(seconds)
-            if seconds > COMPILE_SECONDS_MAX:
-                raise CannotBuild(f"{command[0]} took longer than {COMPILE_SECONDS_MAX} seconds")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                _, stderr = process.communicate(timeout=WATCH_SECONDS)
-                return process.returncode, stderr
-            seconds = time.monotonic() - started_at
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _WITH_GUARD, temporary_folder, *command],
+            stdin=guard,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            process_group=0,  # g++ starts further processes, which must end with it
+        )
+        try:
+            seconds = 0.0
+            while True:
+                watch(seconds)
+                if seconds > COMPILE_SECONDS_MAX:
+                    raise CannotBuild(f"{command[0]} took longer than {COMPILE_SECONDS_MAX} seconds")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    stdout, stderr = process.communicate(timeout=WATCH_SECONDS)
+                    return process.returncode, stdout, stderr
+                seconds = time.monotonic() - started_at
+        finally:
+            # The guard still runs, so the group exists and its number has no other owner.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+    finally:
+        os.close(guard)
+        os.close(lifeline)
 
 
 def main() -> int:

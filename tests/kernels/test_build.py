@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -67,7 +68,8 @@ def test_other_flags_or_another_compiler_give_another_library(compiler: Path) ->
     assert len(libraries) == call_count(compiler.parent) == 4
 
 
-def test_two_concurrent_builds_compile_once(compiler: Path) -> None:
+def test_two_concurrent_builds_compile_once(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
     together = threading.Barrier(4)
     libraries = []
 
@@ -108,6 +110,49 @@ def test_exception_of_the_progress_callback_ends_the_compiler(compiler: Path, mo
     assert waited == sorted(waited)
     assert not [path for path in compiler.parent.rglob("*") if path.suffix in (".so", ".s")]
     assert [path.suffix for path in (compiler.parent / "cache" / "trioserve").iterdir()] == [".lock"]
+
+
+def test_compiler_ends_and_its_files_are_removed_if_our_process_is_killed(compiler: Path) -> None:
+    # The compiler has a child process, as g++ does, and never ends. Both hold a pipe open, which shows when they ended.
+    pipe, cache = compiler.parent / "pipe", compiler.parent / "cache" / "trioserve"
+    os.mkfifo(pipe)
+    never_ends = f'exec 7>{pipe}; echo > "$TMPDIR/x.s"; echo begun >&7; sleep 600 & wait; '
+    compiler.write_text(compiler.read_text().replace("echo made", never_ends + "echo made"))
+    command = [sys.executable, "-m", "trioserve_kernels.build"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as building, pipe.open() as reports:
+        assert reports.readline() == "begun\n"
+        assert list(cache.glob("build-*/x.s"))
+        building.kill()
+        assert reports.read() == ""  # returns when no process holds the pipe open
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_wait_for_the_compiler_of_another_process_can_be_ended(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
+    build_library("avx2")
+    (library,) = (compiler.parent / "cache" / "trioserve").glob("*.so")
+    library.unlink()
+
+    def give_up(sentence: str, _seconds: float) -> None:
+        assert "another process" in sentence
+        raise GivenUp
+
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(GivenUp):
+            build_library("avx2", on_compile=give_up)
+
+
+def test_compiler_that_does_not_tell_its_version_can_be_ended(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(build, "VERSION_SECONDS", 0.0)
+    compiler.write_text(compiler.read_text().replace("echo test 1", "sleep 600"))
+
+    def give_up(_sentence: str, _seconds: float) -> None:
+        raise GivenUp
+
+    with pytest.raises(GivenUp):
+        build_library("avx2", on_compile=give_up)
 
 
 def test_compiler_that_takes_too_long_is_killed(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
