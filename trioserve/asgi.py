@@ -43,7 +43,7 @@ API_OPTIONS = frozenset(
 )
 """Options of `trioserve serve` that concern neither the engine nor the listening socket."""
 
-ENGINE_OPTIONS = frozenset(inspect.signature(open_engine).parameters) - {"model"}
+ENGINE_OPTIONS = frozenset(inspect.signature(open_engine).parameters) - {"model", "progress"}
 
 OpensEngine = Callable[[], AbstractAsyncContextManager[Engine]]
 

@@ -99,6 +99,7 @@ __all__ = [
     "LoadProgress",
     "LoadReport",
     "Loaded",
+    "LoggedProgress",
     "default_served_name",
     "open_asyncio_engine",
     "open_configured_engine",
@@ -128,6 +129,25 @@ class LoadProgress(msgspec.Struct, frozen=True):
 
 LoadReport = Callable[[LoadProgress], None]
 """Receives the progress of loading. Called from the thread that loads, first before the activity begins."""
+
+
+class LoggedProgress:
+    """Logs each activity of loading once, when it begins.
+
+    Args:
+        report: receives all progress, too. None: the log is enough.
+    """
+
+    def __init__(self, report: LoadReport | None) -> None:
+        self._report = report
+        self._what = ""
+
+    def __call__(self, progress: LoadProgress) -> None:
+        if progress.what != self._what:
+            self._what = progress.what
+            logger.info("%s", progress.what)
+        if self._report is not None:
+            self._report(progress)
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +238,7 @@ async def open_engine(
     max_queue_timeout: float | None = None,
     max_ttft_timeout: float | None = None,
     max_request_timeout: float | None = None,
+    progress: LoadReport | None = None,
 ) -> AsyncIterator[Engine]:
     """Open an engine in the scope of an `async with`, in the caller's own Trio program.
 
@@ -312,15 +333,19 @@ async def open_engine(
         max_queue_timeout: highest `queue_timeout` of a request. None: no limit.
         max_ttft_timeout: highest `ttft_timeout` of a request. None: no limit.
         max_request_timeout: highest `timeout` of a request. None: no limit.
+        progress: function that receives the progress of the start as LoadProgress: fetching the model, compiling the
+            kernels once, loading the weights. Another thread calls it, several times per second. An exception from it
+            ends the start. The log has a line for each activity in any case.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
         StartupError: a parameter has a wrong type or is out of range. The message says what is allowed.
         EngineFault: a step or the connector failed, at any time, and the engine is not reopened again.
     """
-    options = locals()  # only the parameters exist yet, and each is an option of the same name
+    options = locals()  # only the parameters exist yet, and each but the last is an option of the same name
+    del options["progress"]
     check_is_in_trio("trioserve.open_engine")
-    async with open_configured_engine(make_config(**options)) as engine:
+    async with open_configured_engine(make_config(**options), on_progress=LoggedProgress(progress)) as engine:
         yield engine
 
 
@@ -366,7 +391,7 @@ async def open_configured_engine(
 
     Args:
         config: the options.
-        on_progress: receives the progress of loading. None: long activities are logged.
+        on_progress: receives the progress of loading. None: each activity is logged.
         on_loaded: called once when the model is loaded.
 
     Raises:
@@ -389,7 +414,7 @@ async def open_configured_engine(
     modules = lora_modules(config.lora_modules)
     with errors_unwrapped():
         async with TextThreads() as text:
-            opening = _Opening(config, transfers, text, on_progress, on_loaded)
+            opening = _Opening(config, transfers, text, on_progress or LoggedProgress(None), on_loaded)
             with closing(opening.trainer_groups), closing(opening.image_decoder):
                 async with trio.open_nursery() as nursery:
                     engine = await nursery.start(supervise, opening.open_parts, opening.make_engine)
@@ -413,7 +438,7 @@ class _Opening:
         config: Config,
         transfers: ConnectorSettings | None,
         text: TextThreads,
-        on_progress: LoadReport | None,
+        on_progress: LoadReport,
         on_loaded: Callable[[Loaded], None],
     ) -> None:
         self._config = config
@@ -456,23 +481,11 @@ class _Opening:
             if config.chat_template is not None:  # check first, because the template is used much later
                 self._chat_template = await text.run_cancellable(chat_template_text, config.chat_template)
             if self._path is None:
-                # A download cannot be stopped from outside. So it runs in a thread that is not waited for.
-                resolve = functools.partial(
-                    resolve_model, revision=config.revision, progress=self._fetching(config.model)
-                )
-                self._path = await call_abandonable(resolve, config.model, thread_name=DOWNLOAD_THREAD)
+                self._path = await self._fetched(config.model, revision=config.revision)
                 if config.tokenizer is not None:
-                    resolve = functools.partial(
-                        resolve_model, with_weights=False, progress=self._fetching(config.tokenizer)
-                    )
-                    self._tokenizer_path = await call_abandonable(
-                        resolve, config.tokenizer, thread_name=DOWNLOAD_THREAD
-                    )
+                    self._tokenizer_path = await self._fetched(config.tokenizer, with_weights=False)
                 if self._drafts is not None and self._drafts.model is not None:
-                    resolve = functools.partial(
-                        resolve_model, revision=self._drafts.revision, progress=self._fetching(self._drafts.model)
-                    )
-                    self._draft_path = await call_abandonable(resolve, self._drafts.model, thread_name=DOWNLOAD_THREAD)
+                    self._draft_path = await self._fetched(self._drafts.model, revision=self._drafts.revision)
                 if self._drafts is not None and self._drafts.ignored:
                     logger.warning("of --speculative-config ignored=%s", ",".join(self._drafts.ignored))
             uses_further = self._drafts is not None and self._drafts.source == "mtp"
@@ -599,11 +612,23 @@ class _Opening:
             return None
         return processing
 
-    def _fetching(self, name: str) -> Callable[[int, int], None] | None:
-        on_progress = self._on_progress
-        if on_progress is None:
-            return None
-        return lambda done, total: on_progress(LoadProgress(f"fetching {name}", done, total))
+    async def _fetched(self, name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
+        """Return the path of a model, and download it first if it is not on this machine.
+
+        Nothing can interrupt a read from the network, so the download has a thread that is not waited for. If the
+        start is cancelled, the thread ends when it next receives bytes.
+        """
+        job = LongJob()
+
+        def report(done: int, total: int) -> None:
+            job.check()
+            self._on_progress(LoadProgress(f"fetching {name}", done, total or None))
+
+        resolve = functools.partial(resolve_model, with_weights=with_weights, revision=revision, progress=report)
+        try:
+            return await call_abandonable(resolve, name, thread_name=DOWNLOAD_THREAD)
+        finally:
+            job.cancel()
 
     def _read_defaults(self, checkpoint: Checkpoint | EncoderDirectory) -> GenerationDefaults:
         return generation_defaults(checkpoint, self._generation, recommended=recommended_sampling(self._config.model))
@@ -707,7 +732,7 @@ class _Opening:
 
         def report(progress: Progress) -> None:
             weights_come.set()
-            if self._engine is None and self._on_progress is not None:
+            if self._engine is None:
                 what = progress.what or f"loading {config.model}"
                 self._on_progress(LoadProgress(what, progress.done, progress.total))
 
@@ -883,7 +908,7 @@ class _Opening:
 
         def report(progress: LoadProgress) -> None:
             job.check()
-            if self._engine is None and self._on_progress is not None:
+            if self._engine is None:
                 self._on_progress(progress)
 
         def note_weights_come() -> None:
@@ -894,8 +919,6 @@ class _Opening:
             report(LoadProgress(f"loading {self._config.model}", done, total))
 
         def compiling(sentence: str, seconds: float) -> None:
-            if self._on_progress is None and not seconds:
-                logger.info("%s", sentence)
             report(LoadProgress(sentence, seconds))
 
         def load_runner() -> ModelRunner | EncoderRunner:

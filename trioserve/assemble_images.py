@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import trio
 
-from trioserve.assemble import LoadProgress, LoadReport, default_served_name, for_asyncio
+from trioserve.assemble import LoadProgress, LoadReport, LoggedProgress, default_served_name, for_asyncio
 from trioserve.asyncio.engine import ImageEngine as AsyncioImageEngine
 from trioserve.config import Config, engine_settings, make_config
 from trioserve.contracts.errors import StartupError
@@ -70,6 +70,7 @@ async def open_image_engine(
     max_queue_timeout: float | None = None,
     max_ttft_timeout: float | None = None,
     max_request_timeout: float | None = None,
+    progress: LoadReport | None = None,
 ) -> AsyncIterator[ImageEngine]:
     """Open an engine for images in the scope of an `async with`, in the caller's own Trio program.
 
@@ -102,6 +103,7 @@ async def open_image_engine(
         max_queue_timeout: as in `open_engine`.
         max_ttft_timeout: as in `open_engine`.
         max_request_timeout: as in `open_engine`.
+        progress: as in `open_engine`.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
@@ -131,7 +133,9 @@ async def open_image_engine(
         max_ttft_timeout=max_ttft_timeout,
         max_request_timeout=max_request_timeout,
     )
-    async with open_configured_image_engine(config, kept_slots=kept_slots, step_pixels=step_pixels) as engine:
+    async with open_configured_image_engine(
+        config, kept_slots=kept_slots, step_pixels=step_pixels, on_progress=LoggedProgress(progress)
+    ) as engine:
         yield engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import sys
 import threading
@@ -424,16 +425,81 @@ async def test_progress_of_loading_is_reported(runner_class, monkeypatch):
     ]
 
 
-async def test_kernel_compilation_is_logged_once_without_on_progress(runner_class, caplog):
+@pytest.mark.parametrize("is_reported", [False, True])
+async def test_each_activity_of_the_start_is_logged_once_and_reported(runner_class, monkeypatch, caplog, is_reported):
+    def fetched(name: str, *, progress: Report, **_options: object) -> Path:
+        progress(0, 0)
+        progress(5, 10)
+        return Path(name)
+
     def compile_slowly(on_compile: Compiling) -> None:
         on_compile("compiling it", 0.0)
         on_compile("compiling it", 1.0)
 
-    runner_class.at["compile"] = compile_slowly
+    def load(report: Report) -> None:
+        report(0, 2)
+        report(1, 2)
+
+    monkeypatch.setattr(assemble, "resolve_model", fetched)
+    runner_class.at.update(compile=compile_slowly, load=load)
     caplog.set_level("INFO", logger="trioserve.assemble")
-    async with assemble.open_engine("m"):
+    reported: list[assemble.LoadProgress] = []
+    async with assemble.open_engine("m", progress=reported.append if is_reported else None):
         pass
-    assert [record.message for record in caplog.records if "compiling" in record.message] == ["compiling it"]
+    lines = [record.message for record in caplog.records]
+    assert [line for line in lines if line.startswith(("fetching", "compiling", "loading"))] == [
+        "fetching m",
+        "compiling it",
+        "loading m",
+    ]
+    assert [(progress.what, progress.done, progress.total) for progress in reported] == [
+        ("fetching m", 0, None),
+        ("fetching m", 5, 10),
+        ("compiling it", 0, None),
+        ("compiling it", 1, None),
+        ("loading m", 0, 2),
+        ("loading m", 1, 2),
+    ][: len(reported)]
+    assert bool(reported) is is_reported
+
+
+def test_asyncio_engine_reports_the_progress_of_its_start(runner_class):
+    runner_class.at["load"] = lambda report: report(1, 2)
+    reported: list[assemble.LoadProgress] = []
+
+    async def open_it() -> None:
+        async with assemble.open_asyncio_engine("m", progress=reported.append):
+            pass
+
+    asyncio.run(open_it())
+    assert assemble.LoadProgress("loading m", 1, 2) in reported
+
+
+async def test_download_of_a_cancelled_start_ends_when_it_next_receives_bytes(runner_class, monkeypatch):
+    scope = trio.CancelScope()
+    token = trio.lowlevel.current_trio_token()
+    is_left, ended = threading.Event(), trio.Event()
+    received: list[int] = []
+
+    def fetch(_name: str, *, progress: Report, **_options: object) -> Path:
+        progress(1, 10)
+        token.run_sync_soon(scope.cancel)
+        wait_or_fail(is_left)
+        try:
+            progress(2, 10)
+            received.append(2)
+        finally:
+            token.run_sync_soon(ended.set)
+
+    monkeypatch.setattr(assemble, "resolve_model", fetch)
+    with scope:
+        async with assemble.open_engine("m"):
+            pytest.fail("was opened")
+    is_left.set()
+    with trio.fail_after(10):
+        await ended.wait()
+    assert scope.cancelled_caught
+    assert received == []
 
 
 async def test_cancelled_opening_ends_the_kernel_compiler(runner_class):
@@ -651,7 +717,8 @@ def test_parameters_of_open_engine_equal_the_options_of_an_engine():
     types_of_fields = typing.get_type_hints(Config)  # without limits
     parameters = dict(inspect.signature(assemble.open_engine).parameters)
     types_of_parameters = typing.get_type_hints(assemble.open_engine.__wrapped__)
-    # Options that are combined from several are left out.
+    # A function is no option. Options that are combined from several are left out.
+    assert parameters.pop("progress").default is None
     assert set(parameters) == (read & fields.keys()) - OF_THE_SERVER
     for name, parameter in parameters.items():
         assert types_of_parameters[name] == types_of_fields[name], name

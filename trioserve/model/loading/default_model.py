@@ -100,7 +100,8 @@ def resolve_model(
         name: packaged model, path or hub name.
         with_weights: download weights, too.
         revision: branch, tag or commit of a hub name. None: its main branch.
-        progress: called during a download with the bytes done and the bytes of all files.
+        progress: called during a download with the bytes done and the bytes of all files, which are 0 while they are
+            not known. An exception from it ends the download.
 
     Raises:
         ModelLoadError: nothing is found, or the download fails.
@@ -128,6 +129,7 @@ def _pulled(name: str, progress: Progress | None) -> Path:
     if progress is None:
         logger.info("fetching the model %s, once", name)
         return pull_packaged(name)
+    progress(0, 0)  # the reply of the index may take long
     return pull_packaged(name, progress)
 
 
