@@ -54,7 +54,7 @@ CACHES = {
     ("admission/recent_requests.py", "_owners"): OWNED,
     ("engine/live_feed.py", "_ended"): OWNED,
     ("proxy/router_feed.py", "_seen"): OWNED,
-    ("text/bad_words.py", "_rows"): OF_REQUEST,
+    ("text/stop_strings.py", "_rows"): OF_REQUEST,
     ("core/model_drafts.py", "_seen"): "how often steps of a size were timed",
     ("connectors/host/policy.py", "_chains"): OF_REQUEST,
     ("router/search.py", "_all"): OF_REQUEST,

@@ -30,16 +30,15 @@ MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
 LOCALS: dict[str, dict[str, Any]] = {
     "model/loading/packaged_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
-    "text/prompt_reasoning.py": {"markers": "<think>|</think>"},
-    "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd"},
+    "text/reasoning_state.py": {"markers": "<think>|</think>"},
+    "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd", "tokens": MARKERS},
     "text/response_parsers/content_script.py": {"firsts": "<["},
-    "text/response_parsers/lark_grammar.py": {"names": MARKERS},
+    "text/response_parsers/forced_calls.py": {"names": MARKERS},
     "text/response_parsers/python_literal.py": {"quote": "'"},
-    "text/response_parsers/raw_reading.py": {"tags": MARKERS},
+    "text/response_parsers/raw_values.py": {"tags": MARKERS},
     "text/response_parsers/text_source.py": {"markers": MARKERS},
     "text/response_parsers/reasoning_script.py": {"firsts": "<["},
     "text/structural_tag.py": {"special": MARKERS},
-    "text/token_pattern.py": {"tokens": MARKERS},
 }
 SHORT, GROWTH = 500, 4
 SHORTEST = 22  # length of text at which a pattern of exponential time already takes milliseconds

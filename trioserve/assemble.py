@@ -74,7 +74,7 @@ from trioserve.ranks.messages import DraftSetup, Progress, RankSetup
 from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
 from trioserve.ranks.ranked_runner import RankedRunner
 from trioserve.ranks.ranked_weights import RankedWeights
-from trioserve.text.chat_template_file import chat_template_text
+from trioserve.text.chat_template import chat_template_text
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies

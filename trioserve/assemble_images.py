@@ -29,7 +29,7 @@ from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
 from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.fingerprint import fingerprint_of
-from trioserve.text.tokenizer_patterns import check_tokenizer
+from trioserve.text.tokenizer_directory import check_tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.own_run import check_is_in_trio, opened_once

@@ -22,7 +22,7 @@ from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig
 from trioserve.model.random_checkpoint import write_config, write_weights
 from trioserve.testing import assert_all_free
-from trioserve.text.token_pieces import byte_alphabet
+from trioserve.text.detokenizer import byte_alphabet
 
 SCHEMAS = read_schemas(Path(__file__).parents[1] / "schemas")
 MERGES = ['", ', '": ', '"}', '", "', "{", "true", "false", "null", "name", "type", "value", "item", "00", "in", "er"]

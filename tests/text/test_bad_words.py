@@ -9,8 +9,8 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.text.bad_words import ROWS_KEPT_MAX, BadWords
 from trioserve.text.mask_bits import has_bit
+from trioserve.text.stop_strings import ROWS_KEPT_MAX, BadWords
 
 
 def encode(text: str) -> list[int]:

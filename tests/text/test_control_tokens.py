@@ -18,11 +18,11 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.scripted_chat import FAMILIES, chat_template
-from trioserve.text import token_pattern
+from trioserve.text import request_texts
 from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.prompt_reasoning import PromptReasoning
+from trioserve.text.reasoning_state import PromptReasoning
+from trioserve.text.request_texts import TokenPattern
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
-from trioserve.text.token_pattern import TokenPattern
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
@@ -494,7 +494,7 @@ def test_tokens_across_the_slices_of_a_long_text_are_found(monkeypatch: pytest.M
     pattern = TokenPattern(tokens)
     whole = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     for slice_characters in (1, 2, 7):
-        monkeypatch.setattr(token_pattern, "SLICE_CHARACTERS", slice_characters)
+        monkeypatch.setattr(request_texts, "SLICE_CHARACTERS", slice_characters)
         for _ in range(300):
             text = "".join(draw.choices([*tokens, "<", "a", ">", "b"], k=draw.randint(0, 12)))
             assert pattern.tokens_in(text) == whole.findall(text)

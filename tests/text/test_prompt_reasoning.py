@@ -9,7 +9,7 @@ from trioserve.contracts.thinking import Thinking
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID, byte_tokenizer
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
-from trioserve.text.prompt_reasoning import PromptReasoning
+from trioserve.text.reasoning_state import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES
 from trioserve.text.tokenizer import Tokenizer
 

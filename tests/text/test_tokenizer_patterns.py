@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.text import tokenizer_patterns
+from trioserve.text import tokenizer_directory
 from trioserve.text.gguf_vocabulary import KNOWN_SPLITS
-from trioserve.text.tokenizer_patterns import check_patterns, check_tokenizer
+from trioserve.text.tokenizer_directory import check_patterns, check_tokenizer
 
 FILE = Path("tokenizer.json")
 
@@ -38,7 +38,7 @@ def test_patterns_of_normalizer_and_decoder_are_tried_too(part: str) -> None:
 
 
 def test_a_process_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_patterns, "PROBE_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(tokenizer_directory, "PROBE_SECONDS_MAX", 0.01)
     with pytest.raises(ModelLoadError, match="backtrack too long"):
         check_patterns(splitting("a*a*a*b"), FILE)
 

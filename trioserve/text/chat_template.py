@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
 
 from trioserve.contracts.arguments import shown
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentFormat, prepared_messages
 from trioserve.text.request_texts import RequestTexts
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
 from trioserve.text.template_support import TemplateSupport, find_support, supports_tools_of, with_supported_parts
 
-__all__ = ["ChatTemplate", "template_flaw"]
+__all__ = ["ChatTemplate", "template_flaw", "chat_template_text"]
 
 TEMPLATE_CHARACTERS_MAX = 262_144  # ten times the longest known template; compiling takes about 1 ms per 1,000
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -311,3 +312,41 @@ def _template_fault(prompt: ChatPrompt, what: str, error: Exception) -> InvalidR
         f"the {'request' if own else 'model'}'s chat template {what}: {reason}",
         param="chat_template" if own else "messages",
     )
+
+
+TEMPLATE_BYTES_MAX = 2**20  # the same limit as for a model's own template
+
+
+def chat_template_text(named: str) -> str:
+    """Return the text of a chat template, and check that it compiles.
+
+    Args:
+        named: The template itself if it has "{{" or "{%", otherwise the path of a file.
+
+    Raises:
+        StartupError: The file cannot be read, or the template does not compile. The message is one sentence.
+    """
+    if "{{" in named or "{%" in named:
+        return _checked(named, "the template of --chat-template is not valid")
+    return _checked(_read(named), f"--chat-template {named} is not a valid template")
+
+
+def _checked(source: str, complaint: str) -> str:
+    reason = template_flaw(source)
+    if reason is not None:
+        raise StartupError(f"{complaint} ({reason}): correct it, or omit --chat-template")
+    return source
+
+
+def _read(named: str) -> str:
+    path = Path(named)
+    try:
+        if path.stat().st_size > TEMPLATE_BYTES_MAX:
+            raise StartupError(f"--chat-template {named} has more than {TEMPLATE_BYTES_MAX} bytes: name a template")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise StartupError(f"--chat-template {named} is not UTF-8 text: name a file with a Jinja template") from None
+    except OSError as error:
+        raise StartupError(
+            f"--chat-template {named} cannot be read ({error.strerror}): name a file with a Jinja template"
+        ) from None

@@ -3,16 +3,137 @@
 The decode stream of the tokenizers library has three faults. It decodes a window of tokens again for each new token. It
 waits forever after a token whose text really is U+FFFD. It cannot return the rest at the end. Here the bytes of each
 token go through one incremental UTF-8 decoder. The result is exact, and costs well under a microsecond per token.
+
+The bytes that each token adds come from one rule, read once from the decoder of a tokenizer. Two kinds of decoders
+cover the generative models: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken), and SentencePiece with byte fallback
+(Llama 2, Mistral). Encoder models have WordPiece (BERT) or SentencePiece without byte fallback (XLM-R). In all of them,
+the bytes of a token do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Set
+import functools
+import json
+from collections.abc import Callable, Set
+from contextlib import suppress
+from typing import Any
 
-from trioserve.text.token_pieces import TokenPieces
+import tokenizers
 
-__all__ = ["IncrementalDecoder"]
+from trioserve.contracts.errors import ModelLoadError
+
+__all__ = ["TokenPieces", "byte_alphabet", "IncrementalDecoder"]
+
+TOKEN_ID_MAX = 2**32 - 1  # largest id that the tokenizer library can look up
+
+
+class TokenPieces(dict[int, bytes]):
+    """Bytes of each token, by token id. Entries are added when a token is first used. An unknown id has empty bytes.
+
+    Args:
+        backend: The tokenizer.
+
+    Attributes:
+        whole_texts: Texts of the tokens used so far whose bytes are whole characters, by token id.
+        leading_spaces_max: Number of spaces at the beginning of a text that the tokenizer adds, and that are not text.
+
+    Raises:
+        ModelLoadError: The tokenizer's decoder is of another kind than those above.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self.whole_texts: dict[int, str] = {}
+        self._backend = backend
+        self._spell, self.leading_spaces_max = _spelling(backend)
+
+    def __missing__(self, token_id: int) -> bytes:
+        if not 0 <= token_id <= TOKEN_ID_MAX:
+            return b""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # not stored: ids beyond the vocabulary would grow the table without bound
+        piece = self[token_id] = self._spell(token)
+        with suppress(UnicodeDecodeError):
+            self.whole_texts[token_id] = piece.decode("utf-8")
+        return piece
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of GPT-2's vocabulary files stands for, by character."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], int]:
+    if backend.decoder is None:  # a plain word list: the library joins the words with spaces
+        return (lambda token: b" " + token.encode()), 1
+    steps = _flat_steps(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_spelling(), 0
+    if kinds == ["WordPiece"]:
+        return functools.partial(_spell_word_piece, steps[0]["prefix"]), 1
+    if kinds == ["Metaspace"]:
+        return functools.partial(_spell_metaspace, steps[0]["replacement"]), 1
+    # Strip is allowed only after Fuse, where it applies to the whole text. Before Fuse it would apply to every token.
+    replaces = [step for step in steps if step["type"] == "Replace" and "String" in step["pattern"]]
+    rest = steps[len(replaces) :]
+    if steps[: len(replaces)] == replaces and [step["type"] for step in rest] in _SENTENCE_PIECE_ENDINGS:
+        strip: dict[str, Any] = {"content": " ", "start": 0, "stop": 0}
+        if rest[-1]["type"] == "Strip":
+            strip = rest[-1]
+        if strip["content"] == " " and strip["stop"] == 0:
+            pairs = [(step["pattern"]["String"], step["content"]) for step in replaces]
+            return _sentence_piece_spelling(pairs), strip["start"]
+    raise ModelLoadError(
+        f"the tokenizer decodes with {' + '.join(kinds)}; supported are ByteLevel, WordPiece, Metaspace, and Replace + "
+        "ByteFallback + Fuse, with or without a Strip of leading spaces"
+    )
+
+
+_SENTENCE_PIECE_ENDINGS = (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"])
+
+
+def _flat_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _flat_steps(inner)]
+
+
+def _byte_level_spelling() -> Callable[[str], bytes]:
+    byte_of = byte_alphabet()
+
+    def spell(token: str) -> bytes:
+        try:
+            return bytes([byte_of[character] for character in token])
+        except KeyError:
+            return token.encode()  # an added token, whose text is not in the byte alphabet
+
+    return spell
+
+
+def _spell_word_piece(prefix: str, token: str) -> bytes:
+    """Return the bytes of a WordPiece token. Unlike the library, keep the spaces before punctuation."""
+    return token.removeprefix(prefix).encode() if token.startswith(prefix) else b" " + token.encode()
+
+
+def _spell_metaspace(replacement: str, token: str) -> bytes:
+    return token.replace(replacement, " ").encode()
+
+
+def _sentence_piece_spelling(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
+    byte_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(0x100)}
+
+    def spell(token: str) -> bytes:
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return byte_of.get(token) or token.encode()
+
+    return spell
+
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 

@@ -12,12 +12,11 @@ from llguidance import LLMatcher
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.token_masks import mask_words
-from trioserve.text.bad_words import BadWords
 from trioserve.text.grammar_compiler import CompiledGrammar, GrammarCompiler
 from trioserve.text.mask_bits import allowed_row, has_any_bit, keep_bits, row_tokens, set_all_bits
-from trioserve.text.prompt_reasoning import PromptReasoning
-from trioserve.text.reasoning_state import ReasoningState
+from trioserve.text.reasoning_state import PromptReasoning, ReasoningState
 from trioserve.text.sequence_guide import SequenceGuide
+from trioserve.text.stop_strings import BadWords
 
 __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 

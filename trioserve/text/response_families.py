@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from trioserve.text.prompt_reasoning import PromptReasoning
+from trioserve.text.reasoning_state import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.reasoning_script import ReasoningTags

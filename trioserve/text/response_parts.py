@@ -1,7 +1,11 @@
-"""Parts of a response: content, reasoning and tool calls. The parser of a model family splits the text into parts."""
+"""Parts of a response: content, reasoning and tool calls.
+
+The parser of a model family splits the text into parts. APIs that send a response as a whole join them again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -14,6 +18,8 @@ __all__ = [
     "ToolCallArguments",
     "ToolCallBegin",
     "ToolCallEnd",
+    "JoinedResponse",
+    "WholeCall",
 ]
 
 
@@ -89,3 +95,68 @@ class ResponseParser(Protocol):
     def end(self) -> list[ResponsePart]:
         """Return the parts of the text that was held back. Call this once, when no more text follows."""
         ...
+
+
+class WholeCall(msgspec.Struct, frozen=True):
+    """A complete call.
+
+    Attributes:
+        name: Name of the function.
+        arguments: JSON text of an object.
+        id: Id that the model wrote, or None.
+    """
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+class JoinedResponse:
+    """Collects the parts of a response.
+
+    Args:
+        parts: The first parts.
+
+    Attributes:
+        calls: Complete calls so far. A call that has not ended is not included.
+        content: Joined content so far.
+        reasoning: Joined reasoning so far.
+    """
+
+    def __init__(self, parts: Iterable[ResponsePart] = ()) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._open: ToolCallBegin | None = None
+        self._arguments: list[str] = []
+        self.calls: list[WholeCall] = []
+        self.take(parts)
+
+    def take(self, parts: Iterable[ResponsePart]) -> None:
+        """Add parts in the order of the response.
+
+        Args:
+            parts: The parts.
+        """
+        for part in parts:
+            if isinstance(part, ContentText):
+                self._content.append(part.text)
+            elif isinstance(part, ReasoningText):
+                self._reasoning.append(part.text)
+            elif isinstance(part, ToolCallBegin):
+                self._open = part
+                self._arguments.clear()
+            elif isinstance(part, ToolCallArguments):
+                self._arguments.append(part.text)
+            else:
+                assert isinstance(part, ToolCallEnd)
+                assert self._open is not None
+                self.calls.append(WholeCall(self._open.name, "".join(self._arguments), self._open.id))
+                self._open = None
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)

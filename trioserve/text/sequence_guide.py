@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from llguidance import LLExecutor, LLMatcher
 
-from trioserve.text.bad_words import BadWords
 from trioserve.text.grammar_compiler import CompiledGrammar, in_one_line
 from trioserve.text.json_keys import JsonKeys
 from trioserve.text.mask_bits import (
@@ -26,6 +25,7 @@ from trioserve.text.mask_bits import (
     set_bits,
 )
 from trioserve.text.reasoning_state import ReasoningPhase, ReasoningState, TextFinder
+from trioserve.text.stop_strings import BadWords
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["SequenceGuide"]

@@ -22,12 +22,12 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from trioserve.text.token_pieces import byte_alphabet
+from trioserve.text.detokenizer import byte_alphabet
+from trioserve.text.request_texts import in_slices
 
 __all__ = ["TokenSpan", "steps_of"]
 
 NFC_SHRINKS_AT_MOST = 4  # UTF-8 bytes before NFC, divided by bytes after it
-SLICE_CHARACTERS = 65_536  # counted in one call of 0.1 ms; other threads can run between two calls
 
 _BYTES_OUTSIDE_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
 
@@ -86,8 +86,7 @@ class TokenSpan:
 
     def _byte_count(self, text: str) -> int:
         byte_count = 0
-        for first in range(0, len(text), SLICE_CHARACTERS):
-            part = text[first : first + SLICE_CHARACTERS]
+        for part in in_slices(text):  # other threads can run between two slices
             if not self._counts_spaces:
                 part = "".join(part.split())
             # Lone surrogates are allowed here, since `encode` refuses them with a better message.

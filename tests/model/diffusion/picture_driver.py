@@ -15,7 +15,7 @@ from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.runner import DiffusionRunner
 from trioserve.model.diffusion.settings import ImageModelSettings
-from trioserve.text.tokenizer_patterns import check_tokenizer
+from trioserve.text.tokenizer_directory import check_tokenizer
 
 
 def load(path: Path, **settings: object) -> DiffusionRunner:

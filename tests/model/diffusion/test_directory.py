@@ -16,7 +16,7 @@ from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, is_image_model
 from trioserve.model.diffusion.runner import DiffusionRunner
 from trioserve.model.diffusion.settings import ImageModelSettings
-from trioserve.text.tokenizer_patterns import check_tokenizer
+from trioserve.text.tokenizer_directory import check_tokenizer
 
 
 def describe_at(path):

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from trioserve.text.joined_response import JoinedResponse
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import make_response_parser
-from trioserve.text.response_parts import ToolCallArguments, ToolCallBegin, ToolCallEnd
+from trioserve.text.response_parts import JoinedResponse, ToolCallArguments, ToolCallBegin, ToolCallEnd
 
 WEATHER = OfferedTool(
     name="get_weather",

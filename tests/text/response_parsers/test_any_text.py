@@ -8,11 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import make_response_parser
-from trioserve.text.response_parts import ContentText, ReasoningText
+from trioserve.text.response_parts import ContentText, ReasoningText, WholeCall
 
 PARIS = WholeCall("get_weather", '{"city": "Paris", "days": 3}')
 WRITE = WholeCall(

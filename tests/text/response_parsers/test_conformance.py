@@ -7,11 +7,11 @@ import random
 import pytest
 
 from trioserve.testing.byte_tokenizer import byte_tokenizer
-from trioserve.text.joined_response import JoinedResponse
-from trioserve.text.prompt_reasoning import PromptReasoning
+from trioserve.text.reasoning_state import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import make_response_parser
+from trioserve.text.response_parts import JoinedResponse
 
 checks = pytest.importorskip("canitoolcall.checks", reason="canitoolcall is not installed: pip install trioserve[test]")
 from canitoolcall.fixtures import Fixture  # noqa: E402

@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.registry import make_response_parser
-from trioserve.text.response_parts import ContentText, ToolCallArguments, ToolCallBegin, ToolCallEnd
+from trioserve.text.response_parts import ContentText, ToolCallArguments, ToolCallBegin, ToolCallEnd, WholeCall
 
 LLAMA_JSON = ("llama3_json", "llama4_json")
 WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'

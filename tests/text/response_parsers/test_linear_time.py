@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.json_scanner import JsonScanner, JsonStringDecoder
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.python_literal import PythonLiteral, json_of_python
 from trioserve.text.response_parsers.raw_values import json_of_raw
 from trioserve.text.response_parsers.registry import make_response_parser
+from trioserve.text.response_parts import WholeCall
 from trioserve.text.stop_strings import StopStringFinder
 
 SHORT, GROWTH = 1500, 4

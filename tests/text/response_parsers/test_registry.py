@@ -8,8 +8,7 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
-from trioserve.text.response_parsers.registry import named_families
-from trioserve.text.response_parsers.template_signs import families_of_template
+from trioserve.text.response_parsers.registry import families_of_template, named_families
 
 
 @pytest.mark.parametrize(

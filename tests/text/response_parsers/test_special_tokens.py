@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 
 from trioserve.testing.byte_tokenizer import byte_backend
-from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.forced_calls import forced_calls, strict_calls
+from trioserve.text.response_parts import WholeCall
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 

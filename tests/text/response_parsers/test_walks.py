@@ -9,11 +9,11 @@ import llguidance
 import llguidance.numpy
 import pytest
 
-from trioserve.text.joined_response import JoinedResponse
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.forced_calls import forced_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.registry import make_response_parser
+from trioserve.text.response_parts import JoinedResponse
 
 jsonschema = pytest.importorskip("jsonschema", reason="it comes with canitoolcall: pip install trioserve[test]")
 

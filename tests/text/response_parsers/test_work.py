@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.registry import make_response_parser
 from trioserve.text.response_parsers.text_source import TextSource
+from trioserve.text.response_parts import WholeCall
 
 # One family of each kind of format.
 KINDS = [

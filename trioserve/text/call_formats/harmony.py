@@ -17,7 +17,7 @@ from trioserve.text.response_parsers.call_format import CallFormat, Piece, RawUn
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import PartSink
-from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
+from trioserve.text.response_parsers.raw_values import Closing, read_raw_value
 from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
 
 __all__ = ["HARMONY_FORMAT", "HARMONY_TOKENS", "read_harmony"]

@@ -7,14 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from trioserve.text.joined_response import WholeCall
 from trioserve.text.response_parsers.call_format import AnyOf, CallFormat, JsonOf, Maybe, Piece
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_json, read_opened_array
-from trioserve.text.response_parsers.offered_tools import OfferedTool
+from trioserve.text.response_parsers.offered_tools import OfferedTool, argument_schemas, argument_types
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import PythonLiteral
-from trioserve.text.response_parsers.schema_types import argument_schemas, argument_types
 from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parts import WholeCall
 
 __all__ = [
     "PYTHONIC_FORMAT",

@@ -8,9 +8,8 @@ from typing import Any, Union
 
 import msgspec
 
-from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.schema_types import ANY_TYPE, argument_schemas, argument_types
+from trioserve.text.response_parsers.offered_tools import ANY_TYPE, OfferedTool, argument_schemas, argument_types
+from trioserve.text.response_parts import WholeCall
 
 __all__ = [
     "AnyOf",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from trioserve.text.call_formats import deepseek, gemma4, glm, harmony, kimi, kimi_k3, mistral, pythonic, qwen_xml
+from trioserve.text.call_formats import deepseek, gemma4, glm, harmony, kimi, mistral, pythonic, qwen_xml
 from trioserve.text.call_formats.invoke_tags import (
     DSML,
     DSML_SPACED,
@@ -188,11 +188,11 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         call_format=kimi.K2_FORMAT,
     ),
     "kimi_k3": ToolFamily(
-        readers=kimi_k3.K3_READERS,
+        readers=kimi.K3_READERS,
         drops_space=False,
         has_channels=True,
-        special_tokens=kimi_k3.K3_TOKENS,
-        call_format=kimi_k3.K3_FORMAT,
+        special_tokens=kimi.K3_TOKENS,
+        call_format=kimi.K3_FORMAT,
     ),
     "gemma4": ToolFamily(
         readers={gemma4.CALL_MARKER: gemma4.read_gemma4_call},
@@ -251,7 +251,7 @@ REASONING_FAMILIES: dict[str, ReasoningFamily] = {
     "hunyuan_a13b": _THINK,
     "ernie45": _THINK,
     "kimi_k2": _THINK,
-    "kimi_k3": ReasoningFamily(tags=kimi_k3.K3_REASONING, special_tokens=kimi_k3.K3_TOKENS, channels="kimi_k3"),
+    "kimi_k3": ReasoningFamily(tags=kimi.K3_REASONING, special_tokens=kimi.K3_TOKENS, channels="kimi_k3"),
     "mistral": ReasoningFamily(
         tags=ReasoningTags(opening=("[THINK]", "<think>"), closing=("[/THINK]", "</think>")),
         special_tokens=("[THINK]", "[/THINK]"),

@@ -1,13 +1,13 @@
-"""Tools that a request offers, as parsers, prompts and grammars of all families use them."""
+"""Tools that a request offers, and the JSON types that their schemas allow for an argument."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-__all__ = ["OfferedTool", "offered_tools", "tools_by_name"]
+__all__ = ["OfferedTool", "offered_tools", "tools_by_name", "ANY_TYPE", "argument_schemas", "argument_types"]
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,3 +51,93 @@ def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool
         for tool in tools or ()
         for function in [tool["function"]]
     ]
+
+
+ANY_TYPE: Final[frozenset[str]] = frozenset()  # the schema names no type
+_STEPS_MAX: Final = 64  # references and alternatives to follow; a schema may refer to itself
+_OF_PYTHON: Final = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+# Names that some callers send, and that vLLM accepts.
+_ALIASES: Final = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+
+
+def argument_schemas(tool: OfferedTool | None) -> dict[str, Mapping[str, Any]]:
+    """Return the schema of each argument that has one, in the order of the tool's schema.
+
+    Args:
+        tool: The tool, or None.
+    """
+    properties = (tool.parameters or {}).get("properties") if tool is not None else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
+
+
+def argument_types(tool: OfferedTool | None, name: str) -> frozenset[str] | None:
+    """Return the JSON types that an argument may have. ANY_TYPE if its schema names none, None if it has no schema.
+
+    Args:
+        tool: The tool, or None.
+        name: Name of the argument.
+    """
+    schema = argument_schemas(tool).get(name)
+    if schema is None:
+        return None
+    assert tool is not None
+    root = tool.parameters or {}
+    types: set[str] = set()
+    waiting: list[Mapping[str, Any]] = [schema]
+    for _ in range(_STEPS_MAX):
+        if not waiting:
+            return frozenset(types)
+        found = _types_here(waiting.pop(), root, waiting)
+        if found is None:
+            return ANY_TYPE
+        types |= found
+    return ANY_TYPE
+
+
+def _types_here(
+    schema: Mapping[str, Any], root: Mapping[str, Any], waiting: list[Mapping[str, Any]]
+) -> set[str] | None:
+    """Return the types that one part of a schema names, or None if it allows any type.
+
+    Adds referenced parts to `waiting`.
+    """
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {_ALIASES.get(declared, declared)}
+    if isinstance(declared, list):
+        return {_ALIASES.get(name, name) for name in declared if isinstance(name, str)}
+    values = (
+        schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    )
+    if values is not None:
+        return {_OF_PYTHON.get(type(value), "array" if isinstance(value, list) else "object") for value in values}
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            waiting += [part for part in schema[key] if isinstance(part, Mapping)]
+            return set()
+    target = _referred(schema.get("$ref"), root)
+    if target is None:
+        if "properties" in schema:
+            return {"object"}
+        return {"array"} if "items" in schema else None
+    waiting.append(target)
+    return set()
+
+
+def _referred(reference: object, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    target: object = root
+    for step in reference[2:].split("/")[:8]:
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else None

@@ -1,8 +1,11 @@
-"""Makes the parser of a response for two families, which options name or the chat template shows."""
+"""Makes the parser of a response for two families, which options name or the chat template shows.
+
+The parser runs two scripts. The first separates reasoning, the second separates calls from content.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from trioserve.contracts.errors import InvalidRequest
@@ -11,17 +14,153 @@ from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FA
 from trioserve.text.response_parsers.offered_tools import OfferedTool, tools_by_name
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.reasoning_script import ReasoningScript
-from trioserve.text.response_parsers.scripted_parser import RunningScript, ScriptedParser
-from trioserve.text.response_parsers.template_signs import families_of_template
-from trioserve.text.response_parsers.text_source import TextSource
-from trioserve.text.response_parts import ResponseParser
+from trioserve.text.response_parsers.text_source import Script, TextSource
+from trioserve.text.response_parts import ResponseParser, ResponsePart
 
 __all__ = [
+    "families_of_template",
+    "RunningScript",
+    "ScriptedParser",
     "AUTO",
     "NONE",
     "make_response_parser",
     "named_families",
 ]
+
+# Texts to search for in a template, and the family that they show. The first line whose texts all occur wins.
+_TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|start|>"), "openai"),
+    (("<|tool_call>", "call:"), "gemma4"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("\uff5cDSML\uff5c ",), "deepseek_v41"),
+    (("\uff5cDSML\uff5c", "tool_calls>"), "deepseek_v4"),
+    (("\uff5cDSML\uff5c",), "deepseek_v32"),
+    (("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"), "deepseek_v3"),
+    (("<\uff5ctool\u2581calls\u2581begin\uff5c>",), "deepseek_v31"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: [",), "lfm2"),
+    (("<TOOLCALL>",), "nemotron_json"),
+    (("<tool_calls>[",), "jamba"),
+    (("<arg_key>", "\\n<arg_key>"), "glm45"),
+    (("<arg_key>", "\n<arg_key>"), "glm45"),
+    (("<arg_key>",), "glm47"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    (("<function_calls>",), "olmo3"),
+    (("<tool_calls>",), "jamba"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<|tool_call|>", "functools"), "phi4_mini_json"),
+    (("functools[",), "phi4_mini_json"),
+    (("<|tool_call|>",), "granite"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_start|>",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": dictionary of argument name and its value',), "llama3_json"),
+)
+_REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|start|>"), "openai_gptoss"),
+    (("<|channel>thought",), "gemma4"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("[THINK]",), "mistral"),
+    (("<seed:think>",), "seed_oss"),
+    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
+    (("</think>", "<minimax:tool_call>"), "minimax_m2"),
+    (("</think>", "\uff5cDSML\uff5c"), "deepseek_v3"),
+    (("</think>", "<\uff5cAssistant\uff5c>", "thinking is defined"), "deepseek_v3"),
+    (("</think>", "<\uff5cAssistant\uff5c>"), "deepseek_r1"),
+    (("</think>", "<arg_key>"), "glm45"),
+    (("</think>",), "qwen3"),
+)
+
+
+def families_of_template(template: str) -> tuple[str | None, str | None]:
+    """Return the families of tool calls and of reasoning that a chat template is written for. None if it shows none.
+
+    Args:
+        template: Text of the template.
+    """
+    return _family_by(template, _TOOL_SIGNS), _family_by(template, _REASONING_SIGNS)
+
+
+def _family_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
+    return next((family for texts, family in signs if all(text in template for text in texts)), None)
+
+
+class RunningScript:
+    """A script and the source that it reads. Pushed text is read at the next `flush` or at the end.
+
+    Args:
+        source: The source.
+        script: The script.
+    """
+
+    __slots__ = ("_pieces", "_script", "_source")
+
+    def __init__(self, source: TextSource, script: Script[None]) -> None:
+        self._source = source
+        self._script: Script[None] | None = script
+        self._pieces: list[str] = []
+
+    def push(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+    def flush(self) -> None:
+        if self._pieces:
+            self._source.push("".join(self._pieces))
+            self._pieces.clear()
+            self._run()
+
+    def end(self) -> None:
+        self.flush()
+        self._source.over = True
+        self._run()
+        assert self._script is None, "a script ends when its text ends"
+
+    def _run(self) -> None:
+        if self._script is None:
+            return
+        try:
+            next(self._script)
+        except StopIteration:
+            self._script = None
+
+
+class ScriptedParser:
+    """A ResponseParser that runs scripts.
+
+    Args:
+        sink: Receives the parts.
+        scripts: The scripts in order. Each pushes text to the next.
+        pass_on: Receives the text of the response. It is `push` of the first script, or of the sink if there are no
+            scripts.
+    """
+
+    def __init__(self, sink: PartSink, scripts: list[RunningScript], *, pass_on: Callable[[str], None]) -> None:
+        self._sink = sink
+        self._scripts = scripts
+        self._pass_on = pass_on
+
+    def feed(self, text: str) -> list[ResponsePart]:
+        self._pass_on(text)
+        for script in self._scripts:
+            script.flush()
+        return self._sink.drain()
+
+    def end(self) -> list[ResponsePart]:
+        for script in self._scripts:
+            script.end()
+        self._sink.give_up_call()
+        return self._sink.drain()
+
 
 AUTO: Final = "auto"
 NONE: Final = "none"
