@@ -46,7 +46,7 @@ CACHES = {
     ("router/residency.py", "_holders"): SALTED,
     ("router/prefix_index.py", "_holders"): SALTED,
     ("connectors/host/store.py", "_kept"): SALTED,
-    ("connectors/host/shelf.py", "_sizes"): SALTED,
+    ("connectors/host/store.py", "_sizes"): SALTED,
     ("text/chat_template.py", "_programs"): "of the model alone, those of requests are compiled each time",
     ("text/chat_template.py", "support"): "of a program, as above",
     ("text/chat_template.py", "_environment"): OF_SERVER,

@@ -78,7 +78,7 @@ ROOMS = {
         rooms=words("contracts trio_tools"),
         packages=words("torch trio nixl numpy"),
         only_in={
-            "trio": words("loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl_transport.py"),
+            "trio": words("loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl.py"),
             "nixl": words("nixl_agent.py"),
         },
     ),

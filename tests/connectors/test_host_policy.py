@@ -11,12 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from trioserve.connectors.host import block_memory, copying
+from trioserve.connectors.host import copying
 from trioserve.connectors.host.block_files import BlockFiles
-from trioserve.connectors.host.block_memory import BlockMemory
 from trioserve.connectors.host.chain import BlockChain, Proofs
-from trioserve.connectors.host.copying import block_bytes, copy_in, copy_out
-from trioserve.connectors.host.gate import Gate
+from trioserve.connectors.host.copying import BlockMemory, Gate, block_bytes, copy_in, copy_out
 from trioserve.connectors.host.policy import CHAINS_MAX, HostPolicy, Lane
 from trioserve.connectors.host.settings import HostSettings
 from trioserve.contracts.events import FinishReason
@@ -439,7 +437,7 @@ def test_held_blocks_have_no_transfer_params(make):
 
 
 def test_memory_is_reused_after_its_last_reference(monkeypatch):
-    monkeypatch.setattr(block_memory, "SLAB_BYTES", 3 * 100)
+    monkeypatch.setattr(copying, "SLAB_BYTES", 3 * 100)
     memory = BlockMemory(100, 1000)
     taken = [memory.take() for _ in range(5)]
     assert memory.slab_count == 2

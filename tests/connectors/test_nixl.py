@@ -14,12 +14,11 @@ import msgspec
 import pytest
 import trio
 
+from trioserve.connectors import nixl
 from trioserve.connectors import nixl as nixl_connector
-from trioserve.connectors import nixl_transport
-from trioserve.connectors.nixl import NixlConnector, make_connector
+from trioserve.connectors.nixl import NixlConnector, NixlOptions, Places, make_connector
 from trioserve.connectors.nixl_agent import AgentError, Region, regions_of
-from trioserve.connectors.nixl_transport import NixlOptions, Places
-from trioserve.connectors.stream import loads
+from trioserve.connectors.stream import transfers
 from trioserve.connectors.stream.options import read_options
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.contracts.errors import StartupError
@@ -96,10 +95,10 @@ class FakeAgent:
 @pytest.fixture(autouse=True)
 def fake_agent(monkeypatch):
     FakeAgent.reads, FakeAgent.is_held, FakeAgent.failures, FakeAgent.removed = [], False, 0, []
-    monkeypatch.setattr(nixl_transport, "Agent", FakeAgent)
-    monkeypatch.setattr(nixl_transport, "_never_freed", [])
+    monkeypatch.setattr(nixl, "Agent", FakeAgent)
+    monkeypatch.setattr(nixl, "_never_freed", [])
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: object())
-    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
+    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
 
 
 class Engine:
@@ -262,18 +261,18 @@ async def test_failed_read_is_retried_with_a_new_connection_to_the_agent(caplog)
 
 
 async def test_read_that_never_ends_fails_its_load_and_keeps_its_buffer(monkeypatch):
-    monkeypatch.setattr(nixl_transport, "READ_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(nixl, "READ_SECONDS_MAX", 0.01)
     FakeAgent.is_held = True
     async with engines(reads_max=2) as (there, here):
         begin(there, here)
         await here.until(here.ends)
         assert isinstance(here.ends()[0], LoadFailed)
         assert len(FakeAgent.reads) == 2  # no window was left
-    assert len(nixl_transport._never_freed) == 1
+    assert len(nixl._never_freed) == 1
 
 
 async def test_blocks_without_address_are_sent_over_the_connection(monkeypatch):
-    monkeypatch.setattr(nixl_transport, "regions_of", lambda pages: ("DRAM", []))
+    monkeypatch.setattr(nixl, "regions_of", lambda pages: ("DRAM", []))
     async with engines() as (there, here):
         begin(there, here)
         await here.until(here.ends)
@@ -293,8 +292,8 @@ async def test_blocks_without_address_are_sent_over_the_connection(monkeypatch):
 )
 async def test_invalid_places_are_not_read(monkeypatch, places):
     async with engines() as (there, here):
-        monkeypatch.setattr(nixl_transport, "Places", lambda *arguments: places)
-        monkeypatch.setattr(nixl_transport, "receive_body", _receive_body_as(Places))
+        monkeypatch.setattr(nixl, "Places", lambda *arguments: places)
+        monkeypatch.setattr(nixl, "receive_body", _receive_body_as(Places))
         begin(there, here)
         await here.until(here.ends)
         assert isinstance(here.ends()[0], LoadFailed)
@@ -338,7 +337,7 @@ async def test_failed_start_is_reported_in_one_sentence(monkeypatch):
     def no_ucx(*arguments: object) -> None:
         raise AgentError("nixl cannot be started: no UCX")
 
-    monkeypatch.setattr(nixl_transport, "Agent", no_ucx)
+    monkeypatch.setattr(nixl, "Agent", no_ucx)
     with pytest.raises(StartupError, match="nixl cannot be started: no UCX"):
         await Engine("there").connector.run(task_status=trio.TASK_STATUS_IGNORED)
 

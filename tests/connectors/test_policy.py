@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from trioserve.connectors.stream.frames import Tell
-from trioserve.connectors.stream.loads import RETRIES_MAX, Load
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.proof import proof_of
-from trioserve.connectors.stream.signature import signed
-from trioserve.connectors.stream.sources import Source, origin_of
+from trioserve.connectors.stream.signature import Source, origin_of, signed
+from trioserve.connectors.stream.transfers import RETRIES_MAX, Load, proof_of
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import (

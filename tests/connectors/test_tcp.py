@@ -15,14 +15,13 @@ import trio
 import trio.testing
 import trustme
 
-from trioserve.connectors.stream import loads
+from trioserve.connectors.stream import transfers
 from trioserve.connectors.stream.frames import Kind, Tell, frame
 from trioserve.connectors.stream.peer_connection import Identity, greet_holder
 from trioserve.connectors.stream.reader import BROKE_OFF
 from trioserve.connectors.stream.signature import signed
-from trioserve.connectors.stream.transport import dual_listener
+from trioserve.connectors.stream.transport import TcpConnector, dual_listener, make_connector
 from trioserve.connectors.stream.wire import MayNot, SocketWire
-from trioserve.connectors.tcp import TcpConnector, make_connector
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -110,7 +109,7 @@ def is_equal(there: Engine, here: Engine) -> bool:
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch):
-    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
+    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
 
 
 @pytest.fixture

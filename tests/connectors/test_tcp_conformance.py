@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.connectors.tcp import make_connector
+from trioserve.connectors.stream.transport import make_connector
 from trioserve.testing.connector_conformance import PairConformance
 
 

@@ -18,7 +18,6 @@ from trio.testing import MockClock, memory_stream_pair
 from trioserve.connectors.stream import frames
 from trioserve.connectors.stream.chunks import Chunk
 from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, TellReply, frame, head_of
-from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_proof
 from trioserve.connectors.stream.holder import GREETINGS_MAX, GREETINGS_OF_ADDRESS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.peer_connection import (
@@ -28,12 +27,15 @@ from trioserve.connectors.stream.peer_connection import (
     Refused,
     greet_holder,
     greet_reader,
+    is_proof,
+    make_greeting,
+    make_proof,
     receive_head,
 )
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.proof import proof_of
 from trioserve.connectors.stream.reader import BROKE_OFF, Reader
-from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.signature import Source
+from trioserve.connectors.stream.transfers import proof_of
 from trioserve.connectors.stream.wire import MayNot, StreamWire, Wire
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from trioserve.connectors.stream.sends import Sends
+from trioserve.connectors.stream.transfers import Sends
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer import HoldKind
 from trioserve.simulation.pair.history import (

@@ -14,7 +14,7 @@ CONNECTOR_ENTRY_POINTS = "trioserve.connectors"
 
 OWN_CONNECTORS = {
     "loopback": "trioserve.connectors.loopback:make_connector",
-    "tcp": "trioserve.connectors.tcp:make_connector",
+    "tcp": "trioserve.connectors.stream.transport:make_connector",
     "nixl": "trioserve.connectors.nixl:make_connector",
     "host": "trioserve.connectors.host.transport:make_connector",
 }

@@ -25,9 +25,8 @@ from typing import IO
 
 import msgspec
 
-from trioserve.connectors.host.block_memory import Content
 from trioserve.connectors.host.chain import proof_bytes
-from trioserve.connectors.host.copying import block_bytes
+from trioserve.connectors.host.copying import Content, block_bytes
 from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import KVLayout

@@ -16,10 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from trioserve.connectors.host.block_files import BlockFiles, FileUnusable
-from trioserve.connectors.host.block_memory import Content
 from trioserve.connectors.host.chain import Proofs
-from trioserve.connectors.host.copying import copy_in, copy_out
-from trioserve.connectors.host.gate import Gate
+from trioserve.connectors.host.copying import Content, Gate, copy_in, copy_out
 from trioserve.connectors.host.store import BlockStore, KeptBlock
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.ids import BlockIndex, RequestId

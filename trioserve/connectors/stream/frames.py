@@ -78,7 +78,7 @@ class Kind(enum.IntEnum):
     ABORT = 8
     TELL = 9
     TELL_REPLY = 10
-    PLACES_ASKED = 11  # from here on: kinds of connectors/nixl_transport.py
+    PLACES_ASKED = 11  # from here on: kinds of connectors/nixl.py
     PLACES = 12
     HAVE_READ = 13
 
@@ -134,7 +134,7 @@ class Read(msgspec.Struct, frozen=True):
         request_id: Id of the request at the holder.
         token_start: First position, counted from the start of the request.
         token_count: Number of positions.
-        proof: Hash of all tokens up to the last position (see proof.py).
+        proof: Hash of all tokens up to the last position (see transfers.proof_of).
         chunk_bytes: Maximum size of a chunk.
         first_chunk: Index of the first chunk to send. The reader already has the chunks before it.
     """

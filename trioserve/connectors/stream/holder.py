@@ -32,7 +32,7 @@ from trioserve.connectors.stream.peer_connection import (
     receive_head,
 )
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.sends import Send
+from trioserve.connectors.stream.transfers import Send
 from trioserve.connectors.stream.wire import MayNot, Wire
 from trioserve.trio_tools.places import Places
 

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from trioserve.connectors.stream.loads import LoadEnd, Loads
 from trioserve.connectors.stream.options import StreamOptions
-from trioserve.connectors.stream.proof import proof_of
-from trioserve.connectors.stream.reports import Reports
-from trioserve.connectors.stream.sends import SendEnd, Sends
-from trioserve.connectors.stream.signature import signed
-from trioserve.connectors.stream.sources import origin_of
+from trioserve.connectors.stream.signature import origin_of, signed
+from trioserve.connectors.stream.transfers import LoadEnd, Loads, Reports, SendEnd, Sends, proof_of
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId

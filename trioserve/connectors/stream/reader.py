@@ -12,7 +12,6 @@ from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
 from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, TellReply, frame
 from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
-from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,
     Identity,
@@ -25,7 +24,8 @@ from trioserve.connectors.stream.peer_connection import (
     sentence_of,
 )
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.signature import Source
+from trioserve.connectors.stream.transfers import Load
 from trioserve.connectors.stream.wire import MayNot, Wire
 
 __all__ = ["MakeReader", "Reader"]

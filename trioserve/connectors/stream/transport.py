@@ -1,4 +1,4 @@
-"""Transport between engines: listens for readers, connects to holders, and runs both parts in one task.
+"""Connector `tcp`: listens for readers, connects to holders, and runs both parts in one task.
 
 One connection carries one transfer at a time, so a slow reader slows down only itself. A transfer needs memory for one
 chunk. Heartbeats to a holder use a separate connection, so they do not wait behind data. If a peer sends garbage, stops
@@ -12,24 +12,25 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import trio
 
 from trioserve.connectors.stream.holder import GREETING_SECONDS_MAX, Holder, MoreFrames
-from trioserve.connectors.stream.options import StreamOptions
+from trioserve.connectors.stream.options import StreamOptions, read_options
 from trioserve.connectors.stream.peer_connection import Identity, Refused
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import MakeReader, Reader
-from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.signature import Source, signing_key
 from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.kv_transfer import Started
+from trioserve.contracts.kv_transfer import ConnectorSetup, Started
 from trioserve.trio_tools.places import remote_address
 from trioserve.trio_tools.tcp_stream import connect_tcp, end_when_vanished
 
-__all__ = ["StreamTransport", "dual_listener"]
+__all__ = ["StreamTransport", "dual_listener", "TcpConnector", "make_connector"]
 
 LOGGED_MAX = 200  # pairs of peer and message; further problems are counted only
 TIDY_SECONDS = 10.0
@@ -218,3 +219,31 @@ def dual_listener(port: int) -> trio.SocketListener:
     except BaseException:
         listening.close()
         raise
+
+
+class TcpConnector(StreamPolicy):
+    """RunningConnector (see contracts.kv_transfer) that moves KV over TCP.
+
+    Args:
+        setup: Engine id, KV cache and wake function of the engine.
+        options: Options of the connector.
+    """
+
+    def __init__(self, setup: ConnectorSetup, options: StreamOptions) -> None:
+        super().__init__(setup, options, lambda: self._transport.wake(), key=signing_key(options))
+        self._transport = StreamTransport(self)
+
+    def run(self, *, task_status: Started) -> Coroutine[Any, Any, None]:
+        return self._transport.run(task_status=task_status)
+
+
+def make_connector(setup: ConnectorSetup) -> TcpConnector:
+    """Make the connector `tcp`. This function is its ConnectorFactory.
+
+    Args:
+        setup: Setup of the engine. Its options must match StreamOptions.
+
+    Raises:
+        StartupError: an option is unknown, or its value is not allowed.
+    """
+    return TcpConnector(setup, read_options(StreamOptions, setup.options))

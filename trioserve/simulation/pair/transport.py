@@ -14,11 +14,10 @@ import msgspec
 
 from trioserve.connectors.stream.chunks import Chunks
 from trioserve.connectors.stream.frames import Tell
-from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
-from trioserve.connectors.stream.sends import Send
-from trioserve.connectors.stream.sources import Source
+from trioserve.connectors.stream.signature import Source
+from trioserve.connectors.stream.transfers import Load, Send
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout
 from trioserve.simulation.pair.network import Connection, End, Network, Timers
