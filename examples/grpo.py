@@ -198,20 +198,20 @@ class Trainer:
 
 
 async def learn(sampler: EmbeddedSampler | HttpSampler, trainer: Trainer, options: argparse.Namespace) -> None:
-    seeds, version, cut_off = iter(range(1_000_000)), "default", []
+    seeds, version, partial = iter(range(1_000_000)), "default", []
     for iteration in range(options.iterations):
-        rollouts = [*cut_off]
+        rollouts = [*partial]
         for prompt in PROMPTS[: options.prompts]:
             for number in range(options.group):
                 rollouts.append(Rollout(prompt, next(seeds), options.tokens // 2 if number % 2 else None))
-        began_at, continued_count = trio.current_time(), len(cut_off)
+        began_at, continued_count = trio.current_time(), len(partial)
         async with trio.open_nursery() as nursery:
             for rollout in rollouts:
                 nursery.start_soon(sampler.sample, rollout)
         seconds = trio.current_time() - began_at
         finished = [rollout for rollout in rollouts if rollout.is_finished]
-        cut_off = [rollout for rollout in rollouts if not rollout.is_finished]
-        for rollout in cut_off:
+        partial = [rollout for rollout in rollouts if not rollout.is_finished]
+        for rollout in partial:
             rollout.cut_at = None
 
         if isinstance(sampler, EmbeddedSampler):  # the same weights must give the same bits
@@ -224,7 +224,7 @@ async def learn(sampler: EmbeddedSampler | HttpSampler, trainer: Trainer, option
         leaked = await sampler.used_blocks()
         print(
             f"iteration {iteration + 1}: reward {sum(rollout.reward for rollout in finished) / len(finished):.3f}, "
-            f"{len(finished)} finished, {len(cut_off)} cut off, {continued_count} continued, "
+            f"{len(finished)} finished, {len(partial)} cut off, {continued_count} continued, "
             f"{len(rollouts) / seconds:.1f} rollouts/s, logprobs differ by {difference:.1e}, leaked blocks: {leaked}",
             flush=True,
         )

@@ -22,7 +22,7 @@ LEARNING_RATE = 1.5e-3
 AUTOENCODER_SHARE = 0.2  # share of the training steps
 
 
-def load_pictures() -> tuple[torch.Tensor, torch.Tensor]:
+def load_images() -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images, float32 [digits, 3, SIDE, SIDE] from -1 to 1, and their classes, int64 [digits]."""
     digits = load_digits()
     small = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2500, metavar="N", help="training steps of both networks together")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    pictures, classes = load_pictures()
+    pictures, classes = load_images()
 
     vae = AutoencoderKL(
         block_out_channels=(16, 32, 32),

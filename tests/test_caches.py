@@ -14,7 +14,7 @@ import pytest
 
 from trioserve.contracts.block_hash import root_hash
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.engine.image_encoding import output_name
 from trioserve.proxy.routed_body import prefix_of
 from trioserve.testing.fake_engine import byte_form_compiler
@@ -70,7 +70,7 @@ CACHES = {
     ("core/transfers.py", "_pending"): NOT_A_CACHE,
     ("core/request_table.py", "_finished_ids"): NOT_A_CACHE,
     ("core/waiting_queue.py", "_queues"): NOT_A_CACHE,
-    ("trio_tools/fair_places.py", "_waiting"): NOT_A_CACHE,
+    ("trio_tools/fair_slots.py", "_waiting"): NOT_A_CACHE,
     ("ranks/group.py", "_orders"): NOT_A_CACHE,
     ("router/continued_queue.py", "_lines"): NOT_A_CACHE,
     ("router/waiting_queue.py", "tenants"): NOT_A_CACHE,
@@ -125,7 +125,7 @@ def test_every_cache_is_listed_with_the_reason_why_its_timing_leaks_nothing() ->
     assert CACHES.keys() - found == set(), "it is no cache any more"
 
 
-SCHEMA = StructuredOutput(kind=FormKind.JSON_SCHEMA, source='{"type": "boolean"}')
+SCHEMA = StructuredOutput(kind=SchemaKind.JSON_SCHEMA, source='{"type": "boolean"}')
 
 
 def test_compiled_schema_is_cached_per_cache_salt() -> None:

@@ -180,7 +180,7 @@ TORCH_FILES = {
         "diffusion/autoencoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
         "diffusion/families/flux.py diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
         "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/latent_state.py "
-        "diffusion/pictures.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
+        "diffusion/image_tensors.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
         "drafts/mtp.py encoder.py encoder_layers.py gumbel.py host_to_device.py latent_attention.py layers.py "
         "parallel/rank_vocabulary.py parallel/torch_collectives.py "
         "recurrent_layers.py sampler.py static_decode.py "
@@ -655,7 +655,7 @@ def test_every_accepted_tcp_connection_breaks_when_its_other_end_vanishes():
         if re.search(r"serve_listeners|listener\.accept\(|\.accept\(listener", path.read_text())
         and not str(path.relative_to(ROOT / "trioserve")).startswith(("testing/", "simulation/", "bench/"))
     }
-    accepting -= {"trio_tools/places.py"}  # it hands each connection to its caller
+    accepting -= {"trio_tools/connection_limit.py"}  # it hands each connection to its caller
     bounded = {name for name in accepting if re.search("end_when_vanished|make_blocking", _source(name))}
     assert accepting == bounded
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from trioserve.contracts.events import AbortOutcome, FinishReason
-    from trioserve.contracts.image_generation import ImageDelta, ImageParams, Picture
+    from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.output import Delta
-    from trioserve.contracts.pooling import LabelledPrompt, Pooled, PoolingParams, TextPair
+    from trioserve.contracts.pooling import LabelledPrompt, PoolingParams, PoolingResult, TextPair
     from trioserve.contracts.prompt import ChatPrompt
     from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams
@@ -66,8 +66,8 @@ __all__ = [
     "LoadProgress",
     "ModelLoadError",
     "Overloaded",
-    "Picture",
-    "Pooled",
+    "RGBImage",
+    "PoolingResult",
     "PoolingParams",
     "ReasoningText",
     "Resume",
@@ -110,8 +110,8 @@ _HOMES = {
     "ImageParams": "trioserve.contracts.image_generation",
     "KVTransferParams": "trioserve.contracts.kv_transfer_params",
     "LabelledPrompt": "trioserve.contracts.pooling",
-    "Picture": "trioserve.contracts.image_generation",
-    "Pooled": "trioserve.contracts.pooling",
+    "RGBImage": "trioserve.contracts.image_generation",
+    "PoolingResult": "trioserve.contracts.pooling",
     "PoolingParams": "trioserve.contracts.pooling",
     "Resume": "trioserve.contracts.resume",
     "SamplingParams": "trioserve.contracts.sampling",

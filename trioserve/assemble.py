@@ -32,20 +32,20 @@ from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.adapters import AdapterPlace, Adapters
+from trioserve.engine.adapters import Adapters, AdapterTarget
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
 from trioserve.engine.guide_preparation import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
+from trioserve.engine.lifecycle.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
+from trioserve.engine.lifecycle.launched_steps import LaunchedSteps
+from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.mask_thread import MaskThread
-from trioserve.engine.model_description import PooledModel
+from trioserve.engine.model_description import PoolingModel
 from trioserve.engine.rank_metrics import show_ranks
-from trioserve.engine.shell.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
-from trioserve.engine.shell.launched_steps import LaunchedSteps
-from trioserve.engine.shell.supervisor import supervise
 from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
 from trioserve.engine.threaded_weights import SentWeights, ThreadedWeights, WrittenWeights
-from trioserve.engine.weight_updates import WeightPlace
+from trioserve.engine.weight_updates import WeightTarget
 from trioserve.metrics.registry import Metrics
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.diffusion.directory import is_image_model
@@ -538,7 +538,7 @@ class _Opening:
                 vocab_size=checkpoint.config.vocab_size,
                 eos_token_ids=self._defaults.eos_token_ids,
                 created_at=int(time.time()),
-                pooled=_pooled_model(checkpoint, settings),
+                pooled=_pooling_model(checkpoint, settings),
                 arithmetic=self._arithmetic,
                 batch_invariant=self._is_batch_invariant,
                 fingerprint=self._fingerprint,
@@ -680,9 +680,9 @@ class _Opening:
             yield _Computing(
                 runner,
                 _steps(runner, compute, overlap_steps=self._config.overlap_steps),
-                _AdapterPlace(runner, compute),
+                _AdapterTarget(runner, compute),
                 lambda: compute.run(runner.claim_memory),
-                _weight_place(runner, compute, self.trainer_groups, self._config.max_model_len),
+                _weight_target(runner, compute, self.trainer_groups, self._config.max_model_len),
                 _image_encoder(runner, compute),
             )
         finally:
@@ -1064,9 +1064,9 @@ class _Computing(NamedTuple):
 
     runner: Runner
     steps: StepRunner
-    adapters: AdapterPlace
+    adapters: AdapterTarget
     claim_memory: WhenIdle
-    weights: WeightPlace | str
+    weights: WeightTarget | str
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
 
@@ -1099,9 +1099,9 @@ def _cache_release_of(
     return runner.why_kept or _CacheRelease(runner, compute, new_parts)
 
 
-def _weight_place(
+def _weight_target(
     runner: ModelRunner | EncoderRunner, compute: WorkerThread, groups: TrainerGroups, context_tokens: int | None
-) -> WeightPlace | str:
+) -> WeightTarget | str:
     from trioserve.model.runner import ModelRunner
 
     if not isinstance(runner, ModelRunner):
@@ -1122,7 +1122,7 @@ def _weight_place(
     return ThreadedWeights(look, look_at_sent, groups, compute)
 
 
-class _AdapterPlace:
+class _AdapterTarget:
     """Adds and removes adapters in the compute thread, between two steps."""
 
     def __init__(self, runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> None:
@@ -1151,14 +1151,14 @@ def _family(checkpoint: Checkpoint | EncoderDirectory) -> str:
     return checkpoint.config.family
 
 
-def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PooledModel:
+def _pooling_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSettings) -> PoolingModel:
     size, whole_tokens_max = checkpoint.config.hidden_size, settings.whole_tokens_max
     if not isinstance(checkpoint, EncoderDirectory):
-        return PooledModel(
+        return PoolingModel(
             embedding_size=size, whole_tokens_max=whole_tokens_max, continues_texts=checkpoint.continues_texts
         )
     encoder = checkpoint.config
-    return PooledModel(
+    return PoolingModel(
         embedding_size=size,
         method=encoder.method,
         normalize=encoder.normalize,

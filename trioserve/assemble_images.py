@@ -21,8 +21,8 @@ from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
-from trioserve.engine.shell.engine_loop import ThreadedExecutor
-from trioserve.engine.shell.supervisor import supervise
+from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
+from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.model.device import torch_now
 from trioserve.model.diffusion.description import describe
@@ -315,6 +315,6 @@ class _Opening:
             # One image in the model's default size always fits.
             step_work_max=max(
                 self._step_pixels // description.pixels_per_work,
-                rows * description.picture_work(description.width, description.height),
+                rows * description.image_work(description.width, description.height),
             ),
         )

@@ -162,9 +162,9 @@ def _described_engine() -> str:
 
 
 def _described_asyncio() -> str:
-    from trioserve.asyncio import Engine, PooledStream, RequestStream, cancel_on_disconnect
+    from trioserve.asyncio import Engine, PoolingStream, RequestStream, cancel_on_disconnect
 
-    streams = _described(RequestStream, members=STREAM_MEMBERS) + "\n\n" + _described(PooledStream)
+    streams = _described(RequestStream, members=STREAM_MEMBERS) + "\n\n" + _described(PoolingStream)
     return "\n\n".join((_described(Engine, members=ENGINE_MEMBERS), streams, _described(cancel_on_disconnect)))
 
 

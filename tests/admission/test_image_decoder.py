@@ -16,14 +16,14 @@ from PIL import Image
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.contracts.errors import InvalidRequest, Overloaded
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import RGBImage
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.trio_tools.process_pool import FRAME, ProcessPool
 from trioserve.vision import decoding_process
 from trioserve.vision.decoding_process import DecodeJob, DecodeReply
-from trioserve.vision.picture_file import decoded_mask, decoded_picture
+from trioserve.vision.rgb_image import decoded_image, decoded_mask
 from trioserve.vision.tiles import tiles_of
 
 LIMITS = ImageLimits(decode_seconds_max=60.0)
@@ -42,9 +42,9 @@ def decoding(limits: ImageLimits = LIMITS) -> Iterator[ImageDecoder]:
         yield decoder
 
 
-async def picture(decoder: ImageDecoder, content: bytes) -> Picture:
+async def image(decoder: ImageDecoder, content: bytes) -> RGBImage:
     async with decoder.turn("key"):
-        return await decoder.picture(content, "here")
+        return await decoder.image(content, "here")
 
 
 async def test_process_decodes_the_same_pixels() -> None:
@@ -53,7 +53,7 @@ async def test_process_decodes_the_same_pixels() -> None:
         async with decoder.turn("key"):
             tiles = await decoder.tiles(content, FAKE_IMAGES, "here")
             assert np.array_equal(np.asarray(tiles), tiles_of(content, FAKE_IMAGES, "here"))
-            assert await decoder.picture(content, "here") == decoded_picture(content, LIMITS, "here")
+            assert await decoder.image(content, "here") == decoded_image(content, LIMITS, "here")
             assert await decoder.mask(content, "here") == decoded_mask(content, LIMITS, "here")
 
 
@@ -61,9 +61,9 @@ async def test_damaged_file_is_refused_and_the_process_decodes_the_next_file() -
     content = png()
     with decoding() as decoder:
         with pytest.raises(InvalidRequest, match=r"here cannot be decoded .* damaged or incomplete") as refusal:
-            await picture(decoder, content[: len(content) // 2])
+            await image(decoder, content[: len(content) // 2])
         assert refusal.value.param == "here"
-        assert (await picture(decoder, content)).width == 40
+        assert (await image(decoder, content)).width == 40
 
 
 async def test_largest_allowed_image_fits_the_memory_limit_in_every_mode() -> None:
@@ -75,7 +75,7 @@ async def test_largest_allowed_image_fits_the_memory_limit_in_every_mode() -> No
                 Image.fromarray(np.zeros((side, side), np.uint16)).save(file, "PNG")
             else:
                 Image.new(mode, (side, side)).save(file, "PNG", **({"transparency": 0} if mode == "P" else {}))
-            assert (await picture(decoder, file.getvalue())).width == side
+            assert (await image(decoder, file.getvalue())).width == side
 
 
 async def test_decoder_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +84,8 @@ async def test_decoder_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatc
     Image.new("RGB", (6000, 6000)).save(file, "PNG")
     with decoding() as decoder:
         with pytest.raises(InvalidRequest, match="more memory"):
-            await picture(decoder, file.getvalue())
-        assert (await picture(decoder, png())).width == 40
+            await image(decoder, file.getvalue())
+        assert (await image(decoder, png())).width == 40
 
 
 async def test_error_of_a_slow_image_names_the_timeout_option() -> None:
@@ -93,27 +93,27 @@ async def test_error_of_a_slow_image_names_the_timeout_option() -> None:
     with decoding(msgspec.structs.replace(LIMITS, decode_seconds_max=0.01)) as decoder:
         decoder._pool = ProcessPool(lambda file: slow, processes_max=2)
         with pytest.raises(InvalidRequest, match=r"within 0\.01 s \(--image-decode-timeout\)"):
-            await picture(decoder, png())
+            await image(decoder, png())
 
 
 async def test_client_may_retry_if_no_process_can_start() -> None:
     with decoding() as decoder:
         decoder._pool = ProcessPool(lambda file: ["/no/such/program"], processes_max=2)
         with pytest.raises(Overloaded, match="no process could be started"):
-            await picture(decoder, png())
+            await image(decoder, png())
 
 
 async def test_error_says_how_the_process_ended() -> None:
     with decoding() as decoder:
         decoder._pool = ProcessPool(lambda file: [sys.executable, "-c", "raise SystemExit(7)"], processes_max=2)
         with pytest.raises(InvalidRequest, match="ended with code 7"):
-            await picture(decoder, png())
+            await image(decoder, png())
 
 
 async def test_image_refused_by_its_header_starts_no_process() -> None:
     with decoding() as decoder:
         with pytest.raises(InvalidRequest, match="not an image"):
-            await picture(decoder, b"<svg/>")
+            await image(decoder, b"<svg/>")
         assert decoder._pool.started_total == 0
 
 

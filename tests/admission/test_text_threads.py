@@ -27,7 +27,7 @@ from trioserve.admission.text_threads import (
 from trioserve.contracts.errors import AlreadyEnded, Overloaded, RequestFailed
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.memory_server import open_memory_server
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 from trioserve.trio_tools.worker_thread import JobCancelled
 
 WAIT_SECONDS_MAX = 60  # ends a failing test. Long enough for a busy machine.
@@ -277,7 +277,7 @@ async def test_compiling_ends_early_after_its_caller_is_cancelled(gate):
 
 
 async def test_tenant_with_too_many_waiting_texts_is_refused(gate, monkeypatch):
-    monkeypatch.setattr("trioserve.admission.text_threads.FairPlaces", partial(FairPlaces, waiting_of_one_max=2))
+    monkeypatch.setattr("trioserve.admission.text_threads.FairSlots", partial(FairSlots, waiting_of_one_max=2))
     async with open_memory_server(**ENGINE) as server:
         block_long_texts(server.engine, gate, 4999)
         statuses: list[int] = []

@@ -20,8 +20,8 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.adapters import Adapters
-from trioserve.engine.shell.load_changes import LoadChanges
-from trioserve.engine.shell.step_watch import StepWatch
+from trioserve.engine.lifecycle.load_changes import LoadChanges
+from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.http.exchange import Exchange, HeaderFields
 from trioserve.http.headers import Headers
 from trioserve.metrics.registry import Metrics

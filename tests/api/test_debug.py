@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from trioserve.engine.shell.step_trace import step_trace
+from trioserve.engine.lifecycle.step_trace import step_trace
 from trioserve.testing.memory_router import open_memory_router
 from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.task_tree import task_tree
@@ -31,7 +31,7 @@ async def test_tasks_are_shown_with_the_place_where_they_wait(autojump_clock):
     (deadlines,) = [view for view in views if "keep_deadlines" in view["name"]]
     assert "trioserve/" in deadlines["frames"][0]
     waits = {(view.get("waits_in", "").partition(":")[0], view.get("waits_for")) for view in views}
-    assert any(place == "trioserve/engine/shell/request_scope.py" for place, _ in waits)
+    assert any(place == "trioserve/engine/lifecycle/request_scope.py" for place, _ in waits)
     assert any(what and what.startswith("trio.") for _, what in waits)
     assert "xyzzy" not in str(tree)
 

@@ -14,7 +14,7 @@ import trio
 from openai.types import CreateEmbeddingResponse
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.testing import MemoryServer, MemoryTransport, open_memory_server
 from trioserve.testing.fake_executor import FakeModel
 
@@ -71,7 +71,7 @@ async def test_every_type_of_input(given: Any, texts: list[str], autojump_clock:
 async def test_base64_has_the_same_numbers(autojump_clock: Any) -> None:
     async with served() as server:
         _, response = await ask(server, {"input": ["one", "two"], "encoding_format": "base64"})
-        vectors = [Pooled(base64.b64decode(entry["embedding"])).values() for entry in response["data"]]
+        vectors = [PoolingResult(base64.b64decode(entry["embedding"])).values() for entry in response["data"]]
         assert vectors == [expected("one"), expected("two")]
 
 

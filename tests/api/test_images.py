@@ -15,13 +15,13 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 OPTIONS: dict[str, Any] = {"block_count": 512, "max_model_len": 1024}
 
 
-def picture() -> str:
+def image() -> str:
     file = io.BytesIO()
     Image.new("RGB", (16, 16), (200, 40, 0)).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
-URL = f"data:image/png;base64,{picture()}"
+URL = f"data:image/png;base64,{image()}"
 TEXT = {"type": "text", "text": "What?"}
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "openai": (
@@ -54,7 +54,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture()}},
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image()}},
                         TEXT,
                     ],
                 }
@@ -66,7 +66,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         "/api/chat",
         {
             "model": "fake",
-            "messages": [{"role": "user", "content": "What?", "images": [picture()]}],
+            "messages": [{"role": "user", "content": "What?", "images": [image()]}],
             "options": {"num_predict": 5},
             "stream": False,
         },
@@ -76,7 +76,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "model": "fake",
             "prompt": "What?",
-            "images": [picture()],
+            "images": [image()],
             "options": {"num_predict": 5},
             "stream": False,
         },

@@ -35,7 +35,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
 from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
 from trioserve.engine.images.image_stream import ImageStream as TrioImageStream
-from trioserve.engine.pooled_stream import PooledStream as TrioPooledStream
+from trioserve.engine.pooling_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.testing.fake_engine import InjectedFault, open_fake_engine
 from trioserve.text.output import merge
@@ -73,7 +73,7 @@ def test_engine_has_every_method_with_the_same_parameters():
     ("ours", "theirs"),
     [
         (trioserve.asyncio.RequestStream, TrioStream),
-        (trioserve.asyncio.PooledStream, TrioPooledStream),
+        (trioserve.asyncio.PoolingStream, TrioPoolingStream),
         (trioserve.asyncio.ImageStream, TrioImageStream),
     ],
 )

@@ -31,7 +31,7 @@ def test_images_are_generated_with_partial_images(run):
                 deltas = [delta async for delta in stream]
                 assert stream.is_finished
             ends = {delta.index: delta for delta in deltas if delta.finish_reason is not None}
-            assert (ends[0].picture, ends[1].picture) == whole
+            assert (ends[0].image, ends[1].image) == whole
             assert (engine.model.name, engine.limits.n_max, engine.ready) == ("fake", 10, True)
             with pytest.raises(AlreadyEnded, match="can be read only inside"):
                 await anext(stream)
@@ -64,7 +64,7 @@ def test_slow_reader_gets_the_newest_partial_image_and_the_end(run):
             delta = await anext(stream)
             assert (delta.steps_done, delta.finish_reason) == (5, None)
             (expected,) = engine.thread.call(lambda: engine.on_trio.expected(stream._stream, steps_done=4))
-            assert delta.picture == expected
+            assert delta.image == expected
             await engine.thread.run(functools.partial(engine.on_trio.step, 2))
             assert (await anext(stream)).finish_reason is FinishReason.STOP
 

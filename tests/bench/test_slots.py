@@ -65,6 +65,6 @@ def test_reset_depth_begins_with_the_waiting_requests():
     for key in (1, 2, 3):
         queue.enter(key, 0.0)
     queue.ended(1.0)
-    queue.measure_depth_anew(1.5)
+    queue.measure_depth_again(1.5)
     assert queue.depth.most == 1
     assert queue.depth.mean(2.0) == pytest.approx(1.0)

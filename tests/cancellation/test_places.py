@@ -109,11 +109,11 @@ async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client,
         new_text_threads=TextThreads,
     ) as server:
         tokenizer = server.engine.tokenizer
-        encode, go_on = tokenizer.encode, threading.Event()
+        encode, proceed = tokenizer.encode, threading.Event()
         tokenized: list[str] = []
 
         def held_encode(text: str, **options):
-            assert go_on.wait(60)
+            assert proceed.wait(60)
             tokenized.append(text)
             return encode(text, **options)
 
@@ -143,7 +143,7 @@ async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client,
             assert [response.status for response in responses] == [429] * 35
             assert tokenized == []
             assert metric_values(server)["num_requests_waiting"] == 5
-            go_on.set()
+            proceed.set()
         assert [response.status for response in responses[35:]] == [200] * 5
         assert len(tokenized) == 5
         assert 1 <= most_live <= 5

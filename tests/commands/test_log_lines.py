@@ -101,7 +101,7 @@ async def test_other_log_lines_of_a_request_contain_its_id(written):
     assert (refused["request"], refused["tenant"], refused["logger"]) == (
         "second",
         "t",
-        "trioserve.engine.shell.request_admission",
+        "trioserve.engine.lifecycle.request_admission",
     )
 
 

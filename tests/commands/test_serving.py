@@ -30,14 +30,14 @@ class NotingServer(FrontendServer):
     def __init__(self, config) -> None:
         super().__init__(self._respond, ssl_context=server_tls(config))
         self.waits = trio.Event()  # set by a request to /wait
-        self.go_on = trio.Event()
+        self.proceed = trio.Event()
         self.begun = trio.Event()
         self.changed = trio.Event()
 
     async def _respond(self, exchange) -> None:
         if exchange.path == "/wait":
             self.waits.set()
-            await self.go_on.wait()
+            await self.proceed.wait()
         await respond(exchange)
 
     def use_tls(self, ssl_context: ssl.SSLContext) -> None:
@@ -113,7 +113,7 @@ async def test_new_connections_get_the_new_certificate(autojump_clock, authority
             front_end.reload()
         await server.changed.wait()
         assert await shown_certificate(server, authority, nursery) != before
-        server.go_on.set()
+        server.proceed.set()
         received = b""
         while not received.endswith(b"ok"):
             received += await early.receive_some(1000)

@@ -41,14 +41,14 @@ class ReleasesTooEarly(LoopbackConnector):
 
 
 class ReleasesNever(LoopbackConnector):
-    def let_go(self, offer: Offer) -> None:
+    def release(self, offer: Offer) -> None:
         pass
 
 
 class BelievesWhatItReads(LoopbackConnector):
-    def let_go(self, offer: Offer) -> None:
+    def release(self, offer: Offer) -> None:
         if offer.request_id in self._offers:
-            super().let_go(offer)
+            super().release(offer)
 
     def copy_next(self, reading: Reading) -> bool:
         if reading.is_over:
@@ -157,7 +157,7 @@ class MatchesWithAPromise(LoopbackConnector):
         if count > 0:
             connection, offer = self._find(request.kv_transfer)
             if offer is not None:
-                connection.let_go(offer)
+                connection.release(offer)
         return count
 
 

@@ -61,7 +61,7 @@ class HeldThreads:
         await entry[1].wait()
         return entry[2][0]
 
-    def go_on(self, index: int = 0) -> None:
+    def proceed(self, index: int = 0) -> None:
         """Run the work of one thread, even if its caller has been cancelled."""
         work, done, results = self.waiting.pop(index)
         results.append(work())
@@ -198,7 +198,7 @@ async def test_hanging_disk_does_not_block_loads_from_memory(autojump_clock, tmp
         here.threads.is_held = False
         here.start_load("c2", C)
         assert await here.reports() == [Loaded(RequestId("c2"), 8)]
-        here.threads.go_on()
+        here.threads.proceed()
         assert await here.reports() == [Loaded(RequestId("a2"), 8)]
 
 
@@ -217,7 +217,7 @@ async def test_threads_of_a_cancelled_connector_touch_nothing(autojump_clock, tm
     reads: list[int] = []
     here.pages.read = lambda layer, block: reads.append(block)
     while here.threads.waiting:
-        here.threads.go_on()
+        here.threads.proceed()
     assert [here.pages.content(block) for block in range(16)] == before
     assert not reads
     assert list(here.host.progress()) == []
@@ -260,12 +260,12 @@ async def test_long_load_runs_in_batches(autojump_clock, monkeypatch):
         here.threads.is_held = True
         here.start_load("b", A)
         await all_settled()
-        here.threads.go_on()
+        here.threads.proceed()
         await all_settled()
         assert here.loaded(1) == kept[:1]
         before = here.pages.content(9)
         here.host.load_abandoned(RequestId("b"))
-        here.threads.go_on()
+        here.threads.proceed()
         assert await here.reports() == [LoadFailed(RequestId("b"), "the request does not need it any more")]
         assert here.pages.content(9) == before
 

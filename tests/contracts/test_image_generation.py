@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest, StartupError
-from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, Picture
+from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, RGBImage
 
 
-def picture(width: int, height: int) -> Picture:
-    return Picture(width, height, bytes(3 * width * height))
+def picture(width: int, height: int) -> RGBImage:
+    return RGBImage(width, height, bytes(3 * width * height))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_invalid_parameters_are_refused_by_name(name: str, value: object) -> Non
 )
 def test_invalid_images_are_refused(fields: tuple[Any, Any, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=param) as refused:
-        Picture(*fields)
+        RGBImage(*fields)
     assert refused.value.param == param
 
 

@@ -99,7 +99,7 @@ class Driver:
         )
         self.core.add(request)
         self.requests[name] = request
-        self.tokens[name], self.logprobs[name], self.prompt_logprobs[name] = [*request.known_output], [], []
+        self.tokens[name], self.logprobs[name], self.prompt_logprobs[name] = [*request.resumed_output], [], []
         self.check()
 
     def check(self) -> None:
@@ -187,7 +187,7 @@ class Driver:
             finished, response = self.finished[name], reference.response(request)
             tokens = tuple(self.tokens[name])
             assert tokens == response.token_ids[: len(tokens)], name
-            drawn = (response.logprobs or ())[len(request.known_output) :]
+            drawn = (response.logprobs or ())[len(request.resumed_output) :]
             assert tuple(self.logprobs[name]) == drawn[: len(self.logprobs[name])], name
             prompt_logprobs = tuple(self.prompt_logprobs[name])
             assert prompt_logprobs == (response.prompt_logprobs or ())[: len(prompt_logprobs)], name
@@ -204,7 +204,7 @@ class Driver:
             self.tokens[name] += event.token_ids
             self.logprobs[name] += event.logprobs or ()
         elif isinstance(event, PromptLogprobs):
-            known = self.requests[name].known_output
+            known = self.requests[name].resumed_output
             assert len(self.tokens[name]) == len(known), "prompt logprobs come before the first token"
             self.prompt_logprobs[name] += event.logprobs
         else:

@@ -34,7 +34,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PICTURE_GUIDE = ROOT / "docs" / "guides" / "image-generation.md"
+IMAGE_GUIDE = ROOT / "docs" / "guides" / "image-generation.md"
 KIT_GUIDE = (
     ROOT / "docs" / "guides" / "testing.md"
 )  # its blocks form one file, which tests/testing/test_kit_readme.py runs
@@ -106,7 +106,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def picture_server_address(digits: Path) -> Iterator[str]:
+def image_server_address(digits: Path) -> Iterator[str]:
     with served("--model", str(digits)) as address:
         yield address
 
@@ -114,11 +114,11 @@ def picture_server_address(digits: Path) -> Iterator[str]:
 @pytest.fixture
 def block_address(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """Give the HOST:PORT of the server for the block: an image server for the page about images."""
-    if block.page != PICTURE_GUIDE:
+    if block.page != IMAGE_GUIDE:
         return str(request.getfixturevalue("server_address"))
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "digits").symlink_to(request.getfixturevalue("digits"))
-    return str(request.getfixturevalue("picture_server_address"))
+    return str(request.getfixturevalue("image_server_address"))
 
 
 @contextmanager

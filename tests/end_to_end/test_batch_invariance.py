@@ -145,8 +145,10 @@ def test_logprobs_have_the_same_bits_on_a_prefill_decode_pair(kernels: str) -> N
             engine_of(kernels, role="prefill", kv_transfer_config={**transfer, "kv_role": "kv_producer"}) as first,
             engine_of(kernels, role="decode", kv_transfer_config={**transfer, "kv_role": "kv_consumer"}) as second,
         ):
-            wish = KVTransferParams(do_remote_decode=True)
-            async with first.generate(PROMPT, sampling(1), kv_transfer=wish) as held:  # blocks stay held in this scope
+            stream_request = KVTransferParams(do_remote_decode=True)
+            async with first.generate(
+                PROMPT, sampling(1), kv_transfer=stream_request
+            ) as held:  # blocks stay held in this scope
                 deltas = [delta async for delta in held]
                 check(await ask(second, PROMPT, kv_transfer=deltas[-1].kv_transfer), cold)
             assert second.stats().loaded_tokens_total >= 16
@@ -218,7 +220,7 @@ def test_resumed_partial_result_has_the_same_bits_as_an_uninterrupted_response(k
                         cut.token_ids += delta.token_ids
                         cut.logprobs += delta.logprobs or ()
                         if len(cut.token_ids) >= 9 and not partials:
-                            partials += engine.cut_off("r")["r"].partials
+                            partials += engine.abort_with_partial("r")["r"].partials
             [partial] = partials
             [choice] = partial.choices
             assert (choice.token_ids, choice.logprobs) == (cut.token_ids, cut.logprobs)

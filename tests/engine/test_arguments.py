@@ -15,7 +15,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine import request_preparation
-from trioserve.engine.shell import engine_shell
+from trioserve.engine.lifecycle import engine_shell
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

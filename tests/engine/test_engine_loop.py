@@ -17,7 +17,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.shell.engine_loop import EngineLoop
+from trioserve.engine.lifecycle.engine_loop import EngineLoop
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor

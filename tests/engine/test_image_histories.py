@@ -28,13 +28,13 @@ TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
 OPTIONS: dict[str, Any] = {"block_count": 300, "block_size": 4, "max_model_len": 900, "max_num_batched_tokens": 64}
 
 
-def picture(colour: int) -> bytes:
+def image(colour: int) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (16, 16), (colour * 40, 40, 0)).save(file, "PNG")
     return file.getvalue()
 
 
-PICTURES = [picture(colour) for colour in range(4)]
+PICTURES = [image(colour) for colour in range(4)]
 
 
 def chat(colours: tuple[int, ...]) -> ChatPrompt:

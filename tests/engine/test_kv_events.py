@@ -177,12 +177,12 @@ async def test_waiting_subscriber_wakes_at_the_next_change_and_at_the_end():
 
 
 async def test_subscribers_wake_when_the_engine_breaks_before_clients_get_the_fault():
-    were_let_go = []
+    were_released = []
     with pytest.raises(EngineFault):
         async with open_fake_engine(kv_events_max=10) as engine, engine.generate("hello"):
 
             async def tell_clients() -> None:
-                were_let_go.append(engine.kv_events.is_over)
+                were_released.append(engine.kv_events.is_over)
 
             engine.on_fault = tell_clients
             with engine.kv_events.reading() as reader:
@@ -190,5 +190,5 @@ async def test_subscribers_wake_when_the_engine_breaks_before_clients_get_the_fa
                 engine.break_next_step()
                 assert await reader.next() is None
             await trio.sleep_forever()
-    assert were_let_go == [True]
+    assert were_released == [True]
     assert engine.kv_events._reader_count == 0

@@ -599,16 +599,16 @@ async def test_a_runner_that_fails_before_it_is_ready_is_closed(stage, runner_cl
 
 @pytest.mark.parametrize("stage", ["allocate", "warm"])
 async def test_runner_is_closed_if_the_opening_fails_elsewhere(stage, runner_class, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
+    begun, proceed = threading.Event(), threading.Event()
 
     def make_tokenizer(_checkpoint: object) -> None:
         wait_or_fail(begun)
-        go_on.set()
+        proceed.set()
         raise ModelLoadError("no tokenizer")
 
     def begin() -> None:
         begun.set()
-        wait_or_fail(go_on)
+        wait_or_fail(proceed)
 
     runner_class.at[stage] = begin
     monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)

@@ -18,7 +18,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.shell.engine_loop import EngineLoop, ThreadedExecutor
+from trioserve.engine.lifecycle.engine_loop import EngineLoop, ThreadedExecutor
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeExecutor
@@ -195,11 +195,11 @@ async def test_a_request_that_fails_ends_alone(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         expected: list[object] = []
 
-        async def go_on() -> None:
+        async def proceed() -> None:
             expected.extend(await read(fake, "goes on", SamplingParams(max_tokens=9, temperature=0)))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(go_on)
+            nursery.start_soon(proceed)
             async with fake.generate("fails", LONG, request_id="fails") as stream:
                 await trio.sleep(2.5)
                 fake.fail_request("fails", "it is broken")

@@ -102,7 +102,7 @@ async def test_partial_result_equals_the_delivered_output_and_can_be_resumed(aut
         async with trio.open_nursery() as reading:
             reading.start_soon(lambda: first.read(fake, pause=pause))
             await trio.sleep(0.055)
-            cut = fake.cut_off("r")["r"]
+            cut = fake.abort_with_partial("r")["r"]
             assert cut.outcome is AbortOutcome.ABORTED
         [partial] = cut.partials
         assert 0 < len(partial.choices[0].token_ids) < 12
@@ -129,7 +129,7 @@ async def test_choice_with_a_text_error_keeps_log_probabilities_of_its_tokens(au
         [request] = fake._requests
         monkeypatch.setattr(request.choices[0].output, "feed", broken)
         await trio.sleep(0.02)
-        [partial] = fake.cut_off("r")["r"].partials
+        [partial] = fake.abort_with_partial("r")["r"].partials
         assert [choice.finish_reason for choice in partial.choices] == [FinishReason.ERROR, FinishReason.ABORT]
         await trio.sleep(0.02)
         check_given(partial, rollout)
@@ -145,7 +145,7 @@ async def test_tokens_of_the_step_in_flight_are_not_in_the_partial_result(autoju
         async with fake.held_step():
             await wait_all_tasks_blocked()
             before = [rollout.tokens(index) for index in range(2)]
-            [partial] = fake.cut_off("r")["r"].partials
+            [partial] = fake.abort_with_partial("r")["r"].partials
             await wait_all_tasks_blocked()
         # There were three steps, and the text of some tokens was held back.
         assert [len(choice.token_ids) for choice in partial.choices] == [3, 3]
@@ -164,7 +164,7 @@ async def test_queued_request_has_an_empty_partial_result_that_can_be_resumed(au
         await trio.sleep(0.02)
         nursery.start_soon(first.read, fake)
         await trio.sleep(0.02)
-        [partial] = fake.cut_off("r")["r"].partials
+        [partial] = fake.abort_with_partial("r")["r"].partials
         assert [choice.token_ids for choice in partial.choices] == [(), ()]
         assert [choice.finish_reason for choice in partial.choices] == [FinishReason.ABORT] * 2
         nursery.start_soon(lambda: second.read(fake, resume=partial.resume))
@@ -179,7 +179,7 @@ async def test_complete_choice_stays_complete_in_a_partial_result(autojump_clock
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: first.read(fake, pause=1.0))
         await trio.sleep(0.9)
-        cut = fake.cut_off("r")["r"]
+        cut = fake.abort_with_partial("r")["r"]
         assert cut.outcome is AbortOutcome.ALREADY_FINISHED
         [partial] = cut.partials
         assert partial.resume.finished == (True, True)
@@ -205,25 +205,25 @@ async def test_known_complete_choice_is_complete_while_the_request_is_queued(aut
             async with trio.open_nursery() as reading:
                 reading.start_soon(lambda: rollout.read(fake, resume=resume))
                 await trio.sleep(0.02)
-                [partial] = fake.cut_off("r")["r"].partials
+                [partial] = fake.abort_with_partial("r")["r"].partials
         assert partial.resume.finished == resume.finished
         assert partial.resume.token_ids == resume.token_ids
         assert list(rollout.given) == ([0] if all(finished) else [1]), (
             "one end, which nobody else says where all had one"
         )
-        fake.cut_off("other")
+        fake.abort_with_partial("other")
     fake.assert_all_free()
 
 
 async def test_no_partial_result_of_requests_that_left_are_pooled_or_belong_to_others(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         await Rollout().read(fake)
-        assert fake.cut_off("r")["r"].partials == ()
-        assert fake.cut_off(["nobody"])["nobody"].outcome is AbortOutcome.UNKNOWN
+        assert fake.abort_with_partial("r")["r"].partials == ()
+        assert fake.abort_with_partial(["nobody"])["nobody"].outcome is AbortOutcome.UNKNOWN
         nursery.start_soon(lambda: Rollout().read(fake, owner="ann"))
         await trio.sleep(0.03)
-        assert fake.cut_off("r", owner="bob")["r"].partials == ()
-        [partial] = fake.cut_off("r", owner="ann")["r"].partials
+        assert fake.abort_with_partial("r", owner="bob")["r"].partials == ()
+        [partial] = fake.abort_with_partial("r", owner="ann")["r"].partials
         assert partial.choices[0].token_ids
 
 
@@ -234,7 +234,7 @@ async def test_each_request_with_the_same_id_has_a_partial_result(autojump_clock
             nursery.start_soon(rollout.read, fake, prompt)
             await wait_all_tasks_blocked()
         await trio.sleep(0.04)
-        partials = fake.cut_off("r")["r"].partials
+        partials = fake.abort_with_partial("r")["r"].partials
     assert len(partials) == 2
     for partial, rollout in zip(partials, rollouts, strict=True):
         check_given(partial, rollout)
@@ -244,7 +244,7 @@ async def test_log_probabilities_are_kept_only_if_requested(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: Rollout().read(fake, keep_logprobs=False))
         await trio.sleep(0.04)
-        [partial] = fake.cut_off("r")["r"].partials
+        [partial] = fake.abort_with_partial("r")["r"].partials
         assert partial.choices[0].token_ids
         assert partial.choices[0].logprobs is None
         assert partial.resume.logprobs is None
@@ -259,7 +259,7 @@ async def test_weight_versions_of_known_tokens_come_before_those_of_new_tokens(a
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: rollout.read(fake, resume=resume))
         await trio.sleep(0.04)
-        [partial] = fake.cut_off("r")["r"].partials
+        [partial] = fake.abort_with_partial("r")["r"].partials
     more = len(partial.choices[0].token_ids) - 5
     assert more > 0
     assert partial.choices[0].weight_versions == (("a", 2), ("b", 3), ("default", more))
@@ -344,7 +344,7 @@ async def roll_out(
 
             nursery.start_soon(read)
             await trio.sleep(rng.uniform(0, 0.25))
-            partials += fake.cut_off(name)[name].partials
+            partials += fake.abort_with_partial(name)[name].partials
             await trio.sleep_forever()
         assert rollout.error is None
         if all(delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for delta in rollout.given.values()):
@@ -423,7 +423,7 @@ async def test_partial_results_resume_with_new_weights_repeatedly(autojump_clock
                 nursery.start_soon(read, fake, "one and a block", sampling)
                 if number < 3:
                     await trio.sleep(0.055)
-                    [partial] = fake.cut_off("r")["r"].partials
+                    [partial] = fake.abort_with_partial("r")["r"].partials
             if number < 3:
                 check_given(partial, rollout)
                 counts.append(len(partial.choices[0].token_ids))

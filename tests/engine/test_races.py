@@ -24,22 +24,22 @@ LONG: dict[str, Any] = {"max_model_len": 4096, "block_count": 2048, "new_text_th
 
 
 class HeldTokenizing:
-    """Keeps long prompts in the text thread until let_go(). Needs a real thread, and so the real clock."""
+    """Keeps long prompts in the text thread until release(). Needs a real thread, and so the real clock."""
 
     def __init__(self, engine: Engine) -> None:
         self.begun = trio.Event()
-        self._go_on = threading.Event()
+        self._proceed = threading.Event()
         token = trio.lowlevel.current_trio_token()
 
         def encode(*_arguments: object, **_keywords: object) -> list[int]:
             token.run_sync_soon(self.begun.set)
-            self._go_on.wait(10)
+            self._proceed.wait(10)
             return [1]
 
         engine.tokenizer.encode = encode  # type: ignore[method-assign]
 
-    def let_go(self) -> None:
-        self._go_on.set()
+    def release(self) -> None:
+        self._proceed.set()
 
 
 async def refused_draining(engine: Engine) -> None:
@@ -123,7 +123,7 @@ async def test_a_fault_reaches_a_reader_whose_prompt_is_being_prepared_at_once()
 
             async def pass_on_fault() -> None:
                 await told.wait()  # does not wait until the prompt is prepared
-                held.let_go()
+                held.release()
 
             fake.on_fault = pass_on_fault
 
@@ -147,7 +147,7 @@ async def test_a_prompt_that_was_being_prepared_when_draining_began_is_refused()
         nursery.start_soon(refused_draining, fake)
         await held.begun.wait()
         fake.drain()
-        held.let_go()
+        held.release()
         await fake.wait_until_idle()
         assert fake.metrics.requests_rejected_total.labels("draining")._value.get() == 1
         check_idle(fake.core)
@@ -161,7 +161,7 @@ async def test_request_in_preparation_gets_a_last_delta_when_the_engine_closes()
         async def ask() -> None:
             async with fake.generate(LONG_PROMPT) as stream:
                 deltas.extend([delta async for delta in stream])
-            held.let_go()
+            held.release()
 
         readers.start_soon(ask)
         await held.begun.wait()
@@ -179,7 +179,7 @@ async def test_closed_engine_refuses_requests_at_once():
 
 
 async def test_thread_finishes_queued_jobs_and_refuses_later_ones():
-    go_on = threading.Event()
+    proceed = threading.Event()
     done: list[object] = []
 
     async def ask(ask_it: Callable[..., object], thread: WorkerThread) -> None:
@@ -189,7 +189,7 @@ async def test_thread_finishes_queued_jobs_and_refuses_later_ones():
             done.append("refused")
 
     async with trio.open_nursery() as nursery, WorkerThread("test") as thread:
-        nursery.start_soon(thread.run, go_on.wait, 10)
+        nursery.start_soon(thread.run, proceed.wait, 10)
         await wait_all_tasks_blocked()
         nursery.start_soon(ask, thread.run_cancellable, thread)
         await wait_all_tasks_blocked()
@@ -198,7 +198,7 @@ async def test_thread_finishes_queued_jobs_and_refuses_later_ones():
             await wait_all_tasks_blocked()
             await ask(thread.run_cancellable, thread)
             await ask(thread.run, thread)
-            go_on.set()
+            proceed.set()
 
         nursery.start_soon(ask_late)
     assert done == ["refused", "refused", "answer"]
@@ -316,7 +316,7 @@ async def test_prompts_in_preparation_count_against_the_queue():
             async with fake.generate("prompt"):
                 pytest.fail("was entered")
         assert 'num_requests_waiting{engine="0",model_name="fake"} 4.0' in fake.metrics.expose().decode()
-        held.let_go()
+        held.release()
 
 
 async def test_drain_lets_a_request_with_one_running_choice_continue(autojump_clock):

@@ -377,14 +377,14 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
 
     async with open_fake_engine(block_count=2048, max_model_len=4096, new_text_threads=TextThreads) as fake:
         tokenizer = fake.tokenizer
-        begun, go_on = trio.Event(), threading.Event()
+        begun, proceed = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()
         encode = tokenizer.encode
 
         def slow_encode(*arguments: object, **keywords: object) -> list[int]:
             assert threading.current_thread().name == "trioserve-text"
             token.run_sync_soon(begun.set)
-            go_on.wait(10)
+            proceed.wait(10)
             return encode(*arguments, **keywords)
 
         tokenizer.encode = slow_encode  # type: ignore[method-assign]
@@ -400,7 +400,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
             nursery.cancel_scope.cancel()
         assert fake._preparing_count == 0
         assert fake.live_requests() == []
-        go_on.set()
+        proceed.set()
 
 
 async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
@@ -408,12 +408,12 @@ async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
 
     async with open_fake_engine(block_count=2048, max_model_len=4096, new_text_threads=TextThreads) as fake:
         tokenizer = fake.tokenizer
-        begun, go_on = trio.Event(), threading.Event()
+        begun, proceed = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()
 
         def slow_encode(*_arguments: object, **_keywords: object) -> list[int]:
             token.run_sync_soon(begun.set)
-            go_on.wait(10)
+            proceed.wait(10)
             return [1]
 
         tokenizer.encode = slow_encode  # type: ignore[method-assign]
@@ -428,7 +428,7 @@ async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
             await begun.wait()
             assert fake.abort(["slow"]) == {"slow": AbortOutcome.ABORTED}
         assert reasons == [FinishReason.ABORT]
-        go_on.set()
+        proceed.set()
         check_all_free(fake)
 
 

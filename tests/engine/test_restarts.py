@@ -19,7 +19,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.shell.restarts import BACKOFF_SECONDS, FAULTS_IN_A_ROW_MAX, PERIOD_SECONDS, RestartBudget
+from trioserve.engine.lifecycle.restarts import BACKOFF_SECONDS, FAULTS_IN_A_ROW_MAX, PERIOD_SECONDS, RestartBudget
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_engine
 from trioserve.testing.fake_executor import FakeModel
@@ -117,11 +117,11 @@ async def test_streams_resume_with_equal_output_after_a_fault(autojump_clock, op
 
 
 async def test_grammar_state_is_restored_after_a_fault(autojump_clock):
-    from trioserve.contracts.structured_output import FormKind, StructuredOutput
+    from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 
     sampling = SamplingParams(
         max_tokens=60,
-        structured=StructuredOutput(kind=FormKind.REGEX, source="(ab|ba){8}-[0-9]{4}"),
+        structured=StructuredOutput(kind=SchemaKind.REGEX, source="(ab|ba){8}-[0-9]{4}"),
         temperature=1.0,
         seed=4,
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trioserve import EngineFault, FinishReason, InvalidRequest, Resume, SamplingParams, StructuredOutput, Thinking
 from trioserve.contracts.errors import ResumeMismatch
 from trioserve.contracts.resume import digest_of
-from trioserve.engine.known_output import KNOWN_TOKENS_MAX, checked_resume
+from trioserve.engine.resumed_output import RESUMED_TOKENS_MAX, checked_resume
 from trioserve.testing import open_fake_engine
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID
 
@@ -240,10 +240,10 @@ def test_known_tokens_of_all_choices_are_limited() -> None:
         resume = Resume(token_ids=(half, half), finished=(True, True))
         checked_resume(resume, SamplingParams(n=2), vocab_size=100, context_tokens_max=context_tokens_max)
 
-    check(KNOWN_TOKENS_MAX, KNOWN_TOKENS_MAX)
-    check(KNOWN_TOKENS_MAX + 2, KNOWN_TOKENS_MAX + 2)
+    check(RESUMED_TOKENS_MAX, RESUMED_TOKENS_MAX)
+    check(RESUMED_TOKENS_MAX + 2, RESUMED_TOKENS_MAX + 2)
     with pytest.raises(InvalidRequest, match="has 524290 tokens in 2 lists, at most 524288 may be") as refused:
-        check(KNOWN_TOKENS_MAX + 2, KNOWN_TOKENS_MAX)
+        check(RESUMED_TOKENS_MAX + 2, RESUMED_TOKENS_MAX)
     assert refused.value.param == "resume.token_ids"
 
 
@@ -303,7 +303,7 @@ async def test_ended_reasoning_stays_ended_after_a_resume() -> None:
             await fake.step(3)
             delta = await anext(stream)
             assert not stream.resume_state().end_thinking
-            fake.end_thoughts("r")
+            fake.end_reasoning("r")
             state = stream.resume_state()
         fake.resume()
         async with fake.generate(PROMPT, sampling, resume=state) as stream:

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.shell.step_times import STEPS_MAX, StepTimes
+from trioserve.engine.lifecycle.step_times import STEPS_MAX, StepTimes
 from trioserve.testing.fake_engine import open_fake_engine
 
 PROMPT_TOKENS = 10

@@ -13,7 +13,7 @@ import trio.testing
 from trioserve import AbortOutcome, Deadlines, FinishReason, InvalidRequest, SamplingParams, StructuredOutput, Thinking
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.resume import Resume
-from trioserve.contracts.thinking import ThoughtOutcome
+from trioserve.contracts.thinking import ReasoningOutcome
 from trioserve.testing import open_fake_engine
 from trioserve.testing.inline_texts import InlineTexts
 from trioserve.text.grammar_compiler import GrammarCompiler
@@ -415,7 +415,7 @@ async def test_stop_tokens_are_allowed_where_the_grammar_may_end():
     assert (set(text), reason) == ({"a"}, FinishReason.STOP)
 
 
-YES_BEHIND_THOUGHT = {
+YES_AFTER_REASONING = {
     "structured": StructuredOutput.choice(["yes", "no"], free_until="</t>"),
     "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
 }
@@ -435,7 +435,7 @@ YES_BEHIND_THOUGHT = {
 @pytest.mark.parametrize("more", [{}, {"logprobs": 0}])
 async def test_grammar_follows_reasoning_or_begins_without_it(prompt, says, expected, more):
     async with open_fake_engine(response=says) as engine:
-        text, reason = await said(engine, prompt=prompt, **YES_BEHIND_THOUGHT, **more)
+        text, reason = await said(engine, prompt=prompt, **YES_AFTER_REASONING, **more)
     assert re.fullmatch(expected, text), text
     assert reason is FinishReason.STOP
 
@@ -446,16 +446,16 @@ async def test_end_thoughts_ends_reasoning_with_the_next_token():
         sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>"))
         async with engine.generate("say", sampling, request_id="mine", owner="me") as stream:
             await engine.step(3)
-            assert engine.end_thoughts("mine", owner="other") == {"mine": ThoughtOutcome.UNKNOWN}
-            assert engine.end_thoughts(["mine", "nobody"], owner="me") == {
-                "mine": ThoughtOutcome.ENDING,
-                "nobody": ThoughtOutcome.UNKNOWN,
+            assert engine.end_reasoning("mine", owner="other") == {"mine": ReasoningOutcome.UNKNOWN}
+            assert engine.end_reasoning(["mine", "nobody"], owner="me") == {
+                "mine": ReasoningOutcome.ENDING,
+                "nobody": ReasoningOutcome.UNKNOWN,
             }
             engine.resume()
             text = "".join([delta.text async for delta in stream])
-            assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.NO_THOUGHT}
+            assert engine.end_reasoning("mine") == {"mine": ReasoningOutcome.NO_REASONING}
         assert text == "abcd</t>ijkl"
-        assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.UNKNOWN}
+        assert engine.end_reasoning("mine") == {"mine": ReasoningOutcome.UNKNOWN}
         engine.assert_all_free()
 
 
@@ -467,7 +467,7 @@ async def test_end_thoughts_works_with_steps_in_flight():
             async for delta in stream:
                 text += delta.text
                 if len(text) == 3:
-                    engine.end_thoughts("mine")
+                    engine.end_reasoning("mine")
         head, end, _ = text.partition("</t>")
         assert end
         assert head in "abcdefghijklmnopqrstuvwxyz"
@@ -489,7 +489,7 @@ async def test_end_thoughts_of_a_queued_request_ends_reasoning_as_soon_as_it_beg
             await engine.step()
             nursery.start_soon(ask)
             await trio.testing.wait_all_tasks_blocked()
-            assert engine.end_thoughts("second") == {"second": ThoughtOutcome.ENDING}
+            assert engine.end_reasoning("second") == {"second": ReasoningOutcome.ENDING}
             engine.resume()
             assert [delta async for delta in first]
         assert texts[0].startswith("<t></t>")
@@ -499,7 +499,7 @@ async def test_end_thoughts_of_a_queued_request_ends_reasoning_as_soon_as_it_beg
 async def test_end_thoughts_reports_a_request_without_reasoning():
     params = SamplingParams(max_tokens=3)
     async with open_fake_engine(paused=True) as engine, engine.generate("say", params, request_id="mine"):
-        assert engine.end_thoughts("mine") == {"mine": ThoughtOutcome.NO_THOUGHT}
+        assert engine.end_reasoning("mine") == {"mine": ReasoningOutcome.NO_REASONING}
 
 
 async def test_reasoning_alone_does_not_prevent_overlapping_steps():

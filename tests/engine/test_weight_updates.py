@@ -17,7 +17,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.weights import ReplacementState, SharedWeights, WeightSource
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.fake_weights import FakeWeightPlace
+from trioserve.testing.fake_weights import FakeWeightTarget
 
 MORE_KINDS = [*KINDS, {"draft_model_tokens": 4}, {"state_slots": 4, "snapshot_slots": 4}]
 PROMPT = "a prompt of several blocks"
@@ -462,14 +462,14 @@ async def test_update_continues_if_the_engine_is_reopened_during_the_check(autoj
     """A check takes as long as the file system, and no step waits for it. `is_lost`: the check fails because its place
     is gone.
     """
-    look = FakeWeightPlace.check
+    look = FakeWeightTarget.check
 
-    async def slowly(place: FakeWeightPlace, source: WeightSource) -> Any:
+    async def slowly(place: FakeWeightTarget, source: WeightSource) -> Any:
         await trio.sleep(3)
         assert place is fake.weights or not is_lost
         return await look(place, source)
 
-    monkeypatch.setattr(FakeWeightPlace, "check", slowly)
+    monkeypatch.setattr(FakeWeightTarget, "check", slowly)
     one = Reader()
     async with open_fake_engine(step_seconds=0.01, opening_seconds=1.0, engine_restarts=3) as fake:
         async with trio.open_nursery() as nursery:

@@ -101,12 +101,12 @@ async def test_app_mounted_under_a_prefix_gets_paths_without_the_prefix(autojump
 
 
 async def test_streamed_response_reaches_the_host_piece_by_piece(autojump_clock, nursery):
-    go_on = trio.Event()
+    proceed = trio.Event()
 
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"one")
-        await go_on.wait()
+        await proceed.wait()
         await exchange.finish(b"two")
 
     host = Host(AsgiApp(handler))
@@ -114,7 +114,7 @@ async def test_streamed_response_reaches_the_host_piece_by_piece(autojump_clock,
     nursery.start_soon(host.run)
     await trio.testing.wait_all_tasks_blocked()
     assert (host.body, host.ended) == (b"one", False)
-    go_on.set()
+    proceed.set()
     await trio.testing.wait_all_tasks_blocked()
     assert (host.body, host.ended) == (b"onetwo", True)
 

@@ -17,7 +17,7 @@ from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import open_listeners, open_unix_listener
 from trioserve.http.server import FrontendServer
 from trioserve.testing.memory_server import open_memory_server
-from trioserve.trio_tools.places import Place
+from trioserve.trio_tools.connection_limit import Place
 
 HALF_A_BODY = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{"
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
@@ -71,11 +71,11 @@ async def test_connection_that_is_idle_longest_ends_for_a_new_connection(first_a
 
 @pytest.mark.slow
 async def test_connection_with_a_request_is_not_ended_until_it_is_idle():
-    go_on = trio.Event()
+    proceed = trio.Event()
 
     async def handler(exchange):
         if exchange.path == "/wait":
-            await go_on.wait()
+            await proceed.wait()
         await respond_ok(exchange)
 
     async with listening(handler, connections_max=1, crowded_idle_seconds_min=1e-6) as (server, address):
@@ -88,7 +88,7 @@ async def test_connection_with_a_request_is_not_ended_until_it_is_idle():
         with trio.move_on_after(0.3):  # three times the interval at which the server looks for a place
             await second.receive_some()
             raise AssertionError("there was no place for it")
-        go_on.set()
+        proceed.set()
         assert (await first.receive_some()).endswith(b"ok")
         assert (await second.receive_some()).endswith(b"ok")
         for stream in (first, second):

@@ -142,12 +142,12 @@ async def test_other_tasks_run_while_a_body_of_tiny_chunks_is_read(autojump_cloc
 
 
 async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
-    go_on = trio.Event()
+    proceed = trio.Event()
 
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"one")
-        await go_on.wait()
+        await proceed.wait()
         await exchange.send(b"two")
         await exchange.finish()
 
@@ -155,7 +155,7 @@ async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
     await client.request()
     assert isinstance(await client.event(), h11.Response)
     assert (await client.event()).data == b"one"
-    go_on.set()
+    proceed.set()
     assert (await client.event()).data == b"two"
     assert isinstance(await client.event(), h11.EndOfMessage)
 

@@ -50,12 +50,12 @@ async def test_small_response_is_sent_in_one_write(autojump_clock, front):
 
 
 async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
-    go_on = trio.Event()
+    proceed = trio.Event()
 
     async def handler(exchange):
         await exchange.start(200, [("content-type", "text/event-stream")])
         await exchange.send(b"one")
-        await go_on.wait()
+        await proceed.wait()
         await exchange.send(b"two")
         await exchange.finish()
 
@@ -65,7 +65,7 @@ async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
     await client.until(lambda: response.body == b"one")
     assert response.status == 200
     assert not response.ended
-    go_on.set()
+    proceed.set()
     await client.response(stream_id)
     assert (response.body, response.ended) == (b"onetwo", True)
 

@@ -119,10 +119,10 @@ async def test_stream_reset_in_the_same_read_as_its_request_never_reaches_the_ha
 
 
 async def test_running_streams_finish_after_a_goaway_of_the_client(autojump_clock, front):
-    go_on = trio.Event()
+    proceed = trio.Event()
 
     async def handler(exchange):
-        await go_on.wait()
+        await proceed.wait()
         await exchange.respond(200, [], b"finished")
 
     the_front = front(handler)
@@ -131,7 +131,7 @@ async def test_running_streams_finish_after_a_goaway_of_the_client(autojump_cloc
     # Send all frames in one write, so that the server reads the GOAWAY and the later frames together.
     await client.send(frames.GoAwayFrame(0, last_stream_id=0), frames.PingFrame(0, opaque_data=b"12345678"))
     await the_front.settle()
-    go_on.set()
+    proceed.set()
     assert (await client.response(stream_id)).body == b"finished"
     await client.until_eof()
     await client.stream.aclose()

@@ -136,10 +136,10 @@ async def test_drain_refuses_an_incomplete_request_at_once_on_http2(autojump_clo
 
 async def test_drain_lets_the_handler_read_a_body_that_has_arrived(autojump_clock, front):
     """The handler reads the body after the drain has begun."""
-    go_on = trio.Event()
+    proceed = trio.Event()
 
     async def handler(exchange):
-        await go_on.wait()
+        await proceed.wait()
         await echo_slowly(exchange)
 
     the_front = front(handler)
@@ -150,7 +150,7 @@ async def test_drain_lets_the_handler_read_a_body_that_has_arrived(autojump_cloc
     await the_front.settle()
     the_front.server.drain()
     await the_front.settle()
-    go_on.set()
+    proceed.set()
     assert (await http2.response(stream_id)).body == b"onetwo"
     for client in (plain, chunked):
         assert (await client.response(next_cycle=False))[2] == b"onetwo"
@@ -188,11 +188,11 @@ async def test_drain_closes_http_1_1_after_the_running_response(autojump_clock, 
 
 
 async def test_response_during_a_drain_has_connection_close(autojump_clock, front):
-    begun, go_on = trio.Event(), trio.Event()
+    begun, proceed = trio.Event(), trio.Event()
 
     async def handler(exchange):
         begun.set()
-        await go_on.wait()
+        await proceed.wait()
         await respond_ok(exchange)
 
     the_front = front(handler)
@@ -200,7 +200,7 @@ async def test_response_during_a_drain_has_connection_close(autojump_clock, fron
     await client.request()
     await begun.wait()
     the_front.server.drain()
-    go_on.set()
+    proceed.set()
     status, headers, _ = await client.response(next_cycle=False)
     assert (status, headers["connection"]) == (200, "close")
 

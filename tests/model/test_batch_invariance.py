@@ -188,12 +188,12 @@ def check(histories: ModuleType, history: Any, player: ModelRunner, lonely: Mode
             known[key] = histories.alone(lonely, request)
         wanted = all_wanted[request.id] = known[key]
         begun = wanted.token_ids[: min(arrival.known, request.output_tokens_max - 1)]
-        resumed = msgspec.structs.replace(request, known_output=begun)
+        resumed = msgspec.structs.replace(request, resumed_output=begun)
         arrivals.append(msgspec.structs.replace(arrival, request=resumed))
     played = histories.play(player, msgspec.structs.replace(history, arrivals=tuple(arrivals)))
     for arrival in arrivals:
         request, wanted = arrival.request, all_wanted[arrival.request.id]
-        got, first = played.responses[request.id], len(request.known_output)
+        got, first = played.responses[request.id], len(request.resumed_output)
         assert got.is_complete or arrival.aborted_at is not None
         end = first + len(got.token_ids)
         assert got.token_ids == wanted.token_ids[first:end], request.id

@@ -345,7 +345,7 @@ async def test_engine_serves_an_encoder(kind: str, encoders: Any) -> None:
             await engine.embed("a " * 40)
         assert len(await engine.embed("a " * 38)) == 1
         assert engine.live_requests() == []
-        async with engine.embed("a " * 50, cut=Cut(engine.model.pooled_tokens_max(PoolingParams()))) as stream:
+        async with engine.embed("a " * 50, cut=Cut(engine.model.pooling_tokens_max(PoolingParams()))) as stream:
             assert await stream.results() == await engine.embed("a " * 38)
             assert stream.input_token_counts == (40,)
     with pytest.raises(StartupError, match="has no KV to exchange"):

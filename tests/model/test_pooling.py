@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.pooling import pooled_vector
 from trioserve.model.samples import NOT_FINITE
@@ -33,7 +33,7 @@ def hidden_states(path: Path, tokens: list[int]) -> np.ndarray:
         return model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0].numpy()
 
 
-def check_vector(found: Pooled, expected: np.ndarray) -> None:
+def check_vector(found: PoolingResult, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found.values(), expected, atol=TOLERANCE, rtol=0)
 
 

@@ -109,7 +109,7 @@ class Browser:
         messages = [entry["message"] for entry in self.driver.get_log("browser")]
         return [message for message in messages if not any(part in message for part in self.expected)]
 
-    def picture(self, path: str) -> None:
+    def image(self, path: str) -> None:
         self.driver.save_screenshot(path)
 
 

@@ -194,7 +194,7 @@ async def test_request_does_not_move_while_an_event_is_being_sent_to_the_client(
         is_told = False
         with dispatch.enter(RoutedRequest(model="fake")) as admission:
             first = await admission.lease()
-            admission.can_go_on = lambda: True
+            admission.can_resume = lambda: True
 
             async def tell() -> None:
                 nonlocal is_told

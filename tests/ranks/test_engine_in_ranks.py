@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import trioserve
 from trioserve import SamplingParams
 from trioserve.contracts.errors import EngineFault, StartupError
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.model.device import take_gpu
 from trioserve.model.settings import ModelSettings
 
@@ -58,7 +58,10 @@ SAMPLINGS = {
     ),
     "logprobs": SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=3, ignore_eos=True),
     "regex": SamplingParams(
-        temperature=0.9, seed=8, max_tokens=24, structured=StructuredOutput(kind=FormKind.REGEX, source="[a-z ]{12,60}")
+        temperature=0.9,
+        seed=8,
+        max_tokens=24,
+        structured=StructuredOutput(kind=SchemaKind.REGEX, source="[a-z ]{12,60}"),
     ),
     "bias": SamplingParams(temperature=0.0, max_tokens=24, logit_bias={40: 5.0}, min_tokens=10),
 }

@@ -442,7 +442,7 @@ def test_stream_put_on_trial_loses_its_next_lease(make_router):
         router.endpoint(id)
         report_load(router, id, id)
     ticket = router.sent()
-    router.core.first_token(ticket, router.now, can_go_on=True)
+    router.core.first_token(ticket, router.now, can_resume=True)
     router.core.note_leaving(EndpointId("a"), router.now, move_seconds=30)
     assert ticket.next_lease is not None
     assert break_off(router, ticket)

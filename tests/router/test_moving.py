@@ -16,10 +16,10 @@ def leases(router):
     return dict(router.core.stats().leases)
 
 
-def streaming(router, *, can_go_on=True, **fields):
+def streaming(router, *, can_resume=True, **fields):
     """Return a ticket whose client has a token."""
     ticket = router.sent(**fields)
-    router.core.first_token(ticket, router.now, can_go_on=can_go_on)
+    router.core.first_token(ticket, router.now, can_resume=can_resume)
     return ticket
 
 
@@ -31,7 +31,7 @@ def arrive(router, ticket):
     """Let a stream move to its next endpoint and resume there."""
     router.core.moved(ticket, router.now)
     router.core.sent(ticket)
-    router.core.first_token(ticket, router.now, can_go_on=True)
+    router.core.first_token(ticket, router.now, can_resume=True)
 
 
 def test_stream_has_its_next_lease_before_it_leaves(make_router):
@@ -47,7 +47,7 @@ def test_stream_has_its_next_lease_before_it_leaves(make_router):
     assert router.gone == ["a"]
     assert (ticket.state, ticket.endpoint, ticket.next_lease) == (TicketState.LEASED, "b", None)
     router.core.sent(ticket)
-    router.core.first_token(ticket, router.now, can_go_on=True)
+    router.core.first_token(ticket, router.now, can_resume=True)
     router.leave(ticket)
     assert leases(router) == {"b": 0}
     assert router.core.stats().moves_total == 1
@@ -138,7 +138,7 @@ def test_stream_that_begins_at_an_emptied_endpoint_moves_too(make_router):
     router.endpoint("b")
     empty(router, a)
     assert router.to_move == []
-    router.core.first_token(ticket, router.now, can_go_on=True)
+    router.core.first_token(ticket, router.now, can_resume=True)
     assert router.to_move == [ticket]
 
 
@@ -146,7 +146,7 @@ def test_stream_that_begins_at_an_emptied_endpoint_moves_too(make_router):
 def test_request_that_cannot_move_stays(make_router, how):
     router = make_router()
     a = router.endpoint("a")
-    streaming(router, can_go_on=how != "cannot go on", pinned="a" if how == "pinned" else None)
+    streaming(router, can_resume=how != "cannot go on", pinned="a" if how == "pinned" else None)
     router.endpoint("b")
     empty(router, a)
     router.after(60)
@@ -169,7 +169,7 @@ def test_stream_that_cannot_leave_releases_its_next_lease(make_router):
 def test_remaining_requests_leave_without_a_lease_at_the_deadline(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=4)
-    stream, unbegun, stuck = streaming(router), router.sent(), streaming(router, can_go_on=False)
+    stream, unbegun, stuck = streaming(router), router.sent(), streaming(router, can_resume=False)
     router.endpoint("b", leases_max=1)
     other = router.sent()
     empty(router, a, seconds=5)

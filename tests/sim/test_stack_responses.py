@@ -132,7 +132,7 @@ def message(content: str | None, *calls: tuple[str, str], finish_reason: str) ->
 
 
 TWO = (("f", r'{"b": [1, "\""]}'), ("g", '{"c": "é"}'))  # text 2
-CUT_OFF = (("g", r'{"d": "\ud83d\ude00"}'), ("f", r'{"a": "\tz'))  # text 4
+PARTIAL_FINISH = (("g", r'{"d": "\ud83d\ude00"}'), ("f", r'{"a": "\tz'))  # text 4
 STREAMED_TWO = [begun("f"), more(TWO[0][1]), begun("g", 1), more('{"c"', 1), more(': "é"}', 1)]
 
 
@@ -143,8 +143,8 @@ STREAMED_TWO = [begun("f"), more(TWO[0][1]), begun("g", 1), more('{"c"', 1), mor
         (2, 150, [*STREAMED_TWO, chunk("tool_calls")]),
         (2, 150, [message(None, *TWO, finish_reason="tool_calls")]),
         (3, 5, [message("There", finish_reason="length")]),
-        (4, 150, [message(None, CUT_OFF[0], finish_reason="stop")]),
-        (4, 150, [begun("g"), more(CUT_OFF[0][1]), begun("f", 1), more(CUT_OFF[1][1], 1), chunk("stop")]),
+        (4, 150, [message(None, PARTIAL_FINISH[0], finish_reason="stop")]),
+        (4, 150, [begun("g"), more(PARTIAL_FINISH[0][1]), begun("f", 1), more(PARTIAL_FINISH[1][1], 1), chunk("stop")]),
         (1, 12, [chunk(content="Well, é!<to"), chunk("length")]),
         (0, 11, [chunk("length")]),  # the opening of a call, and not a word of it
     ],
@@ -167,8 +167,8 @@ def test_calls_of_the_model_are_accepted(number, tokens_max, pieces):
         (2, 150, [chunk("tool_calls"), begun("f")], "instead of"),
         (2, 150, [message(None, TWO[0], finish_reason="tool_calls")], "instead of"),
         (2, 150, [message("f", *TWO, finish_reason="tool_calls")], "instead of"),
-        (4, 150, [message(None, *CUT_OFF, finish_reason="stop")], "instead of"),
-        (4, 150, [message(None, CUT_OFF[0], finish_reason="tool_calls")], "ended with tool_calls"),
+        (4, 150, [message(None, *PARTIAL_FINISH, finish_reason="stop")], "instead of"),
+        (4, 150, [message(None, PARTIAL_FINISH[0], finish_reason="tool_calls")], "ended with tool_calls"),
         (1, 150, [chunk(content="Well, é!<?")], "no beginning"),
         (1, 150, [begun("g"), more("{}"), chunk(content="Well, é!")], "no beginning"),
         (1, 150, [chunk(content="Well, é!"), begun("f")], "no beginning"),
@@ -204,4 +204,4 @@ def test_text_is_shown_without_its_marks(family):
         shown = shown_of(family, ask.prompts[0], 0, bytes(tokens[:-1]).decode(), is_over=True)
         assert shown.content == "".join(part for part in text if isinstance(part, str))
         assert shown.calls == tuple((part.name, part.arguments) for part in text if not isinstance(part, str))
-        assert shown.is_cut_off == any(not isinstance(part, str) and not part.is_whole for part in text)
+        assert shown.is_partial == any(not isinstance(part, str) and not part.is_whole for part in text)

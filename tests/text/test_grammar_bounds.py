@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.text.grammar_bounds import JOINED_PATTERNS_MAX, SCHEMAS_MAX, check_lark, check_schema
 from trioserve.text.grammar_compiler import COMPILE_SECONDS_MAX, GrammarCompiler
@@ -142,7 +142,7 @@ def new_compiler(cpu_seconds: Callable[[], float] = lambda: 0.0) -> GrammarCompi
 
 
 def tag() -> StructuredOutput:
-    return StructuredOutput(kind=FormKind.STRUCTURAL_TAG, source=json.dumps(TAG))
+    return StructuredOutput(kind=SchemaKind.STRUCTURAL_TAG, source=json.dumps(TAG))
 
 
 def test_compiling_all_schemas_of_a_request_has_one_limit_of_cpu_time() -> None:

@@ -12,7 +12,7 @@ from llguidance import LLParserLimits
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.structured_output import SOURCE_CHARACTERS_MAX, FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SOURCE_CHARACTERS_MAX, SchemaKind, StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.text import grammar_compiler
 from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
@@ -55,7 +55,7 @@ def in_thread_with_large_stack(function):
 def lark_chain(line: str, last: str) -> StructuredOutput:
     """Make a grammar of the maximum length, whose rules structured a chain."""
     lines, size = ["start: r0"], 0
-    while size < SOURCE_CHARACTERS_MAX[FormKind.GRAMMAR] - 100:
+    while size < SOURCE_CHARACTERS_MAX[SchemaKind.GRAMMAR] - 100:
         index = len(lines) - 1
         lines.append(line.format(index, index + 1))
         size += len(lines[-1]) + 1
@@ -108,7 +108,7 @@ def test_grammars_that_may_take_forever_are_compiled_or_refused_soon(structured)
         assert compiled.param == "structured"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FormKind if kind is not FormKind.JSON_OBJECT])
+@pytest.mark.parametrize("kind", [kind for kind in SchemaKind if kind is not SchemaKind.JSON_OBJECT])
 def test_a_source_that_is_too_long_or_empty_is_refused(kind):
     source_max = SOURCE_CHARACTERS_MAX[kind]
     assert StructuredOutput(kind=kind, source="x" * source_max)
@@ -147,7 +147,7 @@ def tags_of(*schemas: dict) -> StructuredOutput:
 
 def calls_of(*schemas: dict) -> StructuredOutput:
     choices = " | ".join(f'"{index}" %json {json.dumps(one)}' for index, one in enumerate(schemas))
-    return StructuredOutput(kind=FormKind.TOOL_CALLS, source=f"start: {choices}", param="tools")
+    return StructuredOutput(kind=SchemaKind.TOOL_CALLS, source=f"start: {choices}", param="tools")
 
 
 @pytest.mark.parametrize("make_structured", [tags_of, calls_of])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES, REPEATS_MAX, check_lark, check_pattern, check_schema
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.tokenizer import Tokenizer
@@ -111,64 +111,64 @@ REFUSED_SCHEMAS: dict[str, Any] = {
     "nothing satisfies it": {"type": "string", "minLength": 5, "maxLength": 3},
 }
 REFUSED = {
-    **{name: (FormKind.JSON_SCHEMA, schema) for name, schema in REFUSED_SCHEMAS.items()},
-    "a regex of many": (FormKind.REGEX, "a{1000000000}"),
-    "a regex of many in many": (FormKind.REGEX, "(a{3000}){3000}"),
-    "a regex in parentheses": (FormKind.REGEX, "(" * 8000 + "a" + ")" * 8000),
-    "a long regex": (FormKind.REGEX, "x" * 16_000),
-    "a regex that looks ahead": (FormKind.REGEX, "(?=a)b"),
-    "a regex that looks back": (FormKind.REGEX, r"(a)\1"),
-    "a regex of nothing": (FormKind.REGEX, r"[^\s\S]"),
-    "a long choice": (FormKind.CHOICE, json.dumps(["x" * 200_000])),
-    "a rule that is itself": (FormKind.GRAMMAR, 'start: start "a" | start'),
-    "a grammar that never ends": (FormKind.GRAMMAR, 'start: "a" start'),
+    **{name: (SchemaKind.JSON_SCHEMA, schema) for name, schema in REFUSED_SCHEMAS.items()},
+    "a regex of many": (SchemaKind.REGEX, "a{1000000000}"),
+    "a regex of many in many": (SchemaKind.REGEX, "(a{3000}){3000}"),
+    "a regex in parentheses": (SchemaKind.REGEX, "(" * 8000 + "a" + ")" * 8000),
+    "a long regex": (SchemaKind.REGEX, "x" * 16_000),
+    "a regex that looks ahead": (SchemaKind.REGEX, "(?=a)b"),
+    "a regex that looks back": (SchemaKind.REGEX, r"(a)\1"),
+    "a regex of nothing": (SchemaKind.REGEX, r"[^\s\S]"),
+    "a long choice": (SchemaKind.CHOICE, json.dumps(["x" * 200_000])),
+    "a rule that is itself": (SchemaKind.GRAMMAR, 'start: start "a" | start'),
+    "a grammar that never ends": (SchemaKind.GRAMMAR, 'start: "a" start'),
     "rules that double": (
-        FormKind.GRAMMAR,
+        SchemaKind.GRAMMAR,
         "start: r0\n" + lines(lambda i: f"r{i}: r{i + 1} r{i + 1}", 60, 'r60: "a"'),
     ),
     "terminals that double": (
-        FormKind.GRAMMAR,
+        SchemaKind.GRAMMAR,
         "start: T0\n" + lines(lambda i: f"T{i}: T{i + 1} T{i + 1}", 40, 'T40: "a"'),
     ),
-    "a grammar in parentheses": (FormKind.GRAMMAR, "start: " + "(" * 10_000 + '"a"' + ")" * 10_000),
-    "a grammar of many": (FormKind.GRAMMAR, 'start: "a"{1,1000000000}'),
-    "a long text in a grammar": (FormKind.GRAMMAR, 'start: "' + "x" * 60_000 + '"'),
+    "a grammar in parentheses": (SchemaKind.GRAMMAR, "start: " + "(" * 10_000 + '"a"' + ")" * 10_000),
+    "a grammar of many": (SchemaKind.GRAMMAR, 'start: "a"{1,1000000000}'),
+    "a long text in a grammar": (SchemaKind.GRAMMAR, 'start: "' + "x" * 60_000 + '"'),
     "terminals that exclude each other": (
-        FormKind.GRAMMAR,
+        SchemaKind.GRAMMAR,
         "start: T\nT: " + " & ".join(f"/.*{index}.*/" for index in range(40)),
     ),
-    "a schema in a grammar": (FormKind.GRAMMAR, f"start: %json {json.dumps(PATTERNS)}"),
-    "a deep schema in a grammar": (FormKind.GRAMMAR, "start: %json " + '{"items": ' * 5000 + "{}" + "}" * 5000),
-    "a schema of a tool": (FormKind.TOOL_CALLS, f'start: "a" %json {json.dumps(PATTERNS)}'),
+    "a schema in a grammar": (SchemaKind.GRAMMAR, f"start: %json {json.dumps(PATTERNS)}"),
+    "a deep schema in a grammar": (SchemaKind.GRAMMAR, "start: %json " + '{"items": ' * 5000 + "{}" + "}" * 5000),
+    "a schema of a tool": (SchemaKind.TOOL_CALLS, f'start: "a" %json {json.dumps(PATTERNS)}'),
     "a schema of a tag": (
-        FormKind.STRUCTURAL_TAG,
+        SchemaKind.STRUCTURAL_TAG,
         {"structures": [{"begin": "<a>", "schema": PATTERNS, "end": "</a>"}], "triggers": ["<a>"]},
     ),
-    "a token that is not there": (FormKind.GRAMMAR, "start: <[999999999]>"),
-    "a grammar that is not there": (FormKind.GRAMMAR, "start: @nowhere"),
+    "a token that is not there": (SchemaKind.GRAMMAR, "start: <[999999999]>"),
+    "a grammar that is not there": (SchemaKind.GRAMMAR, "start: @nowhere"),
 }
 BOUNDED = {
-    "a deep list": (FormKind.JSON_SCHEMA, nested(60)),
-    "anything, again and again": (FormKind.JSON_SCHEMA, ANYTHING),
-    "allOf that doubles": (FormKind.JSON_SCHEMA, doubling(lambda level: {"allOf": [to(level)] * 2}, 25)),
+    "a deep list": (SchemaKind.JSON_SCHEMA, nested(60)),
+    "anything, again and again": (SchemaKind.JSON_SCHEMA, ANYTHING),
+    "allOf that doubles": (SchemaKind.JSON_SCHEMA, doubling(lambda level: {"allOf": [to(level)] * 2}, 25)),
     "properties that double": (
-        FormKind.JSON_SCHEMA,
+        SchemaKind.JSON_SCHEMA,
         doubling(lambda level: {"type": "object", "properties": {"a": to(level), "b": to(level)}}, 60),
     ),
-    "an enum of thousands": (FormKind.JSON_SCHEMA, {"enum": [f"value-{index}-{'x' * 20}" for index in range(7000)]}),
-    "hundreds of alternatives": (FormKind.JSON_SCHEMA, ALTERNATIVES),
-    "as many optional properties as may be": (FormKind.JSON_SCHEMA, {**optional(480), "additionalProperties": False}),
-    "a long string": (FormKind.JSON_SCHEMA, {"type": "string", "minLength": 1_000_000}),
-    "no end, later": (FormKind.JSON_SCHEMA, LATE),
-    "hundreds of constants": (FormKind.JSON_SCHEMA, CONSTANTS),
-    "choices by the thousand": (FormKind.CHOICE, json.dumps([f"value-{index}" for index in range(10_000)])),
-    "catastrophic for others": (FormKind.REGEX, "(a+)+b|((((a*)*)*)*)*c"),
-    "an automaton of 2 ** 200 states": (FormKind.REGEX, "(a|b)*a(a|b){200}"),
-    "any text, again and again": (FormKind.REGEX, "(.*a){100}"),
-    "letters": (FormKind.REGEX, r"\p{L}{1,3000}"),
-    "an ambiguous grammar": (FormKind.GRAMMAR, 'start: e\ne: e "+" e | e "*" e | /[0-9]/ | e e'),
-    "a chain of rules": (FormKind.GRAMMAR, "start: r0\n" + lines(lambda i: f"r{i}: r{i + 1}", 3000, 'r3000: "a"')),
-    "any text up to a mark": (FormKind.GRAMMAR, 'start: t*\nt[lazy]: /.*?/ "x"'),
+    "an enum of thousands": (SchemaKind.JSON_SCHEMA, {"enum": [f"value-{index}-{'x' * 20}" for index in range(7000)]}),
+    "hundreds of alternatives": (SchemaKind.JSON_SCHEMA, ALTERNATIVES),
+    "as many optional properties as may be": (SchemaKind.JSON_SCHEMA, {**optional(480), "additionalProperties": False}),
+    "a long string": (SchemaKind.JSON_SCHEMA, {"type": "string", "minLength": 1_000_000}),
+    "no end, later": (SchemaKind.JSON_SCHEMA, LATE),
+    "hundreds of constants": (SchemaKind.JSON_SCHEMA, CONSTANTS),
+    "choices by the thousand": (SchemaKind.CHOICE, json.dumps([f"value-{index}" for index in range(10_000)])),
+    "catastrophic for others": (SchemaKind.REGEX, "(a+)+b|((((a*)*)*)*)*c"),
+    "an automaton of 2 ** 200 states": (SchemaKind.REGEX, "(a|b)*a(a|b){200}"),
+    "any text, again and again": (SchemaKind.REGEX, "(.*a){100}"),
+    "letters": (SchemaKind.REGEX, r"\p{L}{1,3000}"),
+    "an ambiguous grammar": (SchemaKind.GRAMMAR, 'start: e\ne: e "+" e | e "*" e | /[0-9]/ | e e'),
+    "a chain of rules": (SchemaKind.GRAMMAR, "start: r0\n" + lines(lambda i: f"r{i}: r{i + 1}", 3000, 'r3000: "a"')),
+    "any text up to a mark": (SchemaKind.GRAMMAR, 'start: t*\nt[lazy]: /.*?/ "x"'),
 }
 
 
@@ -198,7 +198,7 @@ def in_thread_with_large_stack(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def structured_of(kind: FormKind, source: Any) -> StructuredOutput:
+def structured_of(kind: SchemaKind, source: Any) -> StructuredOutput:
     return StructuredOutput(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
 
 

@@ -151,18 +151,18 @@ async def test_process_does_not_get_api_keys_from_the_environment(monkeypatch: p
 
 
 async def test_closing_kills_a_busy_process() -> None:
-    async def ask_in_vain() -> None:
+    async def ask_without_answer() -> None:
         with pytest.raises(AlreadyEnded):
             await ask(pool, b"stay")
 
     with pool_of() as pool:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask_in_vain)
+            nursery.start_soon(ask_without_answer)
             await wait_all_tasks_blocked()
             [process_id] = pool.process_ids
             pool.close()
             assert not is_alive(process_id)
-        await ask_in_vain()
+        await ask_without_answer()
 
 
 class Turns:

@@ -14,7 +14,7 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
-from trioserve.engine.shell.engine_loop import ThreadedExecutor
+from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.trio_tools.worker_thread import CpuAffinity, WorkerThread
 
 
@@ -61,16 +61,16 @@ def test_ctrl_c_during_the_start_leaves_no_threads(monkeypatch):
 
 
 async def test_cancelled_run_waits_for_the_end_of_the_job():
-    begun, go_on, cancels = threading.Event(), threading.Event(), []
+    begun, proceed, cancels = threading.Event(), threading.Event(), []
 
     def job() -> str:
         begun.set()
-        go_on.wait(10)
+        proceed.wait(10)
         return "done"
 
     def on_cancel() -> None:
         cancels.append(1)
-        go_on.set()
+        proceed.set()
 
     async with WorkerThread("test") as thread:
         with trio.CancelScope() as scope:
@@ -81,24 +81,24 @@ async def test_cancelled_run_waits_for_the_end_of_the_job():
 
 
 async def test_cancelled_run_cancellable_drops_a_job_that_has_not_begun():
-    go_on, ran = threading.Event(), []
+    proceed, ran = threading.Event(), []
     async with WorkerThread("test") as thread, trio.open_nursery() as nursery:
-        nursery.start_soon(thread.run, go_on.wait, 10)
+        nursery.start_soon(thread.run, proceed.wait, 10)
         with trio.CancelScope() as scope:
             scope.cancel()
             await thread.run_cancellable(ran.append, 1)
         assert scope.cancelled_caught
-        go_on.set()
+        proceed.set()
     assert ran == []
 
 
 async def test_result_of_an_abandoned_job_is_discarded():
-    begun, go_on = trio.Event(), threading.Event()
+    begun, proceed = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
 
     def job() -> str:
         token.run_sync_soon(begun.set)
-        go_on.wait(10)
+        proceed.wait(10)
         return "discarded"
 
     async with WorkerThread("test") as thread:
@@ -106,7 +106,7 @@ async def test_result_of_an_abandoned_job_is_discarded():
             nursery.start_soon(thread.run_cancellable, job)
             await begun.wait()
             nursery.cancel_scope.cancel()
-        go_on.set()
+        proceed.set()
         assert await thread.run(lambda: "next") == "next"
 
 
@@ -127,10 +127,10 @@ async def test_thread_releases_jobs_and_their_results():
 
 
 async def test_begun_jobs_run_in_order_and_a_cancelled_caller_waits_for_them():
-    go_on, done = threading.Event(), []
+    proceed, done = threading.Event(), []
 
     def job(name: str) -> str:
-        go_on.wait(10)
+        proceed.wait(10)
         done.append(name)
         return name
 
@@ -138,7 +138,7 @@ async def test_begun_jobs_run_in_order_and_a_cancelled_caller_waits_for_them():
         first, second = thread.begin(job, "first"), thread.begin(job, "second")
         with trio.CancelScope() as scope:
             scope.cancel()
-            go_on.set()
+            proceed.set()
             assert [await first, await second] == ["first", "second"]
     assert done == ["first", "second"]
 

@@ -466,7 +466,7 @@ class Dispatch:
 
     def _move_admission(self, ticket: Ticket) -> None:
         admission = self._admissions[ticket.index]
-        if ticket.has_token and not admission.can_go_on():
+        if ticket.has_token and not admission.can_resume():
             self.core.stays(ticket, trio.current_time())
         elif ticket.next_lease is None:
             admission.withdraw()
@@ -487,7 +487,7 @@ class AdmissionScope:
         ticket: State of the request in the router core.
         id: Id under which the request may be seen and aborted. None for a request without an id.
         owner: Owner of the request. None if clients are not distinguished.
-        can_go_on: Called after the first token. True if another endpoint could resume the stream.
+        can_resume: Called after the first token. True if another endpoint could resume the stream.
         note_reasoning_ended: Called when the endpoint has ended the reasoning at the client's request.
         headers: Returns the HTTP headers with which the router asks the endpoint about this request on behalf of the
             client.
@@ -503,7 +503,7 @@ class AdmissionScope:
         self.ticket = ticket
         self.id = id
         self.owner = owner
-        self.can_go_on: Callable[[], bool] = lambda: False
+        self.can_resume: Callable[[], bool] = lambda: False
         self.note_reasoning_ended: Callable[[], None] = lambda: None
         self.headers: Callable[[], list[tuple[str, str]]] = list
         self.gives_partial = False
@@ -709,7 +709,7 @@ class AdmissionScope:
         ticket, now = self.ticket, trio.current_time()
         if ticket.stage is Stage.DECODE and not ticket.has_token and not is_last:
             self._dispatch.on_paired(now - ticket.prefilled_at)
-        self._core.first_token(ticket, now, can_go_on=self.can_go_on())
+        self._core.first_token(ticket, now, can_resume=self.can_resume())
         self._dispatch.retime()
 
     def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
@@ -787,7 +787,7 @@ class AdmissionScope:
         """
         if self._attempt is None or self.ticket.endpoint != id:
             return
-        if (streams and self.can_go_on()) if self.ticket.has_token else unbegun:
+        if (streams and self.can_resume()) if self.ticket.has_token else unbegun:
             self.withdraw(fault)
 
     def withdraw(self, fault: Fault = Fault.LEAVING) -> None:

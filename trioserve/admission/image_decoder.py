@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import RGBImage
 from trioserve.contracts.images import ImageLimits, ImageProcessing, Tiles
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.process_pool import JobTooLong, ProcessLost, ProcessPool
@@ -77,7 +77,7 @@ class ImageDecoder:
         )
         return tiles_from(pixels, processing)
 
-    async def picture(self, content: bytes, place: str) -> Picture:
+    async def image(self, content: bytes, place: str) -> RGBImage:
         """Decode an image to upright RGB, with transparent parts on white.
 
         Args:
@@ -88,10 +88,10 @@ class ImageDecoder:
             InvalidRequest: see `tiles`.
             Overloaded: see `tiles`.
         """
-        return await self._picture(DecodeJob(kind="picture", place=place, limits=self.limits), content)
+        return await self._image(DecodeJob(kind="picture", place=place, limits=self.limits), content)
 
-    async def mask(self, content: bytes, place: str) -> Picture:
-        """Decode a mask, see picture_file.decoded_mask.
+    async def mask(self, content: bytes, place: str) -> RGBImage:
+        """Decode a mask, see rgb_image.decoded_mask.
 
         Args:
             content: The encoded mask.
@@ -101,12 +101,12 @@ class ImageDecoder:
             InvalidRequest: see `tiles`.
             Overloaded: see `tiles`.
         """
-        return await self._picture(DecodeJob(kind="mask", place=place, limits=self.limits), content)
+        return await self._image(DecodeJob(kind="mask", place=place, limits=self.limits), content)
 
-    async def _picture(self, job: DecodeJob, content: bytes) -> Picture:
+    async def _image(self, job: DecodeJob, content: bytes) -> RGBImage:
         header = read_header(content, self.limits, job.place)
         reply, pixels = await self._decoded(job, content, 3 * header.width * header.height)
-        return Picture(reply.width, reply.height, bytes(pixels))
+        return RGBImage(reply.width, reply.height, bytes(pixels))
 
     async def _decoded(
         self, job: DecodeJob, content: bytes, size: int

@@ -8,7 +8,7 @@ from typing import Any
 from trioserve.admission.dispatch import Dispatch
 from trioserve.admission.settings import AdmissionSettings
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
-from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
+from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.router.policies import RoundRobin
 from trioserve.router.settings import RouterSettings
@@ -56,7 +56,7 @@ def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: 
 
 
 def local_request(
-    prompts: Iterable[PooledInput], *, tenant: str, priority: int, sequences: int, known_tokens: int = 0
+    prompts: Iterable[PoolingInput], *, tenant: str, priority: int, sequences: int, known_tokens: int = 0
 ) -> RoutedRequest:
     """Return the routing properties of a request.
 
@@ -78,7 +78,7 @@ def local_request(
     )
 
 
-def _token_count(prompt: PooledInput) -> int:
+def _token_count(prompt: PoolingInput) -> int:
     if isinstance(prompt, TextPair):
         return _token_count(prompt.first) + _token_count(prompt.second)
     if isinstance(prompt, LabelledPrompt):

@@ -17,7 +17,7 @@ import msgspec
 from trioserve.admission.text_threads import LONG_CHARACTERS_MAX, TextRunner
 from trioserve.contracts.arguments import refuse, shown
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest
-from trioserve.contracts.pooling import LabelledPrompt, PooledInput, TextPair
+from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.control_tokens import ChatText
@@ -168,7 +168,7 @@ class PromptEncoder:
 
     async def encode_inputs(
         self,
-        inputs: Sequence[PooledInput],
+        inputs: Sequence[PoolingInput],
         *,
         name_of: Callable[[int], str],
         add_special_tokens: bool = True,
@@ -188,7 +188,7 @@ class PromptEncoder:
         """
         encoded: list[EncodedInput] = []
 
-        def encode_piece(first: int, piece: Sequence[PooledInput]) -> list[EncodedInput]:
+        def encode_piece(first: int, piece: Sequence[PoolingInput]) -> list[EncodedInput]:
             return [
                 self._encode_input(one, name_of(first + place), add_special_tokens, cut)
                 for place, one in enumerate(piece)
@@ -228,7 +228,7 @@ class PromptEncoder:
         """
         return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
 
-    def _encode_input(self, one: PooledInput, name: str, add_special_tokens: bool, cut: Cut | None) -> EncodedInput:
+    def _encode_input(self, one: PoolingInput, name: str, add_special_tokens: bool, cut: Cut | None) -> EncodedInput:
         try:
             if isinstance(one, LabelledPrompt):
                 return self._encode_labelled(one)
@@ -326,7 +326,7 @@ def _cut_ids(token_ids: list[int], cut: Cut | None) -> EncodedInput:
     return EncodedInput(token_ids)
 
 
-def _input_size(one: PooledInput) -> int:
+def _input_size(one: PoolingInput) -> int:
     if isinstance(one, TextPair):
         return len(one.first) + len(one.second)
     if isinstance(one, LabelledPrompt):

@@ -6,7 +6,7 @@ its own size class. Tokenizing releases the GIL, so the operating system shares 
 
 Schemas and grammars are compiled in their own thread, which has a larger stack.
 
-At each thread, tenants take turns (FairPlaces). A tenant's text waits for at most one text of each other tenant.
+At each thread, tenants take turns (FairSlots). A tenant's text waits for at most one text of each other tenant.
 
 Work that is not part of a request in the queue, such as /tokenize, runs in one more thread with its own limit. Such
 work is called "aside", and it delays no request.
@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from trioserve.contracts.errors import Overloaded, panics_become_failures
 from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import LongJob, WorkerThread
 
@@ -73,9 +73,9 @@ class TextThreads:
         self._longest = WorkerThread("text-longest")
         self._aside = WorkerThread("text-aside")
         self._compiling = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
-        # FairPlaces admits one job at a time, so a thread needs no queue of its own.
+        # FairSlots admits one job at a time, so a thread needs no queue of its own.
         self._places = {
-            thread: FairPlaces(1, what=what)
+            thread: FairSlots(1, what=what)
             for thread, what in (
                 (self._short, "texts"),
                 (self._long, "long texts"),

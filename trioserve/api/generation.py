@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = [
-    "CUT_OFF",
+    "PARTIAL_FINISH",
     "Choice",
     "IsPartial",
     "KeepAlive",
     "Usage",
     "collect",
-    "is_cut_off",
+    "is_partial",
     "never_partial",
     "read_streams",
     "transfer_fields",
@@ -81,11 +81,11 @@ def usage_of(streams: Sequence[RequestStream], *, reasoning_token_count: int | N
     )
 
 
-CUT_OFF: Final = "abort"
+PARTIAL_FINISH: Final = "abort"
 """The finish_reason of a partial choice. Only clients that ask for partial results see it."""
 
 
-def is_cut_off(reason: FinishReason | None) -> bool:
+def is_partial(reason: FinishReason | None) -> bool:
     """Return True if an abort or a deadline ended the choice.
 
     Args:

@@ -22,7 +22,7 @@ from trioserve.api.sse import KEEP_ALIVE
 from trioserve.http.exchange import Beats
 
 if TYPE_CHECKING:
-    from trioserve.engine.shell.step_watch import StepWatch
+    from trioserve.engine.lifecycle.step_watch import StepWatch
     from trioserve.http.exchange import Exchange
     from trioserve.trio_tools.deadline_keeper import Alarm
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
-from trioserve.api.embeddings.request_types import PooledBody
+from trioserve.api.embeddings.request_types import PoolingBody
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.route_table import Operation
 from trioserve.contracts.sampling import Range
@@ -192,7 +192,7 @@ def _components(operations: Sequence[Operation[Any]]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(used.values(), ref_template=REF)
     for name, schema in components.items():
         _describe_properties(schema)
-        taken = TAKEN_BY_SOME if issubclass(used.get(name, object), PooledBody) else ()
+        taken = TAKEN_BY_SOME if issubclass(used.get(name, object), PoolingBody) else ()
         for field, reason in REFUSED.items():
             if field in schema.get("properties", ()) and field not in taken:
                 schema["properties"][field] = {"type": "null", "description": f"not supported: {reason}"}

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
-    from trioserve.contracts.pooling import PooledInput, PoolingParams
+    from trioserve.contracts.pooling import PoolingInput, PoolingParams
     from trioserve.contracts.prompt import Cut, Prompt
     from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
-    from trioserve.engine.pooled_stream import PooledStream
+    from trioserve.engine.pooling_stream import PoolingStream
     from trioserve.engine.request_stream import RequestStream
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
@@ -41,7 +41,7 @@ class AsksEngine(Protocol):
 
 
 class AsksPooling(Protocol):
-    """Fields of a pooling request's body that any API passes to the engine. See PooledBody."""
+    """Fields of a pooling request's body that any API passes to the engine. See PoolingBody."""
 
     @property
     def priority(self) -> int | None: ...
@@ -212,7 +212,7 @@ class RequestContext(EngineContext):
 
     def embed(
         self,
-        inputs: Sequence[PooledInput],
+        inputs: Sequence[PoolingInput],
         params: PoolingParams,
         body: AsksPooling,
         deadlines: Deadlines,
@@ -220,7 +220,7 @@ class RequestContext(EngineContext):
         name_of: Callable[[int], str],
         add_special_tokens: bool = True,
         is_base64: bool | None = None,
-    ) -> PooledStream:
+    ) -> PoolingStream:
         """Make an engine request for vectors or scores in this caller's name. Enter it with `async with`.
 
         Args:
@@ -243,7 +243,7 @@ class RequestContext(EngineContext):
         self.caller.check_priority(body.priority)
         cut = None
         if body.truncate_prompt_tokens is not None:
-            tokens_max = self.engine.model.pooled_tokens_max(params)
+            tokens_max = self.engine.model.pooling_tokens_max(params)
             if body.truncate_prompt_tokens > 0:
                 tokens_max = min(tokens_max, body.truncate_prompt_tokens)
             cut = Cut(tokens_max, body.truncation_side or "right")

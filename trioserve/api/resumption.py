@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.api.generation import is_cut_off
+from trioserve.api.generation import is_partial
 from trioserve.api.resume_body import ResumeBody, resume_body
 from trioserve.api.sse import encode
 from trioserve.contracts.errors import InvalidRequest, ResumeMismatch
@@ -115,7 +115,7 @@ class Resumption:
             delta: last delta of a choice.
         """
         leaves = self.is_asked and delta.stop_reason == SERVER_STOPPING
-        return self.gives_partial and is_cut_off(delta.finish_reason) and not leaves
+        return self.gives_partial and is_partial(delta.finish_reason) and not leaves
 
     @property
     def created(self) -> int:
@@ -302,7 +302,7 @@ class GroupIds:
         if len(token_ids) == 1 and delta.finish_reason is None:  # nearly all deltas
             return events[:-1] + b"id: %d:%d" % (choice_index, token_ids[0]) + state + b"\n\n"
         ids = b",".join([b"%d" % token_id for token_id in token_ids])
-        end = b"" if delta.finish_reason is None or is_cut_off(delta.finish_reason) else b"!"
+        end = b"" if delta.finish_reason is None or is_partial(delta.finish_reason) else b"!"
         return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
 
     def last(self, events: bytes) -> bytes:

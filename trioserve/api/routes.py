@@ -20,7 +20,6 @@ from trioserve.api.embeddings import embeddings, scoring
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files import files
 from trioserve.api.generation import usage_of
-from trioserve.api.lasting_metrics import show_lasting
 from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.ollama import embeddings as ollama_embeddings
 from trioserve.api.ollama import generation as ollama_generation
@@ -54,6 +53,7 @@ from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.route_table import Handler, Operation, RouteTable
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
+from trioserve.api.stored_metrics import show_stored
 from trioserve.api.streams import handlers as stream_handlers
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams, StreamRequest
 from trioserve.api.whole_response import ResponseBudget
@@ -61,7 +61,7 @@ from trioserve.contracts.request import PRIORITY_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
@@ -234,10 +234,10 @@ class App(BaseApp[ServerContext]):
             batch_endpoints=tuple(path for path in batch_handlers.BATCH_ENDPOINTS if path in self.table.routes),
             detached=self.detached,
             router_streams=self.router_streams,
-            uploads=FairPlaces(UPLOADS_MAX, what="uploads"),
+            uploads=FairSlots(UPLOADS_MAX, what="uploads"),
             page=self.page,
         )
-        show_lasting(engine.metrics, store, self.background, self.detached, self.router_streams)
+        show_stored(engine.metrics, store, self.background, self.detached, self.router_streams)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -283,18 +283,22 @@ class App(BaseApp[ServerContext]):
     def operate(self, context: ServerContext, handler: Handler[ServerContext]) -> Awaitable[None]:
         # A stream that the client wants to leave takes precedence over one that its router wants to keep.
         for streams in (self.detached, self.router_streams):
-            wish = streams.requested_stream(context)
-            if wish is not None:
-                return self._operate_in_stream(context, handler, streams, wish)
+            stream_request = streams.requested_stream(context)
+            if stream_request is not None:
+                return self._operate_in_stream(context, handler, streams, stream_request)
         return handler(context)
 
     async def _operate_in_stream(
-        self, context: ServerContext, handler: Handler[ServerContext], streams: DetachedStreams, wish: StreamRequest
+        self,
+        context: ServerContext,
+        handler: Handler[ServerContext],
+        streams: DetachedStreams,
+        stream_request: StreamRequest,
     ) -> None:
         def handle(inner: ServerContext) -> Awaitable[None]:
             return self.handle(inner, handler)
 
-        if not await streams.serve(context, wish, self.new_context, handle):
+        if not await streams.serve(context, stream_request, self.new_context, handle):
             await handler(context)
 
     def not_found(self, path: str) -> Refusal:

@@ -10,7 +10,7 @@ from trioserve.api.request_context import RequestContext, RequestServices
 from trioserve.api.responses.background import BackgroundResponses
 from trioserve.api.streams.detached_streams import DetachedStreams, RouterStreams
 from trioserve.http.exchange import Exchange
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 __all__ = ["ServerContext", "ServerServices"]
 
@@ -34,7 +34,7 @@ class ServerServices:
     batch_endpoints: tuple[str, ...]
     detached: DetachedStreams
     router_streams: RouterStreams
-    uploads: FairPlaces
+    uploads: FairSlots
     page: Page
 
 

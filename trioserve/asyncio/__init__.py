@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from trioserve.assemble_images import open_asyncio_image_engine as open_image_engine
     from trioserve.asyncio.disconnect import cancel_on_disconnect
     from trioserve.asyncio.engine import Engine, ImageEngine
-    from trioserve.asyncio.streams import ImageStream, PooledStream, RequestStream
+    from trioserve.asyncio.streams import ImageStream, PoolingStream, RequestStream
 
 __all__ = [
     "Engine",
     "ImageEngine",
     "ImageStream",
-    "PooledStream",
+    "PoolingStream",
     "RequestStream",
     "cancel_on_disconnect",
     "open_engine",
@@ -30,7 +30,7 @@ _LOCATIONS = {
     "Engine": ("trioserve.asyncio.engine", "Engine"),
     "ImageEngine": ("trioserve.asyncio.engine", "ImageEngine"),
     "ImageStream": ("trioserve.asyncio.streams", "ImageStream"),
-    "PooledStream": ("trioserve.asyncio.streams", "PooledStream"),
+    "PoolingStream": ("trioserve.asyncio.streams", "PoolingStream"),
     "RequestStream": ("trioserve.asyncio.streams", "RequestStream"),
     "cancel_on_disconnect": ("trioserve.asyncio.disconnect", "cancel_on_disconnect"),
     "open_engine": ("trioserve.assemble", "open_asyncio_engine"),

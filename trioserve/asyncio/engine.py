@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from trioserve.asyncio.streams import ImageStream, PooledStream, RequestStream
+from trioserve.asyncio.streams import ImageStream, PoolingStream, RequestStream
 from trioserve.asyncio.threaded_engine import ThreadedEngine, awaited, called, made, opened_in_a_thread
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
 from trioserve.contracts.sampling import SamplingParams
@@ -22,12 +22,12 @@ class Engine(ThreadedEngine[TrioEngine]):
     """A text engine, created by trioserve.asyncio.open_engine. See ThreadedEngine."""
 
     generate = made(TrioEngine.generate, RequestStream)
-    embed = made(TrioEngine.embed, PooledStream)
+    embed = made(TrioEngine.embed, PoolingStream)
     abort = called(TrioEngine.abort)
-    cut_off = called(TrioEngine.cut_off)
+    abort_with_partial = called(TrioEngine.abort_with_partial)
     abort_all = called(TrioEngine.abort_all)
     hand_over = called(TrioEngine.hand_over)
-    end_thoughts = called(TrioEngine.end_thoughts)
+    end_reasoning = called(TrioEngine.end_reasoning)
     live_requests = called(TrioEngine.live_requests)
     stats = called(TrioEngine.stats)
     load = called(TrioEngine.load)

@@ -13,7 +13,7 @@ import trio
 from trioserve.asyncio.trio_thread import NoteStarted, TrioTask, TrioThread, Waiters
 from trioserve.contracts.errors import AlreadyEnded, TrioserveError
 from trioserve.contracts.output import AnyDelta, hold_unread, take_unread
-from trioserve.engine.shell.scope_stream import ScopeStream as TrioScopeStream
+from trioserve.engine.lifecycle.scope_stream import ScopeStream as TrioScopeStream
 
 __all__ = ["DeltaBox", "ScopeStream"]
 

@@ -8,20 +8,20 @@ from typing import Any
 from trioserve.asyncio.scope_stream import ScopeStream
 from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.contracts.events import FinishReason, TokenLogprob
-from trioserve.contracts.image_generation import ImageDelta, Picture
+from trioserve.contracts.image_generation import ImageDelta, RGBImage
 from trioserve.contracts.output import Delta
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
 from trioserve.engine.images.image_stream import ImageStream as TrioImageStream
-from trioserve.engine.images.image_stream import pictures_of
+from trioserve.engine.images.image_stream import images_of
 from trioserve.engine.images.open_image import merge as merge_images
-from trioserve.engine.pooled_stream import PooledStream as TrioPooledStream
+from trioserve.engine.lifecycle.error_of_end import error_of
+from trioserve.engine.pooling_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
-from trioserve.engine.shell.error_of_end import error_of
 from trioserve.text.output import merge
 
-__all__ = ["RequestStream", "PooledStream", "ImageStream"]
+__all__ = ["RequestStream", "PoolingStream", "ImageStream"]
 
 
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
@@ -155,7 +155,7 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
         return self._stream.is_held
 
 
-class PooledStream(RequestStream):
+class PoolingStream(RequestStream):
     """A pooling request. Await the stream to get the results, or enter it and call `results`. Leaving the stream aborts
     the request.
 
@@ -170,18 +170,18 @@ class PooledStream(RequestStream):
         stream: the request in that thread.
     """
 
-    def __init__(self, thread: TrioThread, stream: TrioPooledStream) -> None:
+    def __init__(self, thread: TrioThread, stream: TrioPoolingStream) -> None:
         super().__init__(thread, stream)
-        self._pooled_stream = stream
+        self._pooling_stream = stream
 
-    def __await__(self) -> Generator[Any, Any, tuple[Pooled, ...]]:
+    def __await__(self) -> Generator[Any, Any, tuple[PoolingResult, ...]]:
         return self._all().__await__()
 
-    async def _all(self) -> tuple[Pooled, ...]:
+    async def _all(self) -> tuple[PoolingResult, ...]:
         async with self:
             return await self.results()
 
-    async def results(self) -> tuple[Pooled, ...]:
+    async def results(self) -> tuple[PoolingResult, ...]:
         """Wait until all inputs are computed, and return the results in the order of the inputs.
 
         Raises:
@@ -194,14 +194,14 @@ class PooledStream(RequestStream):
         return self.pooled
 
     @property
-    def pooled(self) -> tuple[Pooled, ...]:
+    def pooled(self) -> tuple[PoolingResult, ...]:
         """The results. Valid once the stream was read to its end without an error."""
-        return self._pooled_stream.pooled
+        return self._pooling_stream.pooled
 
     @property
     def input_token_counts(self) -> tuple[int, ...]:
         """Number of tokens of each input. Known once the stream is entered."""
-        return self._pooled_stream.input_token_counts
+        return self._pooling_stream.input_token_counts
 
 
 class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
@@ -219,21 +219,21 @@ class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
     def __init__(self, thread: TrioThread, stream: TrioImageStream) -> None:
         super().__init__(thread, stream, merge_images)
 
-    def __await__(self) -> Generator[Any, Any, tuple[Picture, ...]]:
+    def __await__(self) -> Generator[Any, Any, tuple[RGBImage, ...]]:
         return self._all().__await__()
 
-    async def _all(self) -> tuple[Picture, ...]:
+    async def _all(self) -> tuple[RGBImage, ...]:
         async with self:
             return await self.pictures()
 
-    async def pictures(self) -> tuple[Picture, ...]:
+    async def pictures(self) -> tuple[RGBImage, ...]:
         """Wait until all images are finished, and return them in the order of the request.
 
         Raises:
             RequestFailed, RequestAborted, DeadlinePassed: the reason why the first unfinished image was not finished.
             EngineFault: the engine failed for good.
         """
-        return await pictures_of(self)
+        return await images_of(self)
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import trio
 
 from trioserve.asyncio.trio_thread import NoteStarted, ThreadOwner, TrioTask, TrioThread
 from trioserve.contracts.errors import EngineFault
-from trioserve.engine.shell.engine_life import EngineLife
+from trioserve.engine.lifecycle.engine_life import EngineLife
 from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "made", "opened_in_a_thread"]

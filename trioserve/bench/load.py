@@ -26,7 +26,7 @@ SPECIAL_TOKENS_MAX = 512
 EVENT_BYTES_MAX = 1 << 24  # A longer event cannot be part of a stream of tokens.
 REFUSAL_BYTES_MAX = 4096  # maximum bytes of an error's body that are kept
 EXCERPT_CHARACTERS_MAX = 200
-CUT_OFF_REASONS = frozenset({"abort", "cancelled", "deadline", "error"})  # reasons of the server, not of the model
+PARTIAL_REASONS = frozenset({"abort", "cancelled", "deadline", "error"})  # reasons of the server, not of the model
 
 # Short and common words: nearly every tokenizer has each of them, with the space before it, as one token.
 _TEXT = (
@@ -349,7 +349,7 @@ class ResponseReader:
         if self._status != 200:
             message = f"status {self._status}: {excerpt(self._refusal)}"
             return Failure(FailureKind.STATUS, message, str(self._status))
-        if self._finish_reason in CUT_OFF_REASONS:
+        if self._finish_reason in PARTIAL_REASONS:
             message = f"the server ended the response with finish_reason {self._finish_reason}"
             return Failure(FailureKind.RESPONSE, message, str(self._finish_reason))
         if not self._is_done and self._finish_reason is None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.engine.shell.step_trace import step_trace
+from trioserve.engine.lifecycle.step_trace import step_trace
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trioserve.engine.shell.step_times import StepTime, StepTimes
+    from trioserve.engine.lifecycle.step_times import StepTime, StepTimes
 
 __all__ = ["check_profile_directory", "profiling"]
 

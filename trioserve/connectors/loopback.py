@@ -157,7 +157,7 @@ class LoopbackConnector:
         message = self._objection(params, connection, offer, request.known_token_ids[:end], start)
         if message is not None:
             if connection is not None and offer is not None:
-                connection.let_go(offer)
+                connection.release(offer)
             self._counts["loads_failed_total"] += 1
             self._report(LoadFailed(request.id, message))
             return
@@ -187,7 +187,7 @@ class LoopbackConnector:
         if params is not None:  # after its end, in any way, the request reads no more
             connection, offer = self._find(params)
             if connection is not None and offer is not None:
-                connection.let_go(offer)
+                connection.release(offer)
         is_wanted = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         ended_by_itself = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if not (is_wanted and ended_by_itself and tokens and self._nursery is not None):
@@ -253,7 +253,7 @@ class LoopbackConnector:
         if offer.is_valid and event not in self._events:
             self._report(event)
 
-    def let_go(self, offer: Offer) -> None:
+    def release(self, offer: Offer) -> None:
         """Release the blocks of an offer if no reader is left.
 
         Args:
@@ -316,7 +316,7 @@ class LoopbackConnector:
         if event is not None:
             self._report(event)
         reading.offer.reader_count -= 1
-        reading.connection.let_go(reading.offer)
+        reading.connection.release(reading.offer)
 
     def _fail(self, reading: Reading, message: str) -> None:
         self._counts["loads_failed_total"] += 1

@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 
 __all__ = [
     "AbortOutcome",
@@ -18,7 +18,7 @@ __all__ = [
     "HandOverOutcome",
     "IterativePhase",
     "Phase",
-    "PooledReady",
+    "PoolingReady",
     "PromptLogprobs",
     "RequestFinished",
     "TokenLogprob",
@@ -102,11 +102,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob | None, ...]
 
 
-class PooledReady(msgspec.Struct, frozen=True):
+class PoolingReady(msgspec.Struct, frozen=True):
     """The result of a pooling request. The core sends it once, before RequestFinished."""
 
     request_id: RequestId
-    pooled: Pooled
+    pooled: PoolingResult
 
 
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer: KVTransferParams | None = None
 
 
-EngineEvent = TokensReady | PromptLogprobs | PooledReady | RequestFinished
+EngineEvent = TokensReady | PromptLogprobs | PoolingReady | RequestFinished
 
 
 class AbortOutcome(enum.Enum):

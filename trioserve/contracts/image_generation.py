@@ -1,7 +1,7 @@
 """Image generation: request parameters, model descriptions, and results step by step.
 
 A request for n images runs as n requests in the core. Image i has the seed of the request plus i. IterativeRequest
-carries an ImageTask to the executor. The executor returns partial and final images as Picture.
+carries an ImageTask to the executor. The executor returns partial and final images as RGBImage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "ImageParams",
     "ImageRequestLimits",
     "ImageTask",
-    "Picture",
+    "RGBImage",
     "network_steps",
 ]
 
@@ -48,7 +48,7 @@ def network_steps(sampler: str, steps: int) -> int:
     return steps + 1 if sampler == PNDM and steps > 1 else steps
 
 
-class Picture(msgspec.Struct, frozen=True):
+class RGBImage(msgspec.Struct, frozen=True):
     """An RGB image. The constructor checks the values, because programs construct pictures and the executor relies on
     the values.
 
@@ -118,8 +118,8 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     sampler: str | None = None
     partial_images: int = 0
-    image: Picture | None = None
-    mask: Picture | None = None
+    image: RGBImage | None = None
+    mask: RGBImage | None = None
     strength: float | None = None
 
     def __post_init__(self) -> None:
@@ -145,8 +145,8 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
                 to_str(name, value)
         for name in ("image", "mask"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Picture):
-                refuse(name, value, "a Picture")
+            if value is not None and not isinstance(value, RGBImage):
+                refuse(name, value, "an RGBImage")
         if self.image is None:
             for name in ("mask", "strength"):
                 if getattr(self, name) is not None:
@@ -190,8 +190,8 @@ class ImageTask(msgspec.Struct, frozen=True, kw_only=True):
     step_count: int
     guidance: float
     sampler: str
-    image: Picture | None = None
-    mask: Picture | None = None
+    image: RGBImage | None = None
+    mask: RGBImage | None = None
 
 
 class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     steps_done: int
     step_count: int
-    picture: Picture | None = None
+    image: RGBImage | None = None
     finish_reason: FinishReason | None = None
     message: str | None = None
     stop_reason: str | None = None
@@ -281,7 +281,7 @@ class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return self.served_names[0]
 
-    def picture_work(self, width: int, height: int) -> int:
+    def image_work(self, width: int, height: int) -> int:
         """Return the work of one row in a denoising step, which is also the work of decoding.
 
         Args:

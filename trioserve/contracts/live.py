@@ -43,7 +43,7 @@ class LiveImageView(msgspec.Struct, frozen=True, kw_only=True):
         phase: Phase of the most advanced image.
         priority: A lower number runs sooner.
         age_seconds: Seconds since the request entered the engine.
-        picture_count: Number of images.
+        image_count: Number of images.
         steps_done: Denoising steps done, summed over images.
         step_count: All denoising steps, summed over images.
         slot_count: Latent slots in use, including the slots of preempted images.
@@ -54,7 +54,7 @@ class LiveImageView(msgspec.Struct, frozen=True, kw_only=True):
     phase: IterativePhase
     priority: int
     age_seconds: float
-    picture_count: int
+    image_count: int
     steps_done: int
     step_count: int
     slot_count: int

@@ -8,7 +8,7 @@ from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
 
-__all__ = ["CutOff", "Partial", "PartialChoice"]
+__all__ = ["AbortResult", "Partial", "PartialChoice"]
 
 
 class PartialChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True):
     resume: Resume
 
 
-class CutOff(msgspec.Struct, frozen=True, kw_only=True):
+class AbortResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of stopping all requests with one id.
 
     Attributes:

@@ -16,8 +16,8 @@ __all__ = [
     "DIMENSIONS_MAX",
     "INPUTS_MAX",
     "LabelledPrompt",
-    "Pooled",
-    "PooledInput",
+    "PoolingResult",
+    "PoolingInput",
     "Pooling",
     "PoolingMethod",
     "PoolingParams",
@@ -53,7 +53,7 @@ class LabelledPrompt(msgspec.Struct, frozen=True):
     labels: tuple[str, ...]
 
 
-PooledInput = Prompt | TextPair | LabelledPrompt
+PoolingInput = Prompt | TextPair | LabelledPrompt
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     label_token_ids: tuple[int, ...] = ()
 
 
-class Pooled(msgspec.Struct, frozen=True):
+class PoolingResult(msgspec.Struct, frozen=True):
     """Result for one prompt.
 
     Attributes:
@@ -125,7 +125,7 @@ class Pooled(msgspec.Struct, frozen=True):
     data: bytes
 
     @classmethod
-    def of(cls, values: list[float]) -> Pooled:
+    def of(cls, values: list[float]) -> PoolingResult:
         """Pack numbers, rounded to float32.
 
         Args:

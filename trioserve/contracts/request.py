@@ -34,8 +34,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             of the adapter (adapter_salt).
         kv_transfer: Parameters of a KV transfer, for the connector. None without a transfer.
         guide: Guide that restrains the tokens of this sequence. None without a grammar.
-        known_output: First output tokens of a resumed response. They are computed like the prompt, but count as output.
-            There are fewer than output_tokens_max of them, and none is an end token. The guide has already accepted
+        resumed_output: First output tokens of a resumed response. Computed like the prompt, counted as output.
+            There are fewer than output_tokens_max, and none is an end token. The guide has already accepted
             them.
         pooling: Parameters of a pooling request. Its last prompt chunk returns a vector or scores instead of a token,
             and then the sequence ends. sampling and seed have no effect. None for a request that samples tokens.
@@ -54,7 +54,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     kv_transfer: KVTransferParams | None = None
     guide: Guide | None = None
-    known_output: tuple[int, ...] = ()
+    resumed_output: tuple[int, ...] = ()
     pooling: Pooling | None = None
     given: tuple[GivenRows, ...] = ()
     adapter: AdapterRef | None = None
@@ -62,4 +62,4 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def known_token_ids(self) -> tuple[int, ...]:
         """Return the tokens that are known before the first step: the prompt and the known output."""
-        return self.prompt_token_ids + self.known_output if self.known_output else self.prompt_token_ids
+        return self.prompt_token_ids + self.resumed_output if self.resumed_output else self.prompt_token_ids

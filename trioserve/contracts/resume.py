@@ -42,7 +42,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
         prompt_digest: Digest of the prompt's tokens (digest_of). The engine refuses the request if its prompt has
             another digest. None to skip the check.
         seed: Seed of the response. None for the seed of the sampling parameters, or a new seed if they have none.
-        end_thinking: True if the client ended the reasoning (Engine.end_thoughts). If the reasoning is still open, it
+        end_thinking: True if the client ended the reasoning (Engine.end_reasoning). If the reasoning is still open, it
             ends with the next token.
         logprobs: Log probabilities of the output tokens of each choice. The response then includes these log
             probabilities. None: only new tokens have log probabilities.

@@ -10,7 +10,7 @@ import msgspec
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.token_masks import TokenMasks
 
@@ -182,7 +182,7 @@ class StepResult(msgspec.Struct, frozen=True):
     errors: dict[RequestId, str] = {}
     draft_token_ids: dict[RequestId, tuple[int, ...]] = {}
     draft_logprobs: dict[RequestId, tuple[TokenLogprob, ...]] = {}
-    pooled: dict[RequestId, Pooled] = {}
+    pooled: dict[RequestId, PoolingResult] = {}
     proposed: dict[RequestId, tuple[int, ...]] = {}
     draft_times: DraftTimes | None = None
 

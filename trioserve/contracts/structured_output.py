@@ -11,13 +11,13 @@ import msgspec
 from trioserve.contracts.arguments import is_list, refuse, to_str
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["CHOICES_MAX", "FREE_UNTIL_CHARACTERS_MAX", "SOURCE_CHARACTERS_MAX", "FormKind", "StructuredOutput"]
+__all__ = ["CHOICES_MAX", "FREE_UNTIL_CHARACTERS_MAX", "SOURCE_CHARACTERS_MAX", "SchemaKind", "StructuredOutput"]
 
 CHOICES_MAX = 10_000
 FREE_UNTIL_CHARACTERS_MAX = 256
 
 
-class FormKind(enum.Enum):
+class SchemaKind(enum.Enum):
     """Kind of structured output. The value is its name in the API or in messages."""
 
     JSON_OBJECT = "json_object"  # any JSON object
@@ -31,13 +31,13 @@ class FormKind(enum.Enum):
 
 # Compiling takes up to 10 microseconds per character. Each rule takes one level of the compiler's stack.
 SOURCE_CHARACTERS_MAX = {
-    FormKind.JSON_OBJECT: 0,
-    FormKind.JSON_SCHEMA: 262_144,
-    FormKind.REGEX: 8192,
-    FormKind.CHOICE: 262_144,
-    FormKind.GRAMMAR: 65_536,
-    FormKind.TOOL_CALLS: 262_144,  # tool calls consist mostly of schemas, with few rules
-    FormKind.STRUCTURAL_TAG: 262_144,
+    SchemaKind.JSON_OBJECT: 0,
+    SchemaKind.JSON_SCHEMA: 262_144,
+    SchemaKind.REGEX: 8192,
+    SchemaKind.CHOICE: 262_144,
+    SchemaKind.GRAMMAR: 65_536,
+    SchemaKind.TOOL_CALLS: 262_144,  # tool calls consist mostly of schemas, with few rules
+    SchemaKind.STRUCTURAL_TAG: 262_144,
 }
 
 
@@ -66,7 +66,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         InvalidRequest: `source` is empty or too long, or `free_until` is too long.
     """
 
-    kind: FormKind
+    kind: SchemaKind
     source: str = ""
     free_until: str = ""
     param: str = "structured"
@@ -79,7 +79,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
                 f"the {self.kind.value} has {len(self.source)} characters, at most {source_max} are allowed",
                 param=self.param,
             )
-        if not self.source and self.kind is not FormKind.JSON_OBJECT:
+        if not self.source and self.kind is not SchemaKind.JSON_OBJECT:
             raise InvalidRequest(
                 f"the {self.kind.value} is empty: describe the structure of the response", param=self.param
             )
@@ -112,7 +112,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(schema, type):
             schema = schema.model_json_schema()
         source = schema if isinstance(schema, str) else _as_json("the schema", schema, param)
-        return cls(kind=FormKind.JSON_SCHEMA, source=source, free_until=free_until, param=param, strict=strict)
+        return cls(kind=SchemaKind.JSON_SCHEMA, source=source, free_until=free_until, param=param, strict=strict)
 
     @classmethod
     def json_object(cls, *, free_until: str = "", param: str = "structured") -> Self:
@@ -122,7 +122,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
             free_until: See StructuredOutput.
             param: See StructuredOutput.
         """
-        return cls(kind=FormKind.JSON_OBJECT, free_until=free_until, param=param)
+        return cls(kind=SchemaKind.JSON_OBJECT, free_until=free_until, param=param)
 
     @classmethod
     def regex(cls, pattern: str, *, free_until: str = "", param: str = "structured") -> Self:
@@ -133,7 +133,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
             free_until: See StructuredOutput.
             param: See StructuredOutput.
         """
-        return cls(kind=FormKind.REGEX, source=to_str(param, pattern), free_until=free_until, param=param)
+        return cls(kind=SchemaKind.REGEX, source=to_str(param, pattern), free_until=free_until, param=param)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, free_until: str = "", param: str = "structured") -> Self:
@@ -154,7 +154,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
             if not to_str(param, choice, allowed, verb="holds"):
                 refuse(param, choice, allowed, verb="holds")
         source = _as_json("the list of choices", list(choices), param)
-        return cls(kind=FormKind.CHOICE, source=source, free_until=free_until, param=param)
+        return cls(kind=SchemaKind.CHOICE, source=source, free_until=free_until, param=param)
 
     @classmethod
     def grammar(cls, grammar: str, *, free_until: str = "", param: str = "structured") -> Self:
@@ -165,7 +165,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
             free_until: See StructuredOutput.
             param: See StructuredOutput.
         """
-        return cls(kind=FormKind.GRAMMAR, source=to_str(param, grammar), free_until=free_until, param=param)
+        return cls(kind=SchemaKind.GRAMMAR, source=to_str(param, grammar), free_until=free_until, param=param)
 
     @classmethod
     def structural_tag(
@@ -185,7 +185,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
             strict: See StructuredOutput.
         """
         source = tag if isinstance(tag, str) else _as_json("the structural tag", tag, param)
-        return cls(kind=FormKind.STRUCTURAL_TAG, source=source, free_until=free_until, param=param, strict=strict)
+        return cls(kind=SchemaKind.STRUCTURAL_TAG, source=source, free_until=free_until, param=param, strict=strict)
 
 
 def _as_json(name: str, value: object, param: str) -> str:

@@ -8,17 +8,17 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["THINKING_TEXT_CHARACTERS_MAX", "THINKING_TOKENS_MAX", "Thinking", "ThoughtOutcome"]
+__all__ = ["THINKING_TEXT_CHARACTERS_MAX", "THINKING_TOKENS_MAX", "Thinking", "ReasoningOutcome"]
 
 THINKING_TEXT_CHARACTERS_MAX = 256
 THINKING_TOKENS_MAX = 2**31 - 1
 
 
-class ThoughtOutcome(enum.Enum):
+class ReasoningOutcome(enum.Enum):
     """Outcome of a call that ends a request's reasoning."""
 
     ENDING = "ending"  # the end marker comes next
-    NO_THOUGHT = "no_thought"  # the request has no open reasoning, or has ended
+    NO_REASONING = "no_thought"  # the request has no open reasoning, or has ended
     UNKNOWN = "unknown"  # no live request has this id
 
 

@@ -23,7 +23,7 @@ from trioserve.contracts.events import (
     AbortResult,
     EngineEvent,
     FinishReason,
-    PooledReady,
+    PoolingReady,
     PromptLogprobs,
     RequestFinished,
     TokenLogprob,
@@ -115,7 +115,7 @@ class EngineCore:
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < TOKEN_IDS_MAX:
             raise InvalidRequest(f"the prompt has token ids outside 0 to {TOKEN_IDS_MAX - 1}", param="prompt")
         if request.pooling is not None:
-            self._check_pooled(request)
+            self._check_pooling(request)
         elif request.output_tokens_max < 1:
             raise InvalidRequest(
                 f"max_tokens is {request.output_tokens_max}, the engine needs at least 1", param="max_tokens"
@@ -127,7 +127,7 @@ class EngineCore:
                 f"{request.output_tokens_max}: shorten the prompt, lower max_tokens, or raise max_model_len",
                 param="max_tokens",
             )
-        if request.known_output:
+        if request.resumed_output:
             self._check_known(request)
         if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
             raise InvalidRequest(
@@ -506,7 +506,7 @@ class EngineCore:
                 if chunk.draft_task is not None and self.scheduler.model_drafts is not None:
                     self.scheduler.model_drafts.take(chunk, live, result)
                 if chunk.pools:
-                    events.append(PooledReady(request.id, result.pooled[request.id]))
+                    events.append(PoolingReady(request.id, result.pooled[request.id]))
                     events.append(self._finish(live, FinishReason.STOP, now))
                 continue
             assert token_id is not None, f"{request.id}: the chunk samples, but the result has no token"
@@ -543,7 +543,7 @@ class EngineCore:
             InvalidRequest: the known output is complete already, or has impossible token ids.
         """
         assert request.pooling is None, f"{request.id} is pooled, but has known output"
-        known = request.known_output
+        known = request.resumed_output
         if len(known) >= request.output_tokens_max:
             raise InvalidRequest(
                 f"{len(known)} tokens of the response are known, and max_tokens is {request.output_tokens_max}: the "
@@ -555,7 +555,7 @@ class EngineCore:
                 f"the known output has token ids outside 0 to {TOKEN_IDS_MAX - 1}", param="resume.token_ids"
             )
 
-    def _check_pooled(self, request: EngineRequest) -> None:
+    def _check_pooling(self, request: EngineRequest) -> None:
         """Check the length of a request that is pooled.
 
         Raises:

@@ -40,7 +40,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         "computed_count",
         "drafter",
         "guide",
-        "is_pooled",
+        "is_pooling",
         "is_whole",
         "is_wide",
         "load_was_tried",
@@ -55,11 +55,11 @@ class LiveRequest(RequestLife[EngineRequest]):
 
     def __init__(self, request: EngineRequest, arrival_index: int) -> None:
         super().__init__(request, arrival_index)
-        self.is_pooled = request.pooling is not None
+        self.is_pooling = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
         # True if the prompt is long: more tokens were due at the request's start than one step computes.
         self.is_wide = False
-        self.tokens = [*request.prompt_token_ids, *request.known_output]
+        self.tokens = [*request.prompt_token_ids, *request.resumed_output]
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []  # the block table; its first absent_block_count entries are NO_BLOCK
         self.absent_block_count = 0

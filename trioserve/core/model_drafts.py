@@ -216,7 +216,7 @@ class ModelDrafts:
         A request gets no drafts if its KV came from another engine, because then its hidden states do not exist here.
         """
         for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
-            if live.is_pooled or self._known_draft(chunk, live).drafted_count != chunk.start:
+            if live.is_pooling or self._known_draft(chunk, live).drafted_count != chunk.start:
                 continue
             if chunk.samples:
                 task = DraftTask(chunk.start, None, token_count if index in drafting else 0)

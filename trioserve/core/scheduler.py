@@ -104,7 +104,7 @@ class Scheduler:
         lives = [self.running[request_id] for request_id in planned]
         for live, count in zip(lives, planned.values(), strict=True):
             start, tokens = live.computed_count, live.tokens
-            samples = start + count == len(tokens) and not live.is_pooled
+            samples = start + count == len(tokens) and not live.is_pooling
             if live.state is None:
                 chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples))
             else:
@@ -220,7 +220,7 @@ class Scheduler:
                     start,
                     count,
                     live.blocks,
-                    samples=start + count >= known_count and not live.is_pooled,
+                    samples=start + count >= known_count and not live.is_pooling,
                     awaits_token=start == known_count,
                     states=() if live.state is None else self._spans(live.state, start, count),
                 )

@@ -22,7 +22,7 @@ from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["AdapterPlace", "Adapters", "ReadAdapter", "show_adapters"]
+__all__ = ["AdapterTarget", "Adapters", "ReadAdapter", "show_adapters"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ If `is_checked` is True, the directory must be an allowed one. Raises ModelLoadE
 """
 
 
-class AdapterPlace(Protocol):
+class AdapterTarget(Protocol):
     """The part of the executor that has adapters. Methods raise MemoryError, and RankLost if a process is lost."""
 
     async def add(self, id: AdapterId, content: Any) -> None: ...
@@ -68,7 +68,7 @@ class Adapters:
         self._read = read or _cannot_read
         self._reserved_names = reserved_names
         self._contents: dict[AdapterId, AdapterContent] = {}  # adapters that are attached, or will be
-        self._place: AdapterPlace | None = None
+        self._place: AdapterTarget | None = None
         self._reading = trio.CapacityLimiter(1)
         self._has_idle = trio.Event()
         self._forgotten: dict[AdapterId, trio.Event] = {}  # set when the adapter is removed, for waiting tasks
@@ -183,7 +183,7 @@ class Adapters:
                 self._has_idle = trio.Event()
                 await self._has_idle.wait()
 
-    async def attach(self, place: AdapterPlace) -> None:
+    async def attach(self, place: AdapterTarget) -> None:
         """Attach all adapters to the executor of an engine that was opened or reopened.
 
         Args:
@@ -230,7 +230,7 @@ class Adapters:
             raise AdapterRefused(f"'{name}' is the name of the model itself: choose another one", reason="bad_name")
 
 
-async def _added(place: AdapterPlace, id: AdapterId, name: str, content: AdapterContent) -> None:
+async def _added(place: AdapterTarget, id: AdapterId, name: str, content: AdapterContent) -> None:
     try:
         with suppress(RankLost):  # the fault reopens the engine, and `attach` adds the content then
             await place.add(id, content)

@@ -16,7 +16,7 @@ from trioserve.contracts.events import (
     EngineEvent,
     FinishReason,
     Phase,
-    PooledReady,
+    PoolingReady,
     PromptLogprobs,
     RequestFinished,
     TokenLogprob,
@@ -29,10 +29,10 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
+from trioserve.engine.lifecycle.core_delivery import CoreDelivery, WatchesCancels
+from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.request_metrics import WHOLE, RequestMetrics
-from trioserve.engine.shell.core_delivery import CoreDelivery, WatchesCancels
-from trioserve.engine.shell.step_watch import StepWatch
 from trioserve.engine.token_timings import TokenTimings
 from trioserve.metrics.registry import Metrics
 
@@ -218,7 +218,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
                     ready = None
                 self._on_finished(event, ready, now)
                 ready = None
-            elif isinstance(event, PooledReady):
+            elif isinstance(event, PoolingReady):
                 choices[event.request_id].pooled = event.pooled  # its end comes next
                 self._metrics.pooled_inputs_total.inc()
             else:

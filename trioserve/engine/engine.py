@@ -32,14 +32,14 @@ from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
-from trioserve.contracts.partial import CutOff
+from trioserve.contracts.partial import AbortResult
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
-from trioserve.contracts.thinking import ThoughtOutcome
+from trioserve.contracts.thinking import ReasoningOutcome
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
@@ -51,19 +51,25 @@ from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard, no_p
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.lifecycle.engine_life import SERVER_STOPPING
+from trioserve.engine.lifecycle.engine_loop import EngineLoop, StepRunner, WhenIdle
+from trioserve.engine.lifecycle.engine_shell import EngineShell, new_request_id
+from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, SpannedRequest, sampling_attributes
+from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest, view_of
 from trioserve.engine.part_stream import PartStream
-from trioserve.engine.pooled_preparation import (
+from trioserve.engine.pooling_preparation import (
     check_can_be_pooled,
     check_can_generate,
     checked_inputs,
     name_of_input,
-    pooled_sequences,
+    pooling_sequences,
 )
-from trioserve.engine.pooled_request import PooledRequest
-from trioserve.engine.pooled_stream import PooledStream
+from trioserve.engine.pooling_request import PoolingRequest
+from trioserve.engine.pooling_stream import PoolingStream
 from trioserve.engine.request_preparation import (
     RequestPreparation,
     checked_kv_transfer,
@@ -73,13 +79,7 @@ from trioserve.engine.request_preparation import (
 )
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.shell.engine_life import SERVER_STOPPING
-from trioserve.engine.shell.engine_loop import EngineLoop, StepRunner, WhenIdle
-from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
-from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace, SpannedRequest, sampling_attributes
-from trioserve.engine.shell.requests_by_id import RequestsById
-from trioserve.engine.shell.step_times import StepTimes
-from trioserve.engine.weight_updates import WEIGHTS_REPLACED, GivenSource, WeightPlace, WeightUpdates
+from trioserve.engine.weight_updates import WEIGHTS_REPLACED, GivenSource, WeightTarget, WeightUpdates
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
@@ -157,7 +157,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         adapters: Adapters | None = None,
         guard: Guard | None = None,
         cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone",
-        weights: WeightPlace | str = "this engine has no weights",
+        weights: WeightTarget | str = "this engine has no weights",
     ) -> None:
         super().__init__(
             metrics=metrics,
@@ -673,7 +673,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         tenant: str | None = None,
         adapter: str | None = None,
         part_of: Span = NO_SPAN,
-    ) -> PooledStream:
+    ) -> PoolingStream:
         """Make a request that turns inputs into vectors or scores: `vectors = await engine.embed(texts)`.
 
         The request can also be entered with `async with`, as with `generate`. Until then it uses nothing. All inputs
@@ -705,7 +705,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             InvalidRequest: an argument has a wrong type.
         """
         checked = checked_inputs(inputs)
-        request = PooledRequest(
+        request = PoolingRequest(
             checked,
             instance_of(PoolingParams, "pooling", pooling, PoolingParams()),
             name_of=name_of or name_of_input(len(checked)),
@@ -723,7 +723,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
             adapter=text_or_none("adapter", adapter),
         )
-        return PooledStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
+        return PoolingStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
         """Split the response of a chat into content, reasoning and tool calls, as the model's family writes them.
@@ -740,9 +740,9 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         """
         return PartStream(stream, self.families, tools)
 
-    def cut_off(
+    def abort_with_partial(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
-    ) -> dict[str, CutOff]:
+    ) -> dict[str, AbortResult]:
         """Abort requests, and return their partial results.
 
         A partial result is exactly the output that the reader has received, or will receive until the end of its
@@ -763,7 +763,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         request_ids = (request_ids,) if isinstance(request_ids, str) else list(request_ids)
         outcomes = self.abort(request_ids, reason, owner=owner)
         return {
-            request_id: CutOff(
+            request_id: AbortResult(
                 outcome=outcome,
                 partials=tuple(
                     request.partial()
@@ -803,7 +803,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
                 outcomes[request_id] = HandOverOutcome.NOT_POSSIBLE if requests else HandOverOutcome.UNKNOWN
         return outcomes
 
-    def end_thoughts(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, ThoughtOutcome]:
+    def end_reasoning(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, ReasoningOutcome]:
         """End the reasoning of requests with the next token. The rest of the response follows as usual. Never waits.
 
         This affects only requests whose sampling defines the end of reasoning (`thinking`).
@@ -820,11 +820,11 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         outcomes = {}
         for request_id in dict.fromkeys(to_str("request_ids", request_id, verb="holds") for request_id in request_ids):
             requests = [request for request in self._requests.of(request_id) if owner in (None, request.owner)]
-            answers = [request.end_thoughts() for request in requests]
+            answers = [request.end_reasoning() for request in requests]
             if any(answers):
-                outcomes[request_id] = ThoughtOutcome.ENDING
+                outcomes[request_id] = ReasoningOutcome.ENDING
             else:
-                outcomes[request_id] = ThoughtOutcome.NO_THOUGHT if requests else ThoughtOutcome.UNKNOWN
+                outcomes[request_id] = ReasoningOutcome.NO_REASONING if requests else ReasoningOutcome.UNKNOWN
         return outcomes
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
@@ -1020,7 +1020,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return None if self._images is None else self._images.outputs
 
     def _check(self, request: OpenRequest) -> None:
-        if isinstance(request, PooledRequest):
+        if isinstance(request, PoolingRequest):
             check_can_be_pooled(self.model, request.params, request.inputs)
         else:
             check_can_generate(self.model)
@@ -1029,8 +1029,8 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
     def _sequences(self, request: OpenRequest) -> list[EngineRequest]:
         request.use_weights(self._weights.version)
         sequences = (
-            pooled_sequences(self.model, request)
-            if isinstance(request, PooledRequest)
+            pooling_sequences(self.model, request)
+            if isinstance(request, PoolingRequest)
             else self._preparation.sequences(request)
         )
         request.trace.prepared(request.prompt_token_count)
@@ -1040,7 +1040,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         """Put the choices into the state after their known tokens, in this thread if that is short, otherwise in a text
         thread.
         """
-        known = self._preparation.known_output(request, resume)
+        known = self._preparation.resumed_output(request, resume)
         request.take_known(await prompts.run(known.choices, size=known.size))
         self.metrics.resumed_requests_total.inc()
         self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
@@ -1080,16 +1080,16 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         """Begin the trace of a request that has entered the queue."""
         if self.tracer is NO_TRACER:
             return NO_TRACE
-        is_pooled = isinstance(request, PooledRequest)
+        is_pooling = isinstance(request, PoolingRequest)
         operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
         span = self._span_of(
             request,
-            "embeddings" if is_pooled else operation,
+            "embeddings" if is_pooling else operation,
             model_name=request.adapter or self.model.name,
-            attributes={} if is_pooled else sampling_attributes(request.sampling),
+            attributes={} if is_pooling else sampling_attributes(request.sampling),
             traceparent=None if request.kv_transfer is None else request.kv_transfer.traceparent,
         )
-        return SpannedRequest(span, is_pooled=is_pooled) if span.is_recording else NO_TRACE
+        return SpannedRequest(span, is_pooling=is_pooling) if span.is_recording else NO_TRACE
 
     def _look(self) -> EngineLook:
         return EngineLook(

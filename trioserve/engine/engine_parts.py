@@ -11,9 +11,9 @@ from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.shell.engine_life import Guard
-from trioserve.engine.shell.engine_loop import StepRunner, WhenIdle
-from trioserve.engine.weight_updates import WeightPlace
+from trioserve.engine.lifecycle.engine_life import Guard
+from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
+from trioserve.engine.weight_updates import WeightTarget
 
 __all__ = ["EngineParts", "Guard", "CacheRelease", "OpenParts", "no_parts"]
 
@@ -64,7 +64,7 @@ class EngineParts(NamedTuple):
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
     cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
-    weights: WeightPlace | str = "this engine has no weights"
+    weights: WeightTarget | str = "this engine has no weights"
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]

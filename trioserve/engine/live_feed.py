@@ -30,10 +30,10 @@ from trioserve.contracts.version import VERSION
 from trioserve.core.engine import EngineCore
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.request_state import RequestStatus
+from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
-from trioserve.engine.shell.requests_by_id import RequestsById
-from trioserve.engine.shell.step_times import StepTimes
 from trioserve.metrics.history import History
 from trioserve.metrics.quantiles import HistogramWindow
 from trioserve.metrics.registry import Metrics

@@ -9,12 +9,12 @@ import msgspec
 from trioserve.contracts.images import ImageProcessing
 from trioserve.contracts.pooling import PoolingMethod, PoolingParams
 
-__all__ = ["ModelDescription", "PooledModel"]
+__all__ = ["ModelDescription", "PoolingModel"]
 
 DIGEST_BYTES = 16
 
 
-class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
     """Describes the vectors or scores that a model computes from prompts.
 
     Args:
@@ -73,7 +73,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created_at: int
-    pooled: PooledModel | None = None
+    pooled: PoolingModel | None = None
     arithmetic: str = ""
     batch_invariant: bool = False
     fingerprint: str | None = None
@@ -110,7 +110,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         digest = blake2b(f"{name} {version}".encode(), digest_size=DIGEST_BYTES).hexdigest()
         return msgspec.structs.replace(self, fingerprint=f"{digest}{plus}{promise}")
 
-    def pooled_tokens_max(self, params: PoolingParams) -> int:
+    def pooling_tokens_max(self, params: PoolingParams) -> int:
         """Return how many tokens an input may have.
 
         Args:

@@ -1,7 +1,7 @@
 """The engine's side of a request for text: its options, its choices, and the output that its reader has received.
 
-shell/request_scope.py has the part that is common to all requests. pooled_request.py has pooled requests. Unread output
-is bounded by the length of the response.
+lifecycle/request_scope.py has the part that is common to all requests. pooling_request.py has pooling requests.
+Unread output is bounded by the length of the response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.output import Delta, join_unread
 from trioserve.contracts.partial import Partial, PartialChoice
-from trioserve.contracts.pooling import Pooled, PooledInput
+from trioserve.contracts.pooling import PoolingInput, PoolingResult
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume, digest_of
@@ -35,8 +35,8 @@ from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.given_output import GivenOutput
-from trioserve.engine.known_output import KnownChoice
-from trioserve.engine.shell.request_scope import RequestPart, RequestScope
+from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
+from trioserve.engine.resumed_output import ResumedChoice
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide
@@ -84,7 +84,7 @@ class Choice(RequestPart["OpenRequest"]):
         self.output = output
         self.guide: SequenceGuide | None = None
         self.is_mute = is_mute
-        self.pooled: Pooled | None = None
+        self.pooled: PoolingResult | None = None
         self.is_held = False
         self.held_since = 0.0
         self.prompt_saved_count = 0
@@ -213,7 +213,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         return merge(pending, delta)
 
     @property
-    def prompts(self) -> tuple[PooledInput, ...]:
+    def prompts(self) -> tuple[PoolingInput, ...]:
         """Inputs to be tokenized."""
         return (self.prompt,)
 
@@ -371,7 +371,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     # --- the engine's side: synchronous, called while delivering ---
 
-    def end_thoughts(self) -> bool:
+    def end_reasoning(self) -> bool:
         """End the reasoning now, in each choice. Return False if there is no reasoning to end."""
         if self.is_finished or self.sampling.thinking is None:
             return False
@@ -387,7 +387,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids):
             self.prompt_logprobs = None  # all of them are computed again
 
-    def take_known(self, choices: Sequence[KnownChoice]) -> None:
+    def take_known(self, choices: Sequence[ResumedChoice]) -> None:
         """Continue from the known output of a resumed response. Finished choices end.
 
         Args:

@@ -18,9 +18,9 @@ from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.known_output import KnownOutput, checked_resume
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.engine.resumed_output import ResumedOutput, checked_resume
 from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class RequestPreparation:
         """
         return [self._new_choice(request, index) for index in range(request.choice_count)]
 
-    def known_output(self, request: OpenRequest, resume: Resume) -> KnownOutput:
+    def resumed_output(self, request: OpenRequest, resume: Resume) -> ResumedOutput:
         """Return the known output of a resumed request, ready to be replayed.
 
         Args:
@@ -96,7 +96,7 @@ class RequestPreparation:
                 param="resume.prompt_digest",
             )
         sampling = request.sampling
-        return KnownOutput(
+        return ResumedOutput(
             tokenizer=self._tokenizer,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -143,7 +143,7 @@ class RequestPreparation:
                 # Only the first choice loads KV. The others can find it in the prefix cache.
                 kv_transfer=request.kv_transfer if choice is choices[0] and not request.given else None,
                 guide=choice.guide,
-                known_output=() if request.resume is None else request.resume.token_ids[choice.index],
+                resumed_output=() if request.resume is None else request.resume.token_ids[choice.index],
                 given=request.given,
             )
             for choice in choices
@@ -198,7 +198,7 @@ class RequestPreparation:
         kv_transfer = sequence.kv_transfer
         if kv_transfer is not None:  # KV that was to be loaded is computed instead. A requested hold stays.
             kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None
-        return msgspec.structs.replace(sequence, known_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
+        return msgspec.structs.replace(sequence, resumed_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
 
     def _check_images(self, request: OpenRequest) -> None:
         if self._model.images is None and isinstance(request.prompt, ChatPrompt):

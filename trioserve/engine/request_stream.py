@@ -6,8 +6,8 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
+from trioserve.engine.lifecycle.scope_stream import ScopeStream
 from trioserve.engine.open_request import OpenRequest
-from trioserve.engine.shell.scope_stream import ScopeStream
 from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["RequestStream"]

@@ -64,7 +64,7 @@ class Groups(Protocol):
 
 
 class ThreadedWeights:
-    """Replaces the weights of a model that computes in a thread. Implements `WeightPlace`.
+    """Replaces the weights of a model that computes in a thread. Implements `WeightTarget`.
 
     Calls that wait for a trainer run in threads that are abandoned on cancel, because only their own deadline ends
     them.

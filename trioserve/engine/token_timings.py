@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from trioserve.engine.lifecycle.step_timings import StepTimings
 from trioserve.engine.open_request import Choice
-from trioserve.engine.shell.step_timings import StepTimings
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["TokenTimings"]

@@ -1,4 +1,4 @@
-"""The weights with which an engine computes, and their replacement between two steps. `WeightPlace` writes them.
+"""The weights with which an engine computes, and their replacement between two steps. `WeightTarget` writes them.
 
     one at a time:  check the source ─► stop steps ─► the step in flight ends ─► replace ─► resume
 
@@ -26,10 +26,10 @@ from trioserve.contracts.weights import (
     WeightGroup,
     WeightSource,
 )
-from trioserve.engine.shell.pausing import Pausing
-from trioserve.engine.shell.step_gate import StepGate
+from trioserve.engine.lifecycle.pausing import Pausing
+from trioserve.engine.lifecycle.step_gate import StepGate
 
-__all__ = ["IN_FLIGHT", "GivenSource", "WEIGHTS_REPLACED", "Replacement", "WeightPlace", "WeightUpdates"]
+__all__ = ["IN_FLIGHT", "GivenSource", "WEIGHTS_REPLACED", "Replacement", "WeightTarget", "WeightUpdates"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Replacement(Protocol):
         ...
 
 
-class WeightPlace(Protocol):
+class WeightTarget(Protocol):
     """Replaces the weights of the executor."""
 
     async def check(self, source: WeightSource) -> Replacement:
@@ -127,7 +127,7 @@ class WeightUpdates:
 
     def __init__(
         self,
-        place: WeightPlace | str,
+        place: WeightTarget | str,
         pausing: Pausing,
         gate: StepGate,
         *,
@@ -165,7 +165,7 @@ class WeightUpdates:
         """True while an update stops the steps for a short time."""
         return self._pausing.is_replacing and not self.is_half
 
-    def install(self, place: WeightPlace | str) -> bool:
+    def install(self, place: WeightTarget | str) -> bool:
         """Use the place of newly opened parts.
 
         Args:
@@ -210,7 +210,7 @@ class WeightUpdates:
         async with self.turn:
             await self._known_place().leave_group(to_str("group_name", name))
 
-    def _known_place(self) -> WeightPlace:
+    def _known_place(self) -> WeightTarget:
         """Return the place. Raises InvalidRequest if weights cannot be replaced."""
         if isinstance(self._place, str):
             raise InvalidRequest(f"{self._place}: the weights of a running engine cannot be replaced")
@@ -245,7 +245,7 @@ class WeightUpdates:
                     self._note_end(replacement.state, new, recomputes=in_flight == "recompute")
         return new
 
-    async def _checked_by_place(self, source: WeightSource) -> tuple[WeightPlace, Replacement]:
+    async def _checked_by_place(self, source: WeightSource) -> tuple[WeightTarget, Replacement]:
         """Check a source with the current place. Checks again if the engine was reopened meanwhile."""
         while True:
             self._check_may_replace()
@@ -262,7 +262,7 @@ class WeightUpdates:
             if self._is_current(place):
                 return place, replacement
 
-    async def _write(self, replacement: Replacement, place: WeightPlace) -> None:
+    async def _write(self, replacement: Replacement, place: WeightTarget) -> None:
         try:
             await replacement.replace()
         except Exception as error:
@@ -290,10 +290,10 @@ class WeightUpdates:
         self._pausing.set_replacing(self.is_half)
         self._note_ended()
 
-    def _is_current(self, place: WeightPlace) -> bool:
+    def _is_current(self, place: WeightTarget) -> bool:
         return place is self._place and self._computes()
 
-    def _check_is_current(self, place: WeightPlace) -> None:
+    def _check_is_current(self, place: WeightTarget) -> None:
         """Raise WeightsLost if the place was closed or replaced."""
         if not self._is_current(place):
             raise WeightsLost(ENDED_MEANWHILE)

@@ -8,7 +8,7 @@ from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.http.exchange import BodyTooLarge
 from trioserve.http.headers import Headers
 from trioserve.http.limits import FrontendLimits
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 __all__ = ["BodyBudget", "BodyShare"]
 
@@ -33,7 +33,7 @@ class BodyBudget:
         self.limits = limits
         self.bytes_held = 0
         self.bytes_total = 0
-        self.decompressions = FairPlaces(DECOMPRESSIONS_MAX, what="compressed bodies")
+        self.decompressions = FairSlots(DECOMPRESSIONS_MAX, what="compressed bodies")
 
 
 class BodyShare:
@@ -55,7 +55,7 @@ class BodyShare:
         self.is_decompressed = False
 
     @property
-    def decompressions(self) -> FairPlaces:
+    def decompressions(self) -> FairSlots:
         return self._budget.decompressions
 
     def check_announced(self, headers: Headers) -> None:

@@ -24,7 +24,7 @@ from trioserve.http.http2.connection import H2Connection
 from trioserve.http.http2.frames import PREFACE
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.rate_bucket import RateBucket
-from trioserve.trio_tools.places import Place, Places, remote_address
+from trioserve.trio_tools.connection_limit import ConnectionLimit, Place, remote_address
 from trioserve.trio_tools.tcp_stream import TcpStream, end_when_vanished
 
 __all__ = ["FrontendServer"]
@@ -81,8 +81,8 @@ class FrontendServer:
         self._protocol_reports = RateBucket(per_second=1 / 60, burst=3, now=0.0)
         connections_max = self._limits.connections_max
         strangers_share = 1.0 if knows_caller is None else self._limits.unknown_connections_share_max
-        self._places = Places(
-            places_max=connections_max,
+        self._places = ConnectionLimit(
+            connections_max=connections_max,
             strangers_max=max(1, int(connections_max * strangers_share)),
             per_address_max=self._limits.connections_per_address_max,
             on_crowded=lambda: self._count_refusal(ConnectionRefusal.CROWDED),

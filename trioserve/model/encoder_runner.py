@@ -11,7 +11,7 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVPages
-from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu, torch_now
@@ -176,7 +176,7 @@ class EncoderRunner:
                 chunks.append(chunk)
             else:
                 errors[chunk.request.id] = fault
-        pooled: dict[RequestId, Pooled] = {}
+        pooled: dict[RequestId, PoolingResult] = {}
         if chunks:
             texts = [EncodedText(chunk.request.prompt_token_ids, _segment(chunk)) for chunk in chunks]
             hidden = self._forward(texts, is_abandoned)
@@ -192,7 +192,7 @@ class EncoderRunner:
 
     def _pooled(
         self, chunks: list[ScheduledChunk], hidden: Tensor, errors: dict[RequestId, str]
-    ) -> dict[RequestId, Pooled]:
+    ) -> dict[RequestId, PoolingResult]:
         torch, encoder = torch_now(), self._encoder
         assert encoder is not None, "execute after close"
         firsts, row = [], 0
@@ -206,11 +206,11 @@ class EncoderRunner:
                 rows = [hidden[firsts[place] : firsts[place] + chunks[place].count] for place in scored]
                 scores = dict(zip(scored, encoder.scores(rows).tolist(), strict=True))
         numbers = hidden.to("cpu", torch.float32).numpy()
-        found: dict[RequestId, Pooled] = {}
+        found: dict[RequestId, PoolingResult] = {}
         for place, chunk in enumerate(chunks):
             pooling = _pooling(chunk)
             if place in scores:
-                one = Pooled.of([scores[place]]) if scores[place] == scores[place] else None
+                one = PoolingResult.of([scores[place]]) if scores[place] == scores[place] else None
             else:
                 rows_of_text = numbers[firsts[place] : firsts[place] + chunk.count]
                 one = pooled_vector(rows_of_text[needed_rows(pooling)], pooling)

@@ -19,7 +19,7 @@ import numpy as np
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.adapter_weights import AdapterWeights
@@ -436,7 +436,7 @@ class NativeModel:
     def has_adapter(self, id: AdapterId) -> bool:
         return id in self._adapters
 
-    def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> Pooled | None:
+    def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> PoolingResult | None:
         pooling = chunk.request.pooling
         assert pooling is not None, "a chunk without pooling"
         assert self._engine is not None, "compute after close"
@@ -445,7 +445,7 @@ class NativeModel:
             rows = np.repeat(hidden[-1:], len(targets), axis=0)
             found = self._engine.logprobs(self._struct, rows, targets, 0)
             self._check_callbacks()
-            return None if found is None else Pooled(found[0][:, 0].astype("<f4").tobytes())
+            return None if found is None else PoolingResult(found[0][:, 0].astype("<f4").tobytes())
         rows = normed(self.config.norm, hidden[needed_rows(pooling)], self._norm, self.config.norm_eps)
         return pooled_vector(rows, pooling)
 

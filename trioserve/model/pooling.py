@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.model.model_config import NormKind
 from trioserve.model.number_formats import Float32Array
 
@@ -24,7 +24,7 @@ def needed_rows(pooling: Pooling) -> slice:
     return {"last": slice(-1, None), "cls": slice(0, 1), "mean": slice(None)}[pooling.method]
 
 
-def pooled_vector(rows: Float32Array, pooling: Pooling) -> Pooled | None:
+def pooled_vector(rows: Float32Array, pooling: Pooling) -> PoolingResult | None:
     """Pool rows into one vector.
 
     Args:
@@ -40,7 +40,7 @@ def pooled_vector(rows: Float32Array, pooling: Pooling) -> Pooled | None:
         vector = vector / max(float(np.linalg.norm(vector)), LENGTH_MIN)
     if not np.isfinite(vector).all():
         return None
-    return Pooled(vector.astype("<f4").tobytes())
+    return PoolingResult(vector.astype("<f4").tobytes())
 
 
 def normed(kind: NormKind, rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:

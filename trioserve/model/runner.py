@@ -14,7 +14,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.version import VERSION
 from trioserve.model.adapter_weights import AdapterWeights
@@ -701,7 +701,7 @@ class _Step:
                 errors[request_id] = NOT_FINITE
             else:
                 prompt_logprobs[request_id] = entries
-        pooled: dict[RequestId, Pooled] = {}
+        pooled: dict[RequestId, PoolingResult] = {}
         for place, vector in computed.pooled.items():
             request_id = chunks[place].request.id
             if vector is None:

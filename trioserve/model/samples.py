@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.number_formats import Float32Array
@@ -79,7 +79,7 @@ class ComputedStep:
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
-    pooled: dict[int, Pooled | None] = field(default_factory=dict)
+    pooled: dict[int, PoolingResult | None] = field(default_factory=dict)
     tapped: list[Any] | None = None
     hidden: Float32Array | None = None
 

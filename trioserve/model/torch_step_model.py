@@ -13,7 +13,7 @@ from torch import Tensor
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.adapter_weights import AdapterWeights
@@ -488,7 +488,7 @@ def _samples(model: Decoder, hidden: Tensor, chunks: Sequence[ScheduledChunk], m
     return sample(model.logits(hidden), chunks, model.kernels, masks)
 
 
-def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> Pooled | None:
+def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> PoolingResult | None:
     """Pool one prompt.
 
     Args:
@@ -498,7 +498,7 @@ def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> Pooled | None:
         logits = model.logits(hidden[-1:])
         if not bool(finite_rows(logits).all()):
             return None
-        return Pooled.of(logits[0].to(torch.float32).log_softmax(-1)[list(pooling.label_token_ids)].tolist())
+        return PoolingResult.of(logits[0].to(torch.float32).log_softmax(-1)[list(pooling.label_token_ids)].tolist())
     rows = model.normed(hidden[needed_rows(pooling)])
     return pooled_vector(rows.to("cpu", torch.float32).numpy(), pooling)
 

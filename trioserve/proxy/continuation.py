@@ -332,7 +332,7 @@ class Continuation:
 
     # --- failure ---
 
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Return True if another endpoint could resume the stream.
 
         The check does not parse the ids, because it is made for hundreds of streams at once when an endpoint hangs.

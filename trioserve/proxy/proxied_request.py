@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["forward"]
 
-PICTURE_PATHS = frozenset({"/v1/images/generations", EDITS_PATH})
+IMAGE_PATHS = frozenset({"/v1/images/generations", EDITS_PATH})
 HAS_NO_BLOCKS = frozenset(
     {
         "/tokenize",
@@ -47,7 +47,7 @@ HAS_NO_BLOCKS = frozenset(
         "/v1/messages/count_tokens",
         "/v1/responses/input_tokens",
         "/api/show",
-        *PICTURE_PATHS,
+        *IMAGE_PATHS,
     }
 )
 """Forwarded paths whose requests have no KV blocks, and therefore no salt."""
@@ -102,7 +102,7 @@ async def _forward(context: RouterContext) -> None:
     with clock.running():
         if body.stream and wants_lines(path, context.exchange.headers):
             context.client_events = ClientLines()  # a client that reads lines cannot report its position in a stream
-        elif body.stream and path not in PICTURE_PATHS:  # image events have no ids from which a client could resume
+        elif body.stream and path not in IMAGE_PATHS:  # image events have no ids from which a client could resume
             stream = await context.peers.stream_of(
                 context, said, model, choice_count=max(1, body.n or 1) * body.prompt_count
             )
@@ -165,7 +165,7 @@ async def _pass_through(
         admission.headers = partial(request_headers, context, None, with_body=False)
         with context.continued(Continuation.of(context, body, request)) as continuation:
             if continuation is not None:
-                admission.can_go_on = continuation.can_go_on
+                admission.can_resume = continuation.can_resume
                 admission.note_reasoning_ended = continuation.note_reasoning_ended
             if admission.stage is not None:
                 await serve_disaggregated(context, admission, raw, body, clock)

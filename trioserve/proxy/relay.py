@@ -49,7 +49,7 @@ from trioserve.proxy.response_shape import (
 )
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.fair_places import STAGE_FULL
+from trioserve.trio_tools.fair_slots import STAGE_FULL
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope

@@ -20,7 +20,7 @@ import trio
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, INSTANCE_HEADER, heartbeat_field
 from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER, EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, StartupError
-from trioserve.proxy.response_reader import BadResponse, CutOff, ResponseHead, ResponseReader
+from trioserve.proxy.response_reader import BadResponse, IncompleteResponse, ResponseHead, ResponseReader
 from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.router.settings import SilenceSettings
 from trioserve.router.silence import AwaitedResponse, Loss, SilenceWatch
@@ -581,7 +581,7 @@ class _Connection:
         return EndpointLost(said)
 
     def _lost(self, error: BadResponse) -> EndpointLost:
-        if not isinstance(error, CutOff):
+        if not isinstance(error, IncompleteResponse):
             return InvalidAnswer(self.id, "not_http", str(error))
         return EndpointLost(f'the endpoint "{self.id}" broke off its response: {error}')
 

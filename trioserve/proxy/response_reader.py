@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 
-__all__ = ["BadResponse", "CutOff", "ResponseHead", "ResponseReader"]
+__all__ = ["BadResponse", "IncompleteResponse", "ResponseHead", "ResponseReader"]
 
 HEAD_BYTES_MAX = 65536
 INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response, without a pause between them
@@ -29,7 +29,7 @@ class BadResponse(Exception):
     """The bytes are not an HTTP/1.1 response, or the response is incomplete. The message says why."""
 
 
-class CutOff(BadResponse):
+class IncompleteResponse(BadResponse):
     """The connection ended before the response did."""
 
 
@@ -113,7 +113,7 @@ class ResponseReader:
 
         Raises:
             BadResponse: The bytes are not a valid head.
-            CutOff: The connection ended.
+            IncompleteResponse: The connection ended.
         """
         while True:
             end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
@@ -121,7 +121,9 @@ class ResponseReader:
                 if len(self._held) >= HEAD_BYTES_MAX:
                     raise BadResponse(f"the head has more than {HEAD_BYTES_MAX} bytes")
                 if self._at_end:
-                    raise CutOff("the connection closed within the head" if self._held else "no response arrived")
+                    raise IncompleteResponse(
+                        "the connection closed within the head" if self._held else "no response arrived"
+                    )
                 return None
             head, self._held = self._held[:end].decode("latin-1"), self._held[end + 4 :]
             first, line_end, _ = head.partition("\r\n")
@@ -155,7 +157,7 @@ class ResponseReader:
 
         Raises:
             BadResponse: The chunks are invalid.
-            CutOff: The connection ended.
+            IncompleteResponse: The connection ended.
         """
         stage = self._stage
         if stage is _Stage.LENGTH:
@@ -267,4 +269,4 @@ class ResponseReader:
 
     def _check_more_may_come(self) -> None:
         if self._at_end:
-            raise CutOff(f"the connection closed, and {self._stage.value} is missing")
+            raise IncompleteResponse(f"the connection closed, and {self._stage.value} is missing")

@@ -54,7 +54,7 @@ from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
 from trioserve.proxy.router_context import RouterContext, RoutingRules
 from trioserve.proxy.router_feed import RouterFeed
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
@@ -483,7 +483,7 @@ class RouterApp(BaseApp[RouterContext]):
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
         self._streams = LiveStreams()
-        self._forms = FairPlaces(FORMS_MAX, what="forms")
+        self._forms = FairSlots(FORMS_MAX, what="forms")
         metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
 
     def new_context(self, exchange: Exchange) -> RouterContext:

@@ -21,7 +21,7 @@ from trioserve.proxy.peers.kept_stream import Stream
 from trioserve.proxy.peers.not_the_same import not_the_same
 from trioserve.proxy.peers.processes import OneProcess
 from trioserve.proxy.peers.retries import NoPeers
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
@@ -122,7 +122,7 @@ class RouterContext(Responder):
         peers: NoPeers | None = None,
         page: Page | None = None,
         processes: OneProcess | None = None,
-        forms: FairPlaces,
+        forms: FairSlots,
     ) -> None:
         super().__init__(exchange, clock_and_ids)
         self.processes = processes or OneProcess()

@@ -16,7 +16,7 @@ from trioserve.contracts.errors import StartupError
 from trioserve.ranks.frames import framed
 from trioserve.ranks.handshake import Challenge, Hello, Verdict, answered, challenge, is_server, verdict
 from trioserve.ranks.stage_meeting import RANK_VANISHED_SECONDS, make_blocking
-from trioserve.trio_tools.places import Place, Places, remote_address
+from trioserve.trio_tools.connection_limit import ConnectionLimit, Place, remote_address
 from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["connect_rank", "wait_for_ranks"]
@@ -51,8 +51,8 @@ async def wait_for_ranks(
         StartupError: this machine cannot listen at the address.
     """
     found: dict[int, socket.socket] = {}
-    strangers = Places(
-        places_max=HANDSHAKES_MAX, strangers_max=HANDSHAKES_MAX, per_address_max=HANDSHAKES_OF_ADDRESS_MAX
+    strangers = ConnectionLimit(
+        connections_max=HANDSHAKES_MAX, strangers_max=HANDSHAKES_MAX, per_address_max=HANDSHAKES_OF_ADDRESS_MAX
     )
     is_complete = trio.Event()
 

@@ -300,7 +300,7 @@ class RankGroup:
         return any(answer.value for answer in (await self.ask(Claim, may_leave=True)).values())
 
     async def add(self, id: AdapterId, content: Any) -> None:
-        """Load an adapter into all ranks, see AdapterPlace.
+        """Load an adapter into all ranks, see AdapterTarget.
 
         Args:
             id: number of the adapter.

@@ -36,7 +36,7 @@ class Ranks(Protocol):
 
 
 class RankedWeights:
-    """The WeightPlace of a model in ranks.
+    """The WeightTarget of a model in ranks.
 
     Args:
         ranks: the group.

@@ -209,7 +209,7 @@ class RouterCore:
         ticket.sent_index = self.sent_total
         self._fleet.of(ticket).sent[ticket.sent_index] = ticket.request.sequences
 
-    def first_token(self, ticket: Ticket, now: float, *, can_go_on: bool = False) -> None:
+    def first_token(self, ticket: Ticket, now: float, *, can_resume: bool = False) -> None:
         """Record that the endpoint has begun to answer, or to resume a stream.
 
         After this, a failure is visible to the client unless the stream can resume at another endpoint.
@@ -217,7 +217,7 @@ class RouterCore:
         Args:
             ticket: the request.
             now: time in seconds.
-            can_go_on: True if the stream can resume at another endpoint. Then the router may move it on purpose.
+            can_resume: True if the stream can resume at another endpoint. Then the router may move it on purpose.
         """
         if ticket.state is not TicketState.LEASED or ticket.is_answered:
             return
@@ -231,7 +231,7 @@ class RouterCore:
                     refusing.note_failure(now)
             ticket.fingerprint = endpoint.fingerprint
             self._disaggregation.note_outcome(ticket, PairOutcome.PAIRED)
-        ticket.is_answered, ticket.can_go_on = True, can_go_on
+        ticket.is_answered, ticket.can_resume = True, can_resume
         self._moving.note_arrived(ticket)
         endpoint.note_success(now)
         self._fleet.end_probe(ticket)
@@ -263,7 +263,7 @@ class RouterCore:
             ticket: the stream's request.
             now: time in seconds.
         """
-        ticket.can_go_on = False
+        ticket.can_resume = False
         self._moving.leave(ticket)
         if ticket.next_lease is not None:
             self._drop_next_lease(ticket)
@@ -828,7 +828,7 @@ class RouterCore:
         """Ask all requests to leave an endpoint that is being emptied and whose deadline has passed."""
         for ticket in list(self._live.values()):
             is_there = ticket.endpoint == id and ticket.is_sent and ticket.next_lease is None
-            is_free = (ticket.can_go_on or not ticket.has_token) and ticket.request.pinned is None
+            is_free = (ticket.can_resume or not ticket.has_token) and ticket.request.pinned is None
             if is_there and is_free and self._fleet.of_model(ticket.request.model).serving_count:
                 self._on_move(ticket)
 

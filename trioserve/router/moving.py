@@ -74,7 +74,7 @@ class Moving:
         """
         if (
             ticket.endpoint in self._deadlines
-            and ticket.can_go_on
+            and ticket.can_resume
             and ticket.is_answered
             and ticket.state in (TicketState.LEASED, TicketState.RUNNING_FREE)
             and not ticket.is_moving

@@ -121,7 +121,7 @@ class Ticket:
             the endpoint's process still runs.
         is_on_trial: True while the request waits until its failed endpoints have been checked, see continuation.
         fingerprint: fingerprint of the endpoint that computed the first token. None: unknown.
-        can_go_on: True if another endpoint could resume the stream from the tokens that the client has.
+        can_resume: True if another endpoint could resume the stream from the tokens that the client has.
         is_moving: True while the stream runs and waits for a slot at another endpoint, because it has to leave its own.
         next_lease: the lease at the endpoint to which the stream moves, in addition to the current lease. None: no such
             lease.
@@ -130,7 +130,7 @@ class Ticket:
     __slots__ = (
         "again_index",
         "broken",
-        "can_go_on",
+        "can_resume",
         "continuations",
         "endpoint",
         "entered_at",
@@ -183,7 +183,7 @@ class Ticket:
         self.broken: tuple[Break, ...] = ()
         self.is_on_trial = False
         self.fingerprint: str | None = None
-        self.can_go_on = False
+        self.can_resume = False
         self.is_moving = False
         self.next_lease: Lease | None = None
         self.tried: dict[EndpointId, int] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.events import FinishReason, TokenLogprob
-from trioserve.contracts.pooling import Pooled
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve.testing.fake_executor import FakeModel
@@ -34,7 +34,7 @@ class ReferenceResponse(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    pooled: Pooled | None = None
+    pooled: PoolingResult | None = None
 
 
 class ReferenceEngine:

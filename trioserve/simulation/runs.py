@@ -66,15 +66,15 @@ def runs_of(mode: Mode) -> Runs:
             simulation=stack_simulator.StackSimulation,
         )
     if mode == "lasting":
-        from trioserve.simulation.lasting import plan as lasting_plan
-        from trioserve.simulation.lasting import simulator as lasting_simulator
+        from trioserve.simulation.stored import plan as stored_plan
+        from trioserve.simulation.stored import simulator as stored_simulator
 
         return _PlanRuns(
-            drawn_plan=lasting_plan.drawn_lasting_plan,
-            plan=lasting_plan.LastingPlan,
-            plan_of=lasting_plan.lasting_plan_of,
-            script_of=lasting_plan.script_of,
-            simulation=lasting_simulator.LastingSimulation,
+            drawn_plan=stored_plan.drawn_stored_plan,
+            plan=stored_plan.StoredPlan,
+            plan_of=stored_plan.stored_plan_of,
+            script_of=stored_plan.script_of,
+            simulation=stored_simulator.StoredSimulation,
         )
     if mode == "ranks":
         from trioserve.simulation.ranks import plan as ranks_plan

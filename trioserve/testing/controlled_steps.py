@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.engine.shell.stepped_core import AnyPlan, ComputesPlans
+from trioserve.engine.lifecycle.stepped_core import AnyPlan, ComputesPlans
 
 __all__ = ["ControlledSteps"]
 

@@ -22,22 +22,22 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters, ReadAdapter
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.engine_parts import EngineParts
+from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.mask_rows import MasksAtOnce
-from trioserve.engine.model_description import PooledModel
+from trioserve.engine.model_description import PoolingModel
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.settings import EngineSettings, deadlines_of
-from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.settings import lora_modules as read_lora_modules
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
+from trioserve.testing.fake_cache_release import FakeCacheRelease
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
-from trioserve.testing.fake_nap import FakeNap
-from trioserve.testing.fake_weights import FakeWeightPlace
+from trioserve.testing.fake_weights import FakeWeightTarget
 from trioserve.testing.gated_core import GatedCore
-from trioserve.testing.inline_pictures import InlineDecoder
+from trioserve.testing.inline_images import InlineDecoder
 from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.option_names import options_named
@@ -71,7 +71,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         connector: the KV connector, or None.
         image_encoder: the fake image encoder, or None if the model reads text only.
         image_decoder: decodes images in the event loop.
-        weights: where weights are replaced. See `FakeWeightPlace`.
+        weights: where weights are replaced. See `FakeWeightTarget`.
     """
 
     core: GatedCore
@@ -112,7 +112,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
                 eos_token_ids=(END_TOKEN_ID,),
                 created_at=0,
                 fingerprint="fake+exact",
-                pooled=PooledModel(
+                pooled=PoolingModel(
                     embedding_size=EMBEDDING_SIZE,
                     method="last" if core.settings.keeps_kv else "mean",
                     is_encoder=not core.settings.keeps_kv,
@@ -155,7 +155,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         assert isinstance(steps, ControlledSteps)
         assert isinstance(steps.executor, FakeExecutor)
         self.core, self.steps, self.executor, self.connector = core, steps, steps.executor, parts.connector
-        assert isinstance(parts.weights, FakeWeightPlace)
+        assert isinstance(parts.weights, FakeWeightTarget)
         self.weights = parts.weights
         WATCH.add(self)
         assert parts.image_encoder is None or isinstance(parts.image_encoder, FakeImageEncoder)
@@ -220,7 +220,7 @@ def _fake_adapter_reader(seconds: float) -> ReadAdapter:
     return read
 
 
-class _FakeAdapterPlace:
+class _FakeAdapterTarget:
     def __init__(self, executor: FakeExecutor) -> None:
         self._executor = executor
 
@@ -408,8 +408,8 @@ async def open_fake_engine(
             if opened[0].broken_openings:
                 opened[0].broken_openings -= 1
                 raise InjectedFault("a test made the restart fail")
-        adapter_place: list[_FakeAdapterPlace] = []
-        weights = FakeWeightPlace()
+        adapter_target: list[_FakeAdapterTarget] = []
+        weights = FakeWeightTarget()
 
         def made() -> EngineParts:
             executor = new_executor(
@@ -428,22 +428,22 @@ async def open_fake_engine(
                 mask_maker=MasksAtOnce(BYTE_VOCAB_SIZE),
             )
             seconds = opened[0].step_seconds if opened else step_seconds
-            adapter_place[:] = [_FakeAdapterPlace(executor)]
+            adapter_target[:] = [_FakeAdapterTarget(executor)]
             steps = ControlledSteps(executor, seconds=seconds)
             weights.attach(executor)
             return EngineParts(
-                core, steps, connects, image_encoder=images, cache_release=FakeNap(remade), weights=weights
+                core, steps, connects, image_encoder=images, cache_release=FakeCacheRelease(remade), weights=weights
             )
 
         async def remade() -> EngineParts:
             await trio.sleep(opening_seconds)
             parts = made()
-            await fake_adapters.attach(adapter_place[0])
+            await fake_adapters.attach(adapter_target[0])
             return parts
 
         images = None if image_limits is None else FakeImageEncoder(tile_seconds=tile_seconds)
         parts = made()
-        await fake_adapters.attach(adapter_place[0])
+        await fake_adapters.attach(adapter_target[0])
         try:
             yield parts
         finally:

@@ -18,7 +18,7 @@ import msgspec
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.ids import NO_BLOCK, RequestId
-from trioserve.contracts.pooling import Pooled, Pooling
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.weights import kept_salt
@@ -132,7 +132,7 @@ class FakeModel:
                 token_id = (token_id + 1) % self.vocab_size
         return token_id
 
-    def pooled(self, pooling: Pooling, digest: int) -> Pooled:
+    def pooled(self, pooling: Pooling, digest: int) -> PoolingResult:
         """Return the vector or score of a prompt. It depends on every field of the pooling parameters, so that a lost
         field is noticed.
 
@@ -145,14 +145,14 @@ class FakeModel:
             number from 0 to 1. For labels one log probability per label.
         """
         if pooling.task == "labels":
-            return Pooled.of([self.logprob(token_id, digest, 0).logprob for token_id in pooling.label_token_ids])
+            return PoolingResult.of([self.logprob(token_id, digest, 0).logprob for token_id in pooling.label_token_ids])
         if pooling.task == "score":
-            return Pooled.of([_mixed(digest ^ (pooling.first_segment_tokens or 0)) / _MASK_64])
+            return PoolingResult.of([_mixed(digest ^ (pooling.first_segment_tokens or 0)) / _MASK_64])
         digest = _mixed(digest ^ len(pooling.method))
         numbers = [2.0 * _mixed(digest + index) / _MASK_64 - 1.0 for index in range(EMBEDDING_SIZE)]
         numbers = numbers[: pooling.dimensions]
         length = math.sqrt(sum(number * number for number in numbers)) if pooling.normalize else 1.0
-        return Pooled.of([number / length for number in numbers])
+        return PoolingResult.of([number / length for number in numbers])
 
     def logprob(self, token_id: int, digest: int, top_count: int) -> TokenLogprob:
         """Return made-up but deterministic log probabilities. A token has the same value as the chosen token and among

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, Picture
+from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, RGBImage
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
@@ -16,13 +16,13 @@ from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.open_image import OpenImage
+from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.settings import EngineSettings, deadlines_of
-from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.controlled_steps import ControlledSteps
-from trioserve.testing.fake_nap import FakeNap
-from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
+from trioserve.testing.fake_cache_release import FakeCacheRelease
+from trioserve.testing.fake_image_executor import FakeImageExecutor, image_after
 from trioserve.testing.gated_core import GatedImageCore
 from trioserve.testing.iterative_invariants import check_iterative_idle
 from trioserve.testing.option_names import options_named
@@ -66,7 +66,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
 
     core: GatedImageCore
     steps: ControlledSteps[IterativePlan, IterativeResult]
-    executor: FakePictureExecutor
+    executor: FakeImageExecutor
 
     def __init__(
         self, parts: ImageParts, settings: EngineSettings, model: ImageModelDescription, limits: ImageRequestLimits
@@ -90,7 +90,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
     def _look_into(self, parts: ImageParts) -> None:
         assert isinstance(parts.core, GatedImageCore)
         assert isinstance(parts.steps, ControlledSteps)
-        assert isinstance(parts.steps.executor, FakePictureExecutor)
+        assert isinstance(parts.steps.executor, FakeImageExecutor)
         self.core, self.steps, self.executor = parts.core, parts.steps, parts.steps.executor
         WATCH.add(self)
 
@@ -110,7 +110,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         """Requests that have entered the engine and have not left it."""
         return list(self._requests)
 
-    def expected(self, stream: ImageStream, *, steps_done: int | None = None) -> list[Picture]:
+    def expected(self, stream: ImageStream, *, steps_done: int | None = None) -> list[RGBImage]:
         """Return the images of a stream after a number of denoising steps. They do not depend on other requests.
 
         Args:
@@ -122,7 +122,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
             request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
             for choice, seed in zip(request.choices, request.seeds, strict=True)
         ]
-        return [picture_after(task, task.step_count if steps_done is None else steps_done) for task in asked]
+        return [image_after(task, task.step_count if steps_done is None else steps_done) for task in asked]
 
     def assert_all_free(self) -> None:
         """Assert that no request has a latent slot or other state in the engine. See `testing.assert_all_free`."""
@@ -152,7 +152,7 @@ async def open_fake_image_engine(
     engine_restarts: int = 0,
     opening_seconds: float = 0.0,
     seed: int | None = None,
-    new_executor: Callable[[int], FakePictureExecutor] = FakePictureExecutor,
+    new_executor: Callable[[int], FakeImageExecutor] = FakeImageExecutor,
 ) -> AsyncIterator[FakeImageEngine]:
     """Open an image engine without weights. Everything except the model is the code of open_image_engine.
 
@@ -176,7 +176,7 @@ async def open_fake_image_engine(
         opening_seconds: seconds that a restart of the engine takes, after a fault or after sleep.
         seed: source of the seeds of requests that have none. Default: the same in every run, but different for each
             engine of a Trio program.
-        new_executor: FakePictureExecutor, or a subclass.
+        new_executor: FakeImageExecutor, or a subclass.
 
     Raises:
         StartupError: an option is out of range. The message uses the names of this function's parameters.
@@ -206,7 +206,7 @@ async def open_fake_image_engine(
         executor = new_executor(max_num_seqs + kept_slots)
         core = GatedImageCore(core_settings, is_paused=opened[0].core.is_paused if opened else paused)
         steps = ControlledSteps(executor, seconds=opened[0].step_seconds if opened else step_seconds)
-        return ImageParts(core, steps, cache_release=FakeNap(make_parts))
+        return ImageParts(core, steps, cache_release=FakeCacheRelease(make_parts))
 
     @asynccontextmanager
     async def open_parts() -> AsyncIterator[ImageParts]:

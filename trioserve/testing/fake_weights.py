@@ -10,12 +10,12 @@ from trioserve.contracts.errors import InvalidRequest, ModelLoadError
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
 from trioserve.testing.fake_executor import FakeExecutor
 
-__all__ = ["FakeWeightPlace"]
+__all__ = ["FakeWeightTarget"]
 
 
-class FakeWeightPlace:
-    """A WeightPlace of an engine without weights. Each source has other weights. A source with "missing" in its name is
-    refused.
+class FakeWeightTarget:
+    """A WeightTarget of an engine without weights. Each source has other weights. A source with "missing" in its name
+    is refused.
 
     Attributes:
         seconds: seconds that writing takes.
@@ -70,7 +70,7 @@ class FakeWeightPlace:
 
 
 class _FakeReplacement:
-    def __init__(self, place: FakeWeightPlace, number: int) -> None:
+    def __init__(self, place: FakeWeightTarget, number: int) -> None:
         self._place = place
         self._number = number
         self.state = ReplacementState.CHECKED

@@ -10,7 +10,7 @@ import trio
 
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
-from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.edit_slots import EditSlots
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.api.images.unsent_images import UnsentImages
 from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
@@ -24,7 +24,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
-from trioserve.testing.inline_pictures import InlineDecoder, InlinePictures, JobGate
+from trioserve.testing.inline_images import InlineDecoder, InlineImages, JobGate
 from trioserve.testing.inline_store import InlineStore, open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
@@ -197,7 +197,7 @@ async def open_memory_image_server(
     access: AccessRules | None = None,
     page: PageSettings | None = None,
     uploads: ImageLimits | None = None,
-    edits: EditPlaces | None = None,
+    edits: EditSlots | None = None,
     unsent: UnsentImages | None = None,
     logs_requests: bool = False,
     request_limits: ImageRequestLimits | None = None,
@@ -213,7 +213,7 @@ async def open_memory_image_server(
         **engine_options: options of open_fake_image_engine.
     """
     async with open_fake_image_engine(limits=request_limits, **engine_options) as engine:
-        threads = InlinePictures()
+        threads = InlineImages()
         decoder = InlineDecoder(uploads or ImageLimits(pixels_max=engine.limits.pixels_max), engine.metrics)
         app = ImageApp(
             engine,

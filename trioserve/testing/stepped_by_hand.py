@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.ids import RequestId
-from trioserve.engine.shell.requests_by_id import RequestsById
-from trioserve.engine.shell.stepped_core import AnyPlan
+from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.gated_core import GatedSteps
 

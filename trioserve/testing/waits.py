@@ -61,7 +61,7 @@ def _next_of(active: list[Any]) -> str:
     if hasattr(active[0], "steps_done"):
         done, total = sum(live.steps_done for live in active), sum(live.request.step_count for live in active)
         return f"denoising step {done + 1} of {total}" if done < total else "its decoded image"
-    if active[0].is_pooled:
+    if active[0].is_pooling:
         return "its vector"
     done = sum(live.output_count for live in active)
     return f"token {done + 1} of {sum(live.request.output_tokens_max for live in active)}"

@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.text.grammar_bounds import (
     check_fixed_text,
     check_lark,
@@ -60,23 +60,23 @@ def grammar_source(
             enforced.
     """
     match structured.kind:
-        case FormKind.JSON_OBJECT:
+        case SchemaKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(with_json_options({"type": "object"}))
-        case FormKind.JSON_SCHEMA:
+        case SchemaKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(with_json_options(_schema_of(structured, ignored)))
-        case FormKind.REGEX:
+        case SchemaKind.REGEX:
             check_pattern(structured.source, param=structured.param)
             return LLMatcher.grammar_from_regex(structured.source)
-        case FormKind.CHOICE:
+        case SchemaKind.CHOICE:
             # Use one terminal for all choices. The parser has an item per rule, and can have 2,000 items.
             choices = " | ".join(map(json.dumps, _choices_of(structured)))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-        case FormKind.GRAMMAR:
+        case SchemaKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(_lark_of(structured))
-        case FormKind.TOOL_CALLS:
+        case SchemaKind.TOOL_CALLS:
             check_schemas_within(structured.source, param=structured.param)
             return LLMatcher.grammar_from_lark(with_kept_schemas(structured.source, ignored, param=structured.param))
-        case FormKind.STRUCTURAL_TAG:
+        case SchemaKind.STRUCTURAL_TAG:
             tag = StructuralTagGrammar(
                 _parsed(structured), special_ids, end_token_ids, param=structured.param, lenient=not structured.strict
             )
@@ -212,7 +212,7 @@ class CompiledGrammar:
         return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
 
 
-_GrammarKey = tuple[FormKind, str, bool, str | None]  # kind, source, strict or not, cache salt
+_GrammarKey = tuple[SchemaKind, str, bool, str | None]  # kind, source, strict or not, cache salt
 
 
 class GrammarCompiler:
@@ -335,7 +335,7 @@ class GrammarCompiler:
         if fault:
             message = in_one_line(fault)
             raise InvalidRequest(f"the {structured.kind.value} cannot be compiled: {message}", param=structured.param)
-        if structured.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
+        if structured.kind in (SchemaKind.TOOL_CALLS, SchemaKind.STRUCTURAL_TAG):
             self._check_parts(self._library, grammar, structured, began_at, check)
         byte_count = GRAMMAR_BYTES + SOURCE_CHARACTER_BYTES * len(structured.source)
         compiled = CompiledGrammar(matcher, byte_count, ignored, self._keys_of(structured, grammar))
@@ -344,10 +344,10 @@ class GrammarCompiler:
 
     def _keys_of(self, structured: StructuredOutput, grammar: str) -> JsonKeys | None:
         """Return the initial state that tracks the keys of a response, or None if the response cannot repeat a key."""
-        is_calls = structured.kind is FormKind.TOOL_CALLS
+        is_calls = structured.kind is SchemaKind.TOOL_CALLS
         if is_calls and not any(_FREE_TEXT.match(line) for line in structured.source.splitlines()):
             schemas = [json.loads(schema) for schema in schemas_within(structured.source, param=structured.param)]
-        elif structured.kind in (FormKind.JSON_OBJECT, FormKind.JSON_SCHEMA):
+        elif structured.kind in (SchemaKind.JSON_OBJECT, SchemaKind.JSON_SCHEMA):
             schemas = [part.get("json_schema") for part in json.loads(grammar)["grammars"]]
         else:
             return None  # free text may contain text that is not JSON

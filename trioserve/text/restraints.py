@@ -11,7 +11,7 @@ from trioserve.contracts.arguments import to_bool
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.contracts.thinking import Thinking
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.response_parsers.call_format import JsonOf
@@ -104,7 +104,7 @@ def with_tool_choice(
             raise InvalidRequest(f"{param} is for tools, and the prompt is not a ChatPrompt: omit it", param=param)
         return prompt, sampling
     tools, structured = prompt.tools, sampling.structured
-    if structured is not None and structured.kind is FormKind.TOOL_CALLS:
+    if structured is not None and structured.kind is SchemaKind.TOOL_CALLS:
         return prompt, sampling
     if tool_choice is None and strict is None and not any(map(_is_strict, tools or ())):
         return prompt, sampling
@@ -195,9 +195,9 @@ def _schema_of(structured: StructuredOutput) -> dict[str, Any]:
     Raises:
         InvalidRequest: The structured output is not JSON.
     """
-    if structured.kind is FormKind.JSON_OBJECT:
+    if structured.kind is SchemaKind.JSON_OBJECT:
         return {"type": "object"}
-    if structured.kind is not FormKind.JSON_SCHEMA:
+    if structured.kind is not SchemaKind.JSON_SCHEMA:
         raise InvalidRequest(
             f"{structured.param} asks for a {structured.kind.value}, and there are tools: a response with tools can be "
             'unrestrained or JSON; send tool_choice "none", or only one of the two',

@@ -23,7 +23,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.images import ImageLimits, ImageProcessing
-from trioserve.vision.picture_file import decoded_mask, decoded_picture
+from trioserve.vision.rgb_image import decoded_image, decoded_mask
 from trioserve.vision.tiles import tiles_of
 
 __all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
@@ -87,9 +87,9 @@ def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryv
         if job.kind == "tiles":
             assert job.processing is not None, "a job for tiles needs `processing`"
             return DecodeReply(), tiles_of(content, job.processing, job.place).data.cast("B")
-        read = decoded_picture if job.kind == "picture" else decoded_mask
-        picture = read(content, job.limits, job.place)
-        return DecodeReply(width=picture.width, height=picture.height), picture.rgb
+        read = decoded_image if job.kind == "picture" else decoded_mask
+        image = read(content, job.limits, job.place)
+        return DecodeReply(width=image.width, height=image.height), image.rgb
     except InvalidRequest as error:
         return DecodeReply(error=str(error)), b""
 

@@ -11,12 +11,12 @@ from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.images import response_types
-from trioserve.api.images.edit_places import EditPlaces
-from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, Picture
+from trioserve.api.images.edit_slots import EditSlots
+from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, RGBImage
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
-from trioserve.testing.fake_pictures import FakePictureExecutor
+from trioserve.testing.fake_image_executor import FakeImageExecutor
 from trioserve.testing.memory_client import MemoryResponse
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server
 
@@ -39,7 +39,7 @@ async def post(server: MemoryImageServer, *parts: Any) -> MemoryResponse:
     return response
 
 
-class Seen(FakePictureExecutor):
+class Seen(FakeImageExecutor):
     """Image model that records its tasks."""
 
     tasks: list[tuple[IterativeRequest, ImageTask]]
@@ -69,7 +69,7 @@ async def test_form_becomes_an_edit_task_of_the_model() -> None:
         assert body["usage"]["input_tokens_details"]["image_tokens"] == 1
         [(request, task)] = server.engine.executor.tasks  # type: ignore[attr-defined]  # the executor given above
         assert (request.seed, task.prompt, task.width, task.height) == (5, "a dog", 16, 8)
-        assert task.image == Picture(16, 8, b"\xff\x00\x00" * 128)
+        assert task.image == RGBImage(16, 8, b"\xff\x00\x00" * 128)
         assert task.mask is not None
         assert [task.mask.rgb[3 * x] for x in range(16)] == [255] * 4 + [0] * 12
         await server.assert_all_free()
@@ -143,7 +143,7 @@ async def test_edit_is_refused_by_a_model_without_edits() -> None:
 
 
 async def test_number_of_concurrent_edits_is_limited() -> None:
-    places = EditPlaces(1)
+    places = EditSlots(1)
     async with open_memory_image_server(paused=True, edits=places) as server:
         content, content_type = multipart(PROMPT, ("image", png(), "a.png"))
         async with server.client().ask(PATH, content, headers={"content-type": content_type}):

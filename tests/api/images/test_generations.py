@@ -24,12 +24,12 @@ PATH = "/v1/images/generations"
 CAT = {"prompt": "a cat", "seed": 5}
 
 
-def picture_of(entry: dict[str, Any]) -> Image.Image:
+def image_of(entry: dict[str, Any]) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(entry["b64_json"])))
 
 
 def colour_of(entry: dict[str, Any]) -> tuple[int, ...]:
-    colour = picture_of(entry).convert("RGB").getpixel((0, 0))
+    colour = image_of(entry).convert("RGB").getpixel((0, 0))
     assert isinstance(colour, tuple)
     return colour
 
@@ -47,11 +47,11 @@ async def test_prompt_becomes_images() -> None:
         assert response.headers["content-type"] == "application/json"
         msgspec.convert(body, response_types.Images)
         assert [entry["seed"] for entry in body["data"]] == [5, 6]
-        assert [picture_of(entry).size for entry in body["data"]] == [(32, 16)] * 2
-        assert {picture_of(entry).format for entry in body["data"]} == {"PNG"}
+        assert [image_of(entry).size for entry in body["data"]] == [(32, 16)] * 2
+        assert {image_of(entry).format for entry in body["data"]} == {"PNG"}
         assert colour_of(body["data"][0]) != colour_of(body["data"][1])
         assert (body["model"], body["size"], body["output_format"]) == ("fake", "32x16", "png")
-        work = FAKE_IMAGE_MODEL.picture_work(32, 16)
+        work = FAKE_IMAGE_MODEL.image_work(32, 16)
         assert body["usage"] == {
             "input_tokens": 1,
             "output_tokens": 2 * work,
@@ -78,7 +78,7 @@ async def test_images_have_the_requested_format(kind: str) -> None:
     async with open_memory_image_server() as server:
         body = await (await server.client().post(PATH, {**CAT, "output_format": kind})).json()
         assert body["output_format"] == kind
-        assert picture_of(body["data"][0]).format == kind.upper()
+        assert image_of(body["data"][0]).format == kind.upper()
 
 
 async def test_stream_sends_partial_images_of_each_image() -> None:

@@ -11,8 +11,8 @@ from trioserve.api.images.edit_form import parsed_edit
 from trioserve.api.images.request_types import REFUSED, ImageGenerationBody
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.image_generation import ImageParams, Picture
-from trioserve.vision.picture_file import PictureFormat
+from trioserve.contracts.image_generation import ImageParams, RGBImage
+from trioserve.vision.rgb_image import ImageFormat
 
 from .forms import multipart
 
@@ -82,13 +82,13 @@ def test_invalid_field_is_refused_under_the_name_that_was_sent(fields: dict[str,
         asked = body(**fields)
         asked.check()
         asked.params()
-        asked.picture_format()
+        asked.image_format()
     assert refused.value.param == param
 
 
 def test_default_format_is_png() -> None:
-    assert body().picture_format() == PictureFormat("png", 100)
-    assert body(output_format="webp", output_compression=0).picture_format() == PictureFormat("webp", 0)
+    assert body().image_format() == ImageFormat("png", 100)
+    assert body(output_format="webp", output_compression=0).image_format() == ImageFormat("webp", 0)
 
 
 def test_form_has_text_fields_and_files() -> None:
@@ -98,7 +98,7 @@ def test_form_has_text_fields_and_files() -> None:
     assert (asked.image, asked.mask) == (b"an image", b"a mask")
     asked.body.check()
     assert asked.body.wants_progress
-    image = Picture(2, 1, bytes(6))
+    image = RGBImage(2, 1, bytes(6))
     params = asked.body.edit_params(image, None)
     assert params == ImageParams(n=2, strength=0.5, partial_images=1, image=image)
 
@@ -128,5 +128,5 @@ def test_invalid_form_is_refused(parts: Any, param: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
         asked = parsed_edit(*multipart(*parts))
         asked.body.check()
-        asked.body.edit_params(Picture(2, 1, bytes(6)), None)
+        asked.body.edit_params(RGBImage(2, 1, bytes(6)), None)
     assert refused.value.param == param

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.edit_slots import EditSlots
 from trioserve.api.images.unsent_images import UnsentImages
-from trioserve.contracts.image_generation import ImageRequestLimits, Picture
+from trioserve.contracts.image_generation import ImageRequestLimits, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
-from trioserve.testing.fake_pictures import FakePictureExecutor
+from trioserve.testing.fake_image_executor import FakeImageExecutor
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_server import MemoryImageServer, open_memory_image_server
 
@@ -98,12 +98,12 @@ async def test_leaving_while_an_image_is_encoded_frees_all_slots(is_whole: bool)
         await server.assert_all_free()
 
 
-class Noise(FakePictureExecutor):
+class Noise(FakeImageExecutor):
     """Images that make large files."""
 
-    def shown(self, request: IterativeRequest, latent: int) -> Picture:
-        picture = super().shown(request, latent)
-        return Picture(picture.width, picture.height, Random(latent).randbytes(len(picture.rgb)))
+    def shown(self, request: IterativeRequest, latent: int) -> RGBImage:
+        image = super().shown(request, latent)
+        return RGBImage(image.width, image.height, Random(latent).randbytes(len(image.rgb)))
 
 
 @pytest.mark.parametrize("http", [1, 2])
@@ -172,7 +172,7 @@ async def test_memory_of_unread_images_is_limited(is_streamed: bool) -> None:
 
 async def test_unread_edit_result_frees_the_decoded_image() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
-    edits = EditPlaces(1)
+    edits = EditSlots(1)
     file = io.BytesIO()
     Image.effect_noise((16, 16), 80).save(file, "PNG")
     content, content_type = multipart(("prompt", "p"), ("size", "512x512"), ("image", file.getvalue(), "a.png"))

@@ -13,7 +13,7 @@ from trioserve.api.ollama import response_types as responses
 from trioserve.contracts.errors import Draining, Overloaded, RequestFailed
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
-from trioserve.contracts.structured_output import FormKind
+from trioserve.contracts.structured_output import SchemaKind
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge
 
 USER = {"role": "user", "content": "Hi"}
@@ -216,7 +216,12 @@ async def test_unsupported_body_field_is_refused_by_name(api: Any, asked: Any, f
 async def test_format_is_json_or_a_schema(api: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for asked in (CHAT, GENERATE):
-        for given, kind in (("json", FormKind.JSON_OBJECT), (schema, FormKind.JSON_SCHEMA), ("", None), (None, None)):
+        for given, kind in (
+            ("json", SchemaKind.JSON_OBJECT),
+            (schema, SchemaKind.JSON_SCHEMA),
+            ("", None),
+            (None, None),
+        ):
             await ask(api, asked, format=given)
             form = api.engine.streams[-1].sampling.structured
             assert (None if form is None else form.kind) == kind
@@ -233,7 +238,7 @@ async def test_raw_prompt_uses_no_template(api: Any) -> None:
     api.engine.script = api.say("<think>no</think>")
     *_, last = lines(exchange := await ask(api, GENERATE, raw=True, format="json", template=""))
     assert api.engine.streams[0].prompt == "Hi"
-    assert api.engine.streams[0].sampling.structured.kind is FormKind.JSON_OBJECT
+    assert api.engine.streams[0].sampling.structured.kind is SchemaKind.JSON_OBJECT
     assert "".join(map(text_of, lines(exchange))) == "<think>no</think>"
     assert last["prompt_eval_count"] == 3  # two characters and the token that begins every text
 

@@ -11,9 +11,9 @@ import pytest
 
 from trioserve.assemble_images import open_image_engine
 from trioserve.bench.inside.command import run_inside
-from trioserve.bench.inside.images.asked import AskedPictures
+from trioserve.bench.inside.images.asked import ImageRequester
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import RGBImage
 
 
 @pytest.fixture
@@ -68,13 +68,13 @@ class _SomeEngine:
 
 
 def test_image_of_the_pipeline_may_differ_only_by_rounding() -> None:
-    asked = AskedPictures(_SomeEngine(), steps=4, guidance=1.0)  # type: ignore[arg-type]
-    made = Picture(1, 1, bytes((10, 20, 30)))
+    asked = ImageRequester(_SomeEngine(), steps=4, guidance=1.0)  # type: ignore[arg-type]
+    made = RGBImage(1, 1, bytes((10, 20, 30)))
     asked.note(5, made)
     asked.note(5, made)
-    asked.compare([5], [Picture(1, 1, bytes((12, 19, 30)))])
+    asked.compare([5], [RGBImage(1, 1, bytes((12, 19, 30)))])
     with pytest.raises(AssertionError, match="seed 5: the pipeline's image differs by 3 levels"):
-        asked.compare([5], [Picture(1, 1, bytes((13, 20, 30)))])
+        asked.compare([5], [RGBImage(1, 1, bytes((13, 20, 30)))])
     with pytest.raises(AssertionError, match="seed 5 gave two different images"):
-        asked.note(5, Picture(1, 1, bytes((10, 20, 31))))
+        asked.note(5, RGBImage(1, 1, bytes((10, 20, 31))))
     assert [asked.prompt(seed) for seed in range(3)] == ["a", "b", "a"]

@@ -19,7 +19,7 @@ async def test_images_are_returned_in_order(autojump_clock):
             assert stream.seeds == (7, 8, 9)
             expected = fake.expected(stream)
             assert await stream.pictures() == tuple(expected)
-        assert len({picture.rgb for picture in expected}) == 3
+        assert len({image.rgb for image in expected}) == 3
         assert (expected[0].width, expected[0].height) == (16, 16)
         assert await fake.generate_image("a cat", ImageParams(seed=8)) == (expected[1],)
         fake.assert_all_free()
@@ -51,12 +51,12 @@ async def test_partial_results_come_at_equal_distances(steps, partial_images, ex
     async with open_fake_image_engine(step_seconds=0.1) as fake:
         async with fake.generate_image("a cat", ImageParams(steps=steps, partial_images=partial_images)) as stream:
             partials = {
-                delta.steps_done: delta.picture
+                delta.steps_done: delta.image
                 async for delta in stream
-                if delta.picture is not None and delta.finish_reason is None
+                if delta.image is not None and delta.finish_reason is None
             }
-            for steps_done, picture in partials.items():
-                assert [picture] == fake.expected(stream, steps_done=steps_done)
+            for steps_done, image in partials.items():
+                assert [image] == fake.expected(stream, steps_done=steps_done)
         assert list(partials) == expect
 
 
@@ -66,11 +66,11 @@ async def test_slow_reader_gets_the_newest_partial_result_and_the_last_delta(aut
         await fake.step(6)  # one encoding step and five of six denoising steps, without a reader
         deltas = [await anext(stream) for _ in range(2)]
         assert [(delta.index, delta.steps_done) for delta in deltas] == [(0, 5), (1, 5)]
-        assert [delta.picture for delta in deltas] == fake.expected(stream, steps_done=4)
+        assert [delta.image for delta in deltas] == fake.expected(stream, steps_done=4)
         await fake.step(2)
         ends = [delta async for delta in stream]
         assert [(delta.steps_done, delta.finish_reason) for delta in ends] == [(6, FinishReason.STOP)] * 2
-        assert [delta.picture for delta in ends] == fake.expected(stream)
+        assert [delta.image for delta in ends] == fake.expected(stream)
 
 
 async def test_image_does_not_depend_on_other_requests(autojump_clock):
@@ -189,7 +189,7 @@ async def test_live_image_requests_show_their_progress(autojump_clock):
             await fake.step(2)
             first, second = fake.live_requests()
             assert (first.id, first.state, first.phase) == ("a", "running", IterativePhase.DENOISE)
-            assert (first.steps_done, first.step_count, first.slot_count, first.picture_count) == (1, 2, 1, 1)
+            assert (first.steps_done, first.step_count, first.slot_count, first.image_count) == (1, 2, 1, 1)
             assert (second.id, second.state, second.phase) == ("b", "waiting", IterativePhase.QUEUED)
             assert (second.priority, second.slot_count) == (1, 0)
             assert [view.id for view in fake.live_requests(owner="x")] == ["a"]

@@ -20,7 +20,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.image_generation import ImageParams
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_pictures import FakePictureExecutor
+from trioserve.testing.fake_image_executor import FakeImageExecutor
 from trioserve.testing.stepped_by_hand import InjectedFault
 
 ASKED = ImageParams(steps=4)
@@ -168,7 +168,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
                 async for delta in stream:
                     seen.append((delta.index, delta.steps_done))
                     if delta.finish_reason is not None:
-                        made[delta.index] = delta.picture
+                        made[delta.index] = delta.image
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(read)
@@ -189,7 +189,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
 async def test_image_that_breaks_every_step_is_ended_and_others_continue(steps_before, autojump_clock):
     """The phase of the failing step does not matter."""
 
-    class Breaking(FakePictureExecutor):
+    class Breaking(FakeImageExecutor):
         steps_of_bad = 0
 
         def execute(self, plan, *rest):

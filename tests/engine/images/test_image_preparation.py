@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, Picture
+from trioserve.contracts.image_generation import ImageParams, ImageRequestLimits, RGBImage
 from trioserve.engine.images.image_preparation import ImagePreparation
 from trioserve.testing.fake_image_engine import FAKE_CLASSES, FAKE_IMAGE_MODEL, open_fake_image_engine
 
-IMAGE = Picture(20, 12, bytes(3 * 20 * 12))
+IMAGE = RGBImage(20, 12, bytes(3 * 20 * 12))
 OF_CLASSES = {"classes": FAKE_CLASSES, "takes_negative": False, "takes_images": False}
 
 
@@ -113,7 +113,7 @@ def test_default_steps_stay_within_the_operators_limit():
 
 def test_encoding_an_image_that_is_changed_counts_as_decoding_it():
     assert wanted_of().encode_work == FAKE_IMAGE_MODEL.encode_work
-    image = Picture(32, 32, bytes(3 * 32 * 32))
+    image = RGBImage(32, 32, bytes(3 * 32 * 32))
     wanted = wanted_of(params=ImageParams(image=image))
     assert wanted.encode_work == wanted.work == 4
 
@@ -194,6 +194,6 @@ def test_pndm_has_one_more_step_as_in_its_pipeline(asked, step_count, of_schedul
     [((20, 12), {}, (16, 8)), ((20, 12), {"width": 24}, (24, 8)), ((100, 4), {}, (64, 8)), ((16, 32), {}, (16, 32))],
 )
 def test_changed_image_keeps_its_size_as_nearly_as_allowed(size, asked, expect):
-    image = Picture(*size, bytes(3 * size[0] * size[1]))
+    image = RGBImage(*size, bytes(3 * size[0] * size[1]))
     wanted = wanted_of(params=ImageParams(image=image, **asked))
     assert (wanted.task.width, wanted.task.height) == expect

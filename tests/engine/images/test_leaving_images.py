@@ -155,7 +155,7 @@ async def test_abort_by_id_ends_all_image_requests_with_the_id(steps_before, pha
             }
             for stream in (one, two):  # the readers are notified at once
                 last = [delta async for delta in stream][-1]
-                assert (last.finish_reason, last.picture) == (FinishReason.ABORT, None)
+                assert (last.finish_reason, last.image) == (FinishReason.ABORT, None)
                 assert last.message == "the request was aborted by its id"
         assert fake.stats().slots_used == (0 if phase is IterativePhase.DECODE else 1)
         assert fake.abort("same") == {"same": AbortOutcome.ALREADY_FINISHED}

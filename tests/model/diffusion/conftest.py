@@ -30,8 +30,8 @@ def tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def driver() -> ModuleType:
-    """Return the module picture_driver: load, request, Driver, latents."""
-    return _neighbour("picture_driver")
+    """Return the module image_driver: load, request, Driver, latents."""
+    return _neighbour("image_driver")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from trioserve import assemble_images
 from trioserve.assemble_images import open_configured_image_engine, open_image_engine
 from trioserve.config import make_config
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
-from trioserve.contracts.image_generation import ImageParams, Picture
+from trioserve.contracts.image_generation import ImageParams, RGBImage
 from trioserve.model.diffusion.runner import DiffusionRunner
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ async def test_images_alone_and_together_are_equal(checkpoint):
     async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=4, dtype="float32") as engine:
         params = ImageParams(steps=4, seed=1)
         (alone,) = await engine.generate_image("a cat", params)
-        others: dict[str, tuple[Picture, ...]] = {}
+        others: dict[str, tuple[RGBImage, ...]] = {}
 
         async def ask(text: str, **more: object) -> None:
             others[text] = await engine.generate_image(text, ImageParams(**{"seed": 1, "steps": 4, **more}))
@@ -55,9 +55,9 @@ async def test_class_by_name_with_partial_images(checkpoint):
         params = ImageParams(steps=4, seed=2**64 - 1, partial_images=1)
         async with engine.generate_image("d3", params) as stream:
             deltas = [delta async for delta in stream]
-        assert deltas[-1].picture is not None
-        assert (deltas[-1].picture.width, deltas[-1].steps_done) == (8, 4)
-        assert await engine.generate_image("3", params) == (deltas[-1].picture,)
+        assert deltas[-1].image is not None
+        assert (deltas[-1].image.width, deltas[-1].steps_done) == (8, 4)
+        assert await engine.generate_image("3", params) == (deltas[-1].image,)
         with pytest.raises(InvalidRequest, match="1000 classes"):
             await engine.generate_image("a cat", params)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from trioserve.contracts.image_generation import Picture, network_steps
+from trioserve.contracts.image_generation import RGBImage, network_steps
 from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.families.flux import packed
@@ -278,19 +278,19 @@ def test_stochastic_step_adds_noise_of_seed_and_step(sd, sampler, module, settin
     assert next(steps) == 7
 
 
-def picture(width: int, height: int, seed: int) -> Picture:
-    return Picture(width, height, np.random.default_rng(seed).integers(0, 256, 3 * width * height, np.uint8).tobytes())
+def picture(width: int, height: int, seed: int) -> RGBImage:
+    return RGBImage(width, height, np.random.default_rng(seed).integers(0, 256, 3 * width * height, np.uint8).tobytes())
 
 
-def half_mask(width: int, height: int) -> Picture:
-    return Picture(
+def half_mask(width: int, height: int) -> RGBImage:
+    return RGBImage(
         width,
         height,
         b"".join(b"\xff" * 3 if x < width // 2 else b"\0" * 3 for _ in range(height) for x in range(width)),
     )
 
 
-def as_image(given: Picture) -> Any:
+def as_image(given: RGBImage) -> Any:
     from PIL import Image
 
     return Image.frombytes("RGB", (given.width, given.height), given.rgb)
@@ -356,7 +356,7 @@ def test_inpainting_network_reads_the_mask(checkpoint, driver, runner, sampler, 
 
 def test_inpainting_network_without_input_image_makes_a_whole_image(checkpoint, driver, runner):
     case = Case(checkpoint("inpainting"), driver, runner("inpainting"), "StableDiffusionInpaintPipeline")
-    white = Picture(16, 16, b"\xff" * 768)
+    white = RGBImage(16, 16, b"\xff" * 768)
     theirs = case.theirs(
         "a cat",
         image=as_image(white),

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from trioserve.contracts.events import IterativePhase
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import RGBImage
 from trioserve.contracts.iterative import IterativePlan, LatentMove
 from trioserve.contracts.step import IsAbandoned
-from trioserve.model.diffusion.pictures import mask_tensor, picture_of, picture_tensor
+from trioserve.model.diffusion.image_tensors import image_of, image_tensor, mask_tensor
 from trioserve.model.diffusion.runner import Abandoned, Abandoning
 from trioserve.model.diffusion.solvers import Solver
 
@@ -165,10 +165,10 @@ def test_request_becomes_an_image_and_releases_its_slot(driver, dit):
     running.run(ENCODE, [one])
     partials = [running.run(DENOISE, [one]).partials for _ in range(4)]
     assert [list(found) for found in partials] == [[], [one.id], [], [one.id]]
-    picture = running.run(DECODE, [one]).outputs[one.id]
-    assert (picture.width, picture.height, len(picture.rgb)) == (8, 8, 192)
-    assert partials[3][one.id] == picture  # the clean latent of the last step is the final latent
-    assert partials[1][one.id] != picture
+    image = running.run(DECODE, [one]).outputs[one.id]
+    assert (image.width, image.height, len(image.rgb)) == (8, 8, 192)
+    assert partials[3][one.id] == image  # the clean latent of the last step is the final latent
+    assert partials[1][one.id] != image
     assert dit.slots[0] is None
 
 
@@ -182,15 +182,15 @@ def test_seed_decides_the_image(driver, dit):
 
 
 def test_image_converts_to_a_tensor_and_back():
-    picture = Picture(2, 1, bytes((0, 128, 255, 1, 2, 3)))
-    assert picture_of(picture_tensor(picture, 2, 1)[0]) == picture
-    assert picture_of(torch.full((3, 1, 1), 7.0)).rgb == b"\xff\xff\xff"
-    resized = picture_of(picture_tensor(picture, 8, 4)[0])
+    image = RGBImage(2, 1, bytes((0, 128, 255, 1, 2, 3)))
+    assert image_of(image_tensor(image, 2, 1)[0]) == image
+    assert image_of(torch.full((3, 1, 1), 7.0)).rgb == b"\xff\xff\xff"
+    resized = image_of(image_tensor(image, 8, 4)[0])
     assert (resized.width, resized.height) == (8, 4)
 
 
 def test_mask_is_where_the_mean_colour_is_bright():
-    mask = Picture(4, 1, bytes((128, 128, 128, 127, 127, 127, 255, 129, 0, 255, 128, 0)))
+    mask = RGBImage(4, 1, bytes((128, 128, 128, 127, 127, 127, 255, 129, 0, 255, 128, 0)))
     assert mask_tensor(mask, 4, 1, 1).flatten().tolist() == [1, 0, 1, 0]
 
 

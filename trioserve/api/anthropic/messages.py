@@ -9,7 +9,7 @@ from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
 from trioserve.api.anthropic.request_types import MESSAGES_RANGES, CountTokensBody, MessagesBody
 from trioserve.api.anthropic.surface import ResumableSurface, event, own_statuses
 from trioserve.api.anthropic.turn import counted_turn, message_turn
-from trioserve.api.generation import CUT_OFF
+from trioserve.api.generation import PARTIAL_FINISH
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption
 from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
@@ -143,8 +143,8 @@ class _Response:
     def _stop_fields(self, turn: ChatTurn) -> dict[str, Any]:
         reason, sequence = self._stop(turn)
         details = None
-        if reason == CUT_OFF:
-            details = {"type": CUT_OFF, "reason": None if self._last is None else self._last.stop_reason}
+        if reason == PARTIAL_FINISH:
+            details = {"type": PARTIAL_FINISH, "reason": None if self._last is None else self._last.stop_reason}
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": details}
 
     def _end_fields(self, turn: ChatTurn) -> dict[str, Any]:
@@ -152,15 +152,15 @@ class _Response:
         fields: dict[str, Any] = {}
         if versions := turn.stream.weight_versions():
             fields["weight_versions"] = versions
-        if turn.choices[0].finish_reason == CUT_OFF:
+        if turn.choices[0].finish_reason == PARTIAL_FINISH:
             fields["resume"] = self._resumption.behind([turn.stream])
         return fields
 
     def _stop(self, turn: ChatTurn) -> tuple[str, str | None]:
         """Return the stop reason, and the stop sequence that ended the message."""
         [choice] = turn.choices
-        if choice.finish_reason == CUT_OFF:
-            return CUT_OFF, None
+        if choice.finish_reason == PARTIAL_FINISH:
+            return PARTIAL_FINISH, None
         if choice.finish_reason == "tool_calls":
             return "tool_use", None
         if choice.finish_reason == "length":

@@ -28,7 +28,7 @@ from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.limits import BatchSettings
 from trioserve.contracts.errors import StoreFault, StoreFull
 from trioserve.store.store import Store
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 __all__ = ["CANCELLED_CODE", "EXPIRED_CODE", "BatchRun"]
 
@@ -75,8 +75,8 @@ class BatchRun:
         serve: Callable[[InternalExchange], Awaitable[None]],
         *,
         headers: list[tuple[str, str]],
-        running: FairPlaces,
-        lines_under_way: FairPlaces,
+        running: FairSlots,
+        lines_under_way: FairSlots,
         count_line: Callable[[str], None],
     ) -> None:
         self.book = book

@@ -25,7 +25,7 @@ from trioserve.contracts.errors import Draining, Overloaded
 from trioserve.store.store import LIST_MAX, Store
 from trioserve.store.stored_objects import Change, Quota, StoredObject
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 from trioserve.trio_tools.interrupts import uninterrupted
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Batches:
             async with trio.open_nursery() as nursery:
                 # Keys take turns for both limits, so many batches of one key delay another key's batch by one turn
                 # only. check_room bounds the number of waiting batches.
-                self._running = FairPlaces(self._settings.running_max, what="batches", waiting_of_one_max=sys.maxsize)
-                self._lines_under_way = FairPlaces(
+                self._running = FairSlots(self._settings.running_max, what="batches", waiting_of_one_max=sys.maxsize)
+                self._lines_under_way = FairSlots(
                     self._settings.lines_at_once, what="lines of batches", waiting_of_one_max=sys.maxsize
                 )
                 self._nursery = nursery

@@ -19,7 +19,7 @@ from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import encode
 from trioserve.api.whole_response import LargeJson
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.pooling import INPUTS_MAX, Pooled
+from trioserve.contracts.pooling import INPUTS_MAX, PoolingResult
 from trioserve.contracts.prompt import Prompt
 
 __all__ = ["OPERATIONS", "add_vectors", "create_embeddings"]
@@ -78,11 +78,11 @@ def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
     return cast("list[Prompt]", given)
 
 
-def _as_base64(index: int, vector: Pooled) -> bytes:
+def _as_base64(index: int, vector: PoolingResult) -> bytes:
     return _embedding(index, b'"%b"' % base64.b64encode(vector.data))
 
 
-def _as_numbers(index: int, vector: Pooled) -> bytes:
+def _as_numbers(index: int, vector: PoolingResult) -> bytes:
     return _embedding(index, encode(vector.values()))
 
 
@@ -91,7 +91,7 @@ def _embedding(index: int, value: bytes) -> bytes:
 
 
 async def add_vectors(
-    large: LargeJson, vectors: Sequence[Pooled], written: Callable[[int, Pooled], bytes]
+    large: LargeJson, vectors: Sequence[PoolingResult], written: Callable[[int, PoolingResult], bytes]
 ) -> msgspec.Raw:
     """Encode a list of vectors, which `large` then sends.
 

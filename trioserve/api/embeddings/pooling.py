@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.embeddings.response_types import PooledUsage
+from trioserve.api.embeddings.response_types import PoolingUsage
 from trioserve.api.generation import read_streams
 from trioserve.api.request_context import AsksPooling, RequestContext
 from trioserve.contracts.output import Delta
-from trioserve.contracts.pooling import Pooled, PooledInput, PoolingParams
+from trioserve.contracts.pooling import PoolingInput, PoolingParams, PoolingResult
 
 if TYPE_CHECKING:
-    from trioserve.engine.pooled_stream import PooledStream
+    from trioserve.engine.pooling_stream import PoolingStream
 
-__all__ = ["PooledResponse", "pool"]
+__all__ = ["PoolingResponse", "pool"]
 
 
-class PooledResponse(NamedTuple):
+class PoolingResponse(NamedTuple):
     """Results of a pooling request.
 
     Attributes:
@@ -30,21 +30,21 @@ class PooledResponse(NamedTuple):
         cached_token_count: tokens that were found in the prefix cache.
     """
 
-    pooled: tuple[Pooled, ...]
-    usage: PooledUsage
+    pooled: tuple[PoolingResult, ...]
+    usage: PoolingUsage
     cached_token_count: int
 
 
 async def pool(
     context: RequestContext,
     body: AsksPooling,
-    inputs: Sequence[PooledInput],
+    inputs: Sequence[PoolingInput],
     params: PoolingParams,
     *,
     name_of: Callable[[int], str],
     add_special_tokens: bool = True,
     is_base64: bool | None = None,
-) -> PooledResponse:
+) -> PoolingResponse:
     """Compute the result of each input, in order. On return, the request's scope is left.
 
     Args:
@@ -72,11 +72,11 @@ async def pool(
     async with asked as stream:
         await _read(stream)
         token_count = stream.prompt_token_count
-        usage = PooledUsage(prompt_tokens=token_count, total_tokens=token_count)
-        return PooledResponse(stream.pooled, usage, stream.cached_token_count)
+        usage = PoolingUsage(prompt_tokens=token_count, total_tokens=token_count)
+        return PoolingResponse(stream.pooled, usage, stream.cached_token_count)
 
 
-async def _read(stream: PooledStream) -> None:
+async def _read(stream: PoolingStream) -> None:
     async def take(_stream_index: int, _delta: Delta) -> None:
         """Ignore the delta, since the stream keeps the result."""
 

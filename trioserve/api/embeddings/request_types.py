@@ -11,7 +11,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import DIMENSIONS_MAX, PoolingParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 
-__all__ = ["EmbeddingsBody", "PooledBody", "RerankBody", "ScoreBody"]
+__all__ = ["EmbeddingsBody", "PoolingBody", "RerankBody", "ScoreBody"]
 
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 TruncateTo = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -19,7 +19,7 @@ Dimensions = Annotated[int, msgspec.Meta(ge=1, le=DIMENSIONS_MAX)]
 TopN = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class PooledBody(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that all pooling requests share.
 
     Attributes:
@@ -53,7 +53,7 @@ class PooledBody(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class EmbeddingsBody(PooledBody, frozen=True, kw_only=True):
+class EmbeddingsBody(PoolingBody, frozen=True, kw_only=True):
     """Body of /v1/embeddings, with either input or messages.
 
     Attributes:
@@ -78,7 +78,7 @@ class RerankDocument(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class RerankBody(PooledBody, frozen=True, kw_only=True):
+class RerankBody(PoolingBody, frozen=True, kw_only=True):
     """Body of /v1/rerank.
 
     Attributes:
@@ -91,7 +91,7 @@ class RerankBody(PooledBody, frozen=True, kw_only=True):
     return_documents: bool | None = None
 
 
-class ScoreBody(PooledBody, frozen=True, kw_only=True):
+class ScoreBody(PoolingBody, frozen=True, kw_only=True):
     """Body of /v1/score, with either text_1 and text_2, or queries and documents, which mean the same.
 
     One text on the left is compared with each text on the right. Otherwise both sides have the same number of texts,

@@ -11,7 +11,7 @@ from trioserve.api.openai.response_types import Response
 __all__ = ["Embeddings", "Reranked", "Scores"]
 
 
-class PooledUsage(Response):
+class PoolingUsage(Response):
     """Token counts.
 
     Attributes:
@@ -42,7 +42,7 @@ class Embeddings(Response):
     created: int
     model: str
     data: list[Embedding]
-    usage: PooledUsage
+    usage: PoolingUsage
 
 
 class RankedDocument(Response):
@@ -71,7 +71,7 @@ class Reranked(Response):
     id: str
     model: str
     results: list[RankedResult]
-    usage: PooledUsage
+    usage: PoolingUsage
 
 
 class Score(Response):
@@ -86,4 +86,4 @@ class Scores(Response):
     created: int
     model: str
     data: list[Score]
-    usage: PooledUsage
+    usage: PoolingUsage

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import trio
 
 from trioserve.api.embeddings.pooling import pool
-from trioserve.api.embeddings.request_types import PooledBody, RerankBody, ScoreBody
-from trioserve.api.embeddings.response_types import PooledUsage, Reranked, Scores
+from trioserve.api.embeddings.request_types import PoolingBody, RerankBody, ScoreBody
+from trioserve.api.embeddings.response_types import PoolingUsage, Reranked, Scores
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.pooling import Pooled, PoolingParams, TextPair
+from trioserve.contracts.pooling import PoolingParams, PoolingResult, TextPair
 
 __all__ = ["OPERATIONS", "rerank", "score"]
 
@@ -29,7 +29,7 @@ Name = Callable[[int], str]
 PIECE_NUMBERS_MAX = 50_000  # numbers multiplied between two checkpoints: a few milliseconds
 
 
-async def cosines(left: Sequence[Pooled], right: Sequence[Pooled]) -> list[float]:
+async def cosines(left: Sequence[PoolingResult], right: Sequence[PoolingResult]) -> list[float]:
     """Compute cosine similarities of vectors of length 1. Other tasks run in between.
 
     Args:
@@ -110,8 +110,8 @@ def _sides(body: ScoreBody) -> tuple[list[str], list[str], tuple[str, str]]:
 
 
 async def _scores(
-    context: RequestContext, body: PooledBody, left: Sequence[str], right: Sequence[str], names: tuple[str, str]
-) -> tuple[list[float], PooledUsage]:
+    context: RequestContext, body: PoolingBody, left: Sequence[str], right: Sequence[str], names: tuple[str, str]
+) -> tuple[list[float], PoolingUsage]:
     """Return one score for each text on the right. Raise InvalidRequest if there are too many texts."""
     if len(right) > DOCUMENTS_MAX:
         raise InvalidRequest(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from trioserve.trio_tools.fair_places import FairPlaces
+from trioserve.trio_tools.fair_slots import FairSlots
 
 __all__ = ["EncodingThreads"]
 
@@ -27,7 +27,7 @@ class EncodingThreads:
     """
 
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
-        self._places = FairPlaces(threads_max, what="images")
+        self._places = FairSlots(threads_max, what="images")
 
     async def run(self, function: Callable[[], T], *, tenant: str) -> T:
         """Call a function in a thread.

@@ -77,7 +77,7 @@ async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> Who
         context.exchange.fill_silence()
     decoder = context.decoder
     async with decoder.turn(context.tenant):
-        image = await decoder.picture(image_form.image, "image")
+        image = await decoder.image(image_form.image, "image")
         mask = None if image_form.mask is None else await decoder.mask(image_form.mask, "mask")
     return await _made(context, image_form.body, image_form.body.edit_params(image, mask), "image_edit", model, share)
 
@@ -107,7 +107,7 @@ async def _made(
     Returns:
         The response for _finish to send, or None if the images were streamed.
     """
-    picture_format = body.picture_format()
+    image_format = body.image_format()
     deadlines = deadlines_of(body, context.exchange.headers)
     created_at = context.clock_and_ids.unix_seconds()
     entries: list[bytes] = []
@@ -116,7 +116,7 @@ async def _made(
             writer = ImageWriter(
                 context.engine.model,
                 kind,
-                picture_format,
+                image_format,
                 created_at=created_at,
                 seeds=stream.seeds,
                 size=stream.size,
@@ -197,7 +197,7 @@ async def _stream(
             _note(context, delta)
             if delta.finish_reason is not None:
                 event = await context.in_thread(partial(writer.completed, delta))
-            elif delta.picture is not None:
+            elif delta.image is not None:
                 event = await context.in_thread(partial(writer.partial, delta, partial_counts[delta.index]))
                 partial_counts[delta.index] += 1
             elif sends_progress:

@@ -11,7 +11,7 @@ from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
     from trioserve.admission.image_decoder import ImageDecoder
-    from trioserve.api.images.edit_places import EditPlaces
+    from trioserve.api.images.edit_slots import EditSlots
     from trioserve.api.images.encoding_threads import EncodingThreads
     from trioserve.api.images.unsent_images import UnsentImages
     from trioserve.api.operations.routers_heard import RoutersHeard
@@ -65,7 +65,7 @@ class ImageContext(EngineContext):
         *,
         threads: EncodingThreads,
         decoder: ImageDecoder,
-        edits: EditPlaces,
+        edits: EditSlots,
         unsent: UnsentImages,
         rules: AccessRules,
         routers_heard: RoutersHeard,

@@ -7,7 +7,7 @@ from typing import Any
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.contracts.image_generation import PARTIAL_IMAGES_MAX
-from trioserve.vision.picture_file import PICTURE_FORMATS
+from trioserve.vision.rgb_image import IMAGE_FORMATS
 
 __all__ = ["list_image_models", "read_image_model"]
 
@@ -56,6 +56,6 @@ def _card(context: ImageContext, name: str) -> dict[str, Any]:
             "takes_negative_prompt": model.takes_negative,
             "takes_images": model.takes_images,
             "partial_images_max": PARTIAL_IMAGES_MAX,
-            "output_formats": PICTURE_FORMATS,
+            "output_formats": IMAGE_FORMATS,
         },
     }

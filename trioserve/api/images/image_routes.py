@@ -15,7 +15,7 @@ from trioserve.api.caller import AccessRules
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images import response_types
-from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.edit_slots import EditSlots
 from trioserve.api.images.encoding_threads import EncodingThreads
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
 from trioserve.api.images.image_context import ImageContext
@@ -71,7 +71,7 @@ async def list_image_requests(context: ImageContext) -> None:
                     "phase": view.phase.value,
                     "priority": view.priority,
                     "age_seconds": round(view.age_seconds, 3),
-                    "pictures": view.picture_count,
+                    "pictures": view.image_count,
                     "steps_done": view.steps_done,
                     "step_count": view.step_count,
                 }
@@ -220,7 +220,7 @@ class ImageApp(BaseApp[ImageContext]):
         access: AccessRules | None = None,
         tenant_header: str = TENANT_HEADER,
         clock_and_ids: ClockAndIds | None = None,
-        edits: EditPlaces | None = None,
+        edits: EditSlots | None = None,
         unsent: UnsentImages | None = None,
         threads: EncodingThreads | None = None,
         page: PageSettings | None = None,
@@ -239,7 +239,7 @@ class ImageApp(BaseApp[ImageContext]):
         self._tenant_header = tenant_header
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._decoder = decoder
-        self._edits = edits or EditPlaces()
+        self._edits = edits or EditSlots()
         self._unsent = unsent or UnsentImages()
         self._threads = threads or EncodingThreads()
         self._routers_heard = RoutersHeard(trio.current_time)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from trioserve.api.sse import encode, one_line_json
-from trioserve.contracts.image_generation import ImageDelta, ImageModelDescription, Picture
-from trioserve.vision.picture_file import PictureFormat, encoded_picture
+from trioserve.contracts.image_generation import ImageDelta, ImageModelDescription, RGBImage
+from trioserve.vision.rgb_image import ImageFormat, encoded_image
 
 __all__ = ["EventKind", "ImageWriter"]
 
@@ -33,12 +33,12 @@ class ImageWriter:
         self,
         model: ImageModelDescription,
         kind: EventKind,
-        image_format: PictureFormat,
+        image_format: ImageFormat,
         *,
         created_at: int,
         seeds: Sequence[int],
         size: tuple[int, int],
-        given: Picture | None,
+        given: RGBImage | None,
     ) -> None:
         self._model = model
         self._kind = kind
@@ -64,7 +64,7 @@ class ImageWriter:
             delta: The step.
             partial_index: Index among the partial images of this image.
         """
-        return self._picture_event("partial_image", delta, {"partial_image_index": partial_index})
+        return self._image_event("partial_image", delta, {"partial_image_index": partial_index})
 
     def completed(self, delta: ImageDelta) -> bytes:
         """Return the event with a complete image.
@@ -72,7 +72,7 @@ class ImageWriter:
         Args:
             delta: The last step of the image.
         """
-        return self._picture_event("completed", delta, {"usage": self._usage(1, steps=delta.steps_done)})
+        return self._image_event("completed", delta, {"usage": self._usage(1, steps=delta.steps_done)})
 
     def entry(self, delta: ImageDelta) -> bytes:
         """Return the JSON object of an image in a whole response.
@@ -94,7 +94,7 @@ class ImageWriter:
         fields = {**head, "created": self._created_at, **self._image_fields(), "usage": usage}
         return encode(fields)[:-1] + b',"data":[', b"]}"
 
-    def _picture_event(self, suffix: str, delta: ImageDelta, more: Mapping[str, Any]) -> bytes:
+    def _image_event(self, suffix: str, delta: ImageDelta, more: Mapping[str, Any]) -> bytes:
         name = f"{self._kind}.{suffix}"
         fields = one_line_json({"type": name, **self._progress(delta), **self._image_fields(), **more})
         return _event(name, b'%b,"b64_json":"%b"}' % (fields[:-1], self._file(delta)))
@@ -118,15 +118,15 @@ class ImageWriter:
         }
 
     def _file(self, delta: ImageDelta) -> bytes:
-        assert delta.picture is not None, f"the delta has no image (index {delta.index})"
-        return base64.b64encode(encoded_picture(delta.picture, self._image_format))
+        assert delta.image is not None, f"the delta has no image (index {delta.index})"
+        return base64.b64encode(encoded_image(delta.image, self._image_format))
 
-    def _usage(self, picture_count: int, *, steps: int) -> dict[str, Any]:
+    def _usage(self, image_count: int, *, steps: int) -> dict[str, Any]:
         """Return the usage. Tokens are the engine's units of work. See ImageUsage."""
         model, given = self._model, self._given
-        image_tokens = 0 if given is None else model.picture_work(given.width, given.height)
+        image_tokens = 0 if given is None else model.image_work(given.width, given.height)
         input_tokens = model.encode_work + image_tokens
-        output_tokens = picture_count * model.picture_work(*self._size)
+        output_tokens = image_count * model.image_work(*self._size)
         return {
             "input_tokens": input_tokens,
             "output_tokens": output_tokens,

@@ -13,10 +13,10 @@ import msgspec
 
 from trioserve.api.openai.request_types import Int32
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.image_generation import GUIDANCE_MAX, PARTIAL_IMAGES_MAX, ImageParams, Picture
+from trioserve.contracts.image_generation import GUIDANCE_MAX, PARTIAL_IMAGES_MAX, ImageParams, RGBImage
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
-from trioserve.vision.picture_file import PICTURE_FORMATS, PictureFormat, PictureKind
+from trioserve.vision.rgb_image import IMAGE_FORMATS, ImageFormat, ImageKind
 
 __all__ = ["RANGES", "REFUSED", "ImageBody", "ImageEditBody", "ImageGenerationBody", "ImageStreamOptions"]
 
@@ -134,18 +134,18 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
     def wants_progress(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_progress)
 
-    def picture_format(self) -> PictureFormat:
+    def image_format(self) -> ImageFormat:
         """Return the file format for the images.
 
         Raises:
             InvalidRequest: The format is not supported.
         """
-        kind: PictureKind = "png"
+        kind: ImageKind = "png"
         if self.output_format is not None:
-            found = next((name for name in PICTURE_FORMATS if name == self.output_format), None)
+            found = next((name for name in IMAGE_FORMATS if name == self.output_format), None)
             if found is None:
                 raise InvalidRequest(
-                    f"output_format is {self.output_format[:40]!r}, allowed are {', '.join(PICTURE_FORMATS)}",
+                    f"output_format is {self.output_format[:40]!r}, allowed are {', '.join(IMAGE_FORMATS)}",
                     param="output_format",
                 )
             kind = found
@@ -156,7 +156,7 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
                 "webp",
                 param="output_compression",
             )
-        return PictureFormat(kind, quality)
+        return ImageFormat(kind, quality)
 
     def params(self, **more: Any) -> ImageParams:
         """Return the parameters for the engine.
@@ -249,7 +249,7 @@ class ImageEditBody(ImageBody, frozen=True, kw_only=True):
     strength: float | None = None
     input_fidelity: str | None = None
 
-    def edit_params(self, image: Picture, mask: Picture | None) -> ImageParams:
+    def edit_params(self, image: RGBImage, mask: RGBImage | None) -> ImageParams:
         """Return the parameters for the engine.
 
         Args:

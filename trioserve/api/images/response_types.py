@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from trioserve.api.openai.response_types import Response
-from trioserve.vision.picture_file import PictureKind
+from trioserve.vision.rgb_image import ImageKind
 
 __all__ = [
     "EditCompleted",
@@ -64,7 +64,7 @@ class Images(Response):
     model: str
     data: list[ImageData]
     background: Literal["opaque"]
-    output_format: PictureKind
+    output_format: ImageKind
     quality: Literal["auto"]
     size: str
     usage: ImageUsage
@@ -85,21 +85,21 @@ class Progress(Response):
     seed: int
 
 
-class PictureEvent(Progress):
+class ImageEvent(Progress):
     b64_json: str
     background: Literal["opaque"]
-    output_format: PictureKind
+    output_format: ImageKind
     quality: Literal["auto"]
     size: str
 
 
-class Partial(PictureEvent):
+class Partial(ImageEvent):
     """A partial image. `partial_image_index` counts the partial images of one image."""
 
     partial_image_index: int
 
 
-class Completed(PictureEvent):
+class Completed(ImageEvent):
     """A complete image. `usage` is that of this image."""
 
     usage: ImageUsage

@@ -21,7 +21,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
 
 if TYPE_CHECKING:
-    from trioserve.contracts.pooling import Pooled
+    from trioserve.contracts.pooling import PoolingResult
 
 __all__ = ["OPERATIONS", "embed", "embed_one"]
 
@@ -75,7 +75,7 @@ async def embed_one(context: RequestContext) -> None:
     await context.respond_bytes(b'{"embedding":%b}' % _numbers(0, response.pooled[0]), "application/json")
 
 
-def _numbers(_index: int, vector: Pooled) -> bytes:
+def _numbers(_index: int, vector: PoolingResult) -> bytes:
     return encode(vector.values())
 
 

@@ -179,7 +179,7 @@ class OllamaChatBody(OllamaAnswerBody, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
 
-class _PooledBody(_Body, frozen=True, kw_only=True):
+class _PoolingBody(_Body, frozen=True, kw_only=True):
     """Fields of embedding requests.
 
     Attributes:
@@ -197,12 +197,12 @@ class _PooledBody(_Body, frozen=True, kw_only=True):
         return "right"
 
 
-class OllamaEmbedBody(_PooledBody, frozen=True, kw_only=True):
+class OllamaEmbedBody(_PoolingBody, frozen=True, kw_only=True):
     input: str | list[str]
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=DIMENSIONS_MAX)] | None = None
 
 
-class OllamaEmbeddingsBody(_PooledBody, frozen=True, kw_only=True):
+class OllamaEmbeddingsBody(_PoolingBody, frozen=True, kw_only=True):
     """Body of the older kind of embedding request, with one text."""
 
     prompt: str

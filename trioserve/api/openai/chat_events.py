@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from trioserve.api.generation import CUT_OFF, is_cut_off
+from trioserve.api.generation import PARTIAL_FINISH, is_partial
 from trioserve.api.openai.chat_response import echo_of, finish_shown
 from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.openai.request_types import ChatBody
@@ -97,7 +97,7 @@ class ChatEvents:
             events.append(self._chunk(content_head + encode(delta.text) + tail))
         finish = None
         if delta.finish_reason is not None:
-            finish = CUT_OFF if is_cut_off(delta.finish_reason) else delta.finish_reason.value
+            finish = PARTIAL_FINISH if is_partial(delta.finish_reason) else delta.finish_reason.value
         return self._ended(events, delta, finish)
 
     def of_parts(self, parts: list[ResponsePart], delta: Delta) -> bytes:
@@ -194,7 +194,7 @@ class ChatEvents:
         """Join the events, and add the last event of the choice if it has ended."""
         if finish is None:
             return b"".join(events)
-        self._is_partial = self._is_partial or finish == CUT_OFF
+        self._is_partial = self._is_partial or finish == PARTIAL_FINISH
         versions = b""
         if not self._body.return_token_ids:  # with token ids, each event has its own versions
             versions = versions_field(self._turn.stream.weight_versions(delta.index))

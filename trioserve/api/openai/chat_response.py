@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from trioserve.api.generation import CUT_OFF, transfer_fields
+from trioserve.api.generation import PARTIAL_FINISH, transfer_fields
 from trioserve.api.openai.logprobs import chat_tokens, prompt_logprobs
 from trioserve.api.openai.request_types import ChatBody
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnFinish
@@ -65,7 +65,7 @@ async def whole_response(
         "usage": turn.usage(),
         **transfer_fields(choice.kv_transfer for choice in choices),
     }
-    if any(choice.finish_reason == CUT_OFF for choice in choices):
+    if any(choice.finish_reason == PARTIAL_FINISH for choice in choices):
         response["resume"] = resumption.behind([stream])
     if body.return_token_ids:
         response["prompt_token_ids"] = stream.prompt_token_ids

@@ -16,11 +16,11 @@ import msgspec
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import HandedOver
 from trioserve.api.generation import (
-    CUT_OFF,
+    PARTIAL_FINISH,
     Choice,
     Usage,
     collect,
-    is_cut_off,
+    is_partial,
     read_streams,
     transfer_fields,
     usage_of,
@@ -251,11 +251,11 @@ def _logprob_of_a_token(choice: Choice) -> float:
 def _finish_shown(reason: FinishReason | None) -> str | None:
     if reason is None:
         return None
-    return CUT_OFF if is_cut_off(reason) else reason.value
+    return PARTIAL_FINISH if is_partial(reason) else reason.value
 
 
 def _has_partial(choices: list[list[Choice]]) -> bool:
-    return any(is_cut_off(choice.finish_reason) for of_stream in choices for choice in of_stream)
+    return any(is_partial(choice.finish_reason) for of_stream in choices for choice in of_stream)
 
 
 class _Response:
@@ -412,7 +412,7 @@ class _CompletionEvents:
                 finish = encode(_finish_shown(delta.finish_reason)) + b',"stop_reason":' + encode(delta.stop_reason)
                 if not self._body.return_token_ids:  # with token ids, each event has its own versions
                     finish += versions_field(self._response.streams[stream_index].weight_versions(delta.index))
-                self._is_partial = self._is_partial or is_cut_off(delta.finish_reason)
+                self._is_partial = self._is_partial or is_partial(delta.finish_reason)
             fields = transfer_field(delta)
             events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
         if delta.finish_reason is not None and self._holds_end and delta.kv_transfer is None:

@@ -19,7 +19,7 @@ from trioserve.contracts.events import AbortOutcome
 
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
-    from trioserve.contracts.partial import CutOff, Partial
+    from trioserve.contracts.partial import AbortResult, Partial
 
 __all__ = ["OPERATIONS", "abort_for_sglang", "abort_for_vllm", "abort_with_partials"]
 
@@ -41,7 +41,7 @@ async def abort_with_partials(context: RequestContext) -> None:
             )
         await respond_aborted(context, body)
         return
-    cut = context.engine.cut_off(checked_ids(body.ids), owner=context.owner)
+    cut = context.engine.abort_with_partial(checked_ids(body.ids), owner=context.owner)
     await _respond(context, cut, with_partials=body.return_partial)
 
 
@@ -62,7 +62,7 @@ async def abort_for_sglang(context: RequestContext) -> None:
     if body.abort_all:
         check_may_operate(context.caller)
         ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
-    cut = context.engine.cut_off(ids, owner=context.owner)
+    cut = context.engine.abort_with_partial(ids, owner=context.owner)
     await _respond(context, cut, with_partials=body.return_partial)
 
 
@@ -87,7 +87,7 @@ async def abort_for_vllm(context: RequestContext) -> None:
     await context.respond_json({"status": "aborted", "aborted": aborted})
 
 
-async def _respond(context: RequestContext, cut: Mapping[str, CutOff], *, with_partials: bool) -> None:
+async def _respond(context: RequestContext, cut: Mapping[str, AbortResult], *, with_partials: bool) -> None:
     data = []
     for request_id, one in cut.items():
         row: dict[str, object] = {"id": request_id, "object": "request.abort", "result": one.outcome.value}

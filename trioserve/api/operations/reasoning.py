@@ -12,7 +12,7 @@ from trioserve.api.operations.live_requests import REQUEST_PATH, unknown_request
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import READS_BODY, Operation
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.thinking import ThoughtOutcome
+from trioserve.contracts.thinking import ReasoningOutcome
 
 __all__ = ["OPERATIONS", "control_request"]
 
@@ -34,10 +34,10 @@ async def control_request(context: RequestContext) -> None:
             param="end_thinking",
         )
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
-    outcome = context.engine.end_thoughts([request_id], owner=context.owner)[request_id]
-    if outcome is ThoughtOutcome.UNKNOWN:
+    outcome = context.engine.end_reasoning([request_id], owner=context.owner)[request_id]
+    if outcome is ReasoningOutcome.UNKNOWN:
         raise unknown_request(request_id)
-    if outcome is ThoughtOutcome.NO_THOUGHT:
+    if outcome is ReasoningOutcome.NO_REASONING:
         raise refusal(
             "no_thought",
             f"the request {request_id!r} has no reasoning to end: its model writes none, or the reasoning has "

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.generation import CUT_OFF, Usage
+from trioserve.api.generation import PARTIAL_FINISH, Usage
 from trioserve.api.responses.response_object import Item, ResponseHead, item_id, response_error, usage_object
 from trioserve.api.responses.tools import CallKind
 from trioserve.api.resume_body import ResumeBody
@@ -213,7 +213,7 @@ class ResponseEvents:
         """
         events = self._close_text("incomplete")
         response = self._break_off("incomplete", usage, None) | _resume_field(resume)
-        response["incomplete_details"] = {"reason": CUT_OFF, "stop_reason": stop_reason}
+        response["incomplete_details"] = {"reason": PARTIAL_FINISH, "stop_reason": stop_reason}
         return [*events, self._event("response.incomplete", response=response)], response
 
     # --- content and reasoning ---

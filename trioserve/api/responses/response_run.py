@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from trioserve.api.error_responses import ErrorResponse, error_response
-from trioserve.api.generation import CUT_OFF, KeepAlive, Usage
+from trioserve.api.generation import PARTIAL_FINISH, KeepAlive, Usage
 from trioserve.api.openai.logprobs import chat_logprobs
 from trioserve.api.responses.events import Event, ResponseEvents, event_bytes
 from trioserve.api.responses.plan import PlannedResponse, plan_prompt, plan_response
@@ -113,7 +113,7 @@ class ResponseRun:
         """Return the last events and the response after the turn has ended."""
         usage = self._end()
         finish = self.turn.choices[0].finish_reason
-        if finish == CUT_OFF:
+        if finish == PARTIAL_FINISH:
             return self.events.end_partial(self._stop_reason, self._resume_state(), usage=usage)
         return self.events.complete(finish, usage, self._clock.unix_seconds())
 

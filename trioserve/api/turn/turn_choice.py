@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.api.generation import CUT_OFF, is_cut_off
+from trioserve.api.generation import PARTIAL_FINISH, is_partial
 from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
@@ -76,7 +76,7 @@ class TurnChoice:
             return [ContentText(delta.text)] if delta.text else []
         parsed = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            if not (self._is_resumable and is_cut_off(delta.finish_reason)):
+            if not (self._is_resumable and is_partial(delta.finish_reason)):
                 parsed += self._parser.end()
         elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # the usual case, kept fast
             self._is_thinking = False
@@ -216,6 +216,6 @@ def _turn_finish(reason: FinishReason) -> TurnFinish:
 
     Aborts and deadlines raise errors earlier (see foreign_end), unless the client asked for partial results.
     """
-    if is_cut_off(reason):
-        return CUT_OFF
+    if is_partial(reason):
+        return PARTIAL_FINISH
     return "length" if reason is FinishReason.LENGTH else "stop"

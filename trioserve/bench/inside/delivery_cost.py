@@ -34,8 +34,8 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine import Engine, ModelDescription
+from trioserve.engine.lifecycle.engine_loop import EngineLoop
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.shell.engine_loop import EngineLoop
 from trioserve.http.exchange import Exchange, HeaderFields
 from trioserve.http.headers import Headers
 from trioserve.metrics.registry import Metrics

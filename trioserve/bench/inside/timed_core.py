@@ -73,9 +73,9 @@ class TimedCore(RouterCore):
         self._note(self._times.choices if is_choice else self._times.others, began, now)
         return ticket
 
-    def first_token(self, ticket: Ticket, now: float, *, can_go_on: bool = False) -> None:
+    def first_token(self, ticket: Ticket, now: float, *, can_resume: bool = False) -> None:
         began = perf_counter_ns() - self._outside_ns
-        super().first_token(ticket, now, can_go_on=can_go_on)
+        super().first_token(ticket, now, can_resume=can_resume)
         self._note(self._times.others, began, now)
 
     def leave(self, ticket: Ticket, now: float) -> None:

@@ -30,7 +30,7 @@ import trio
 from trioserve.bench.inside.step_bench import CASES, FILLED_AT_ONCE, step_plan
 from trioserve.contracts.errors import RankLost
 from trioserve.contracts.step import StepPlan, StepResult, never_abandoned
-from trioserve.engine.shell.engine_loop import ThreadedExecutor
+from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.model.device import default_thread_count
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import resolve_model

@@ -306,7 +306,7 @@ class FakeEndpoints:
             now = time.monotonic()
             endpoint.served = 0
             if endpoint.slots is not None:
-                endpoint.slots.measure_depth_anew(now)
+                endpoint.slots.measure_depth_again(now)
             client.send(_WELL)
         elif asked == b"GET /measured":
             client.send(_whole(msgspec.json.encode(_measured(endpoint, time.monotonic()))))

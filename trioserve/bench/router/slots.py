@@ -114,7 +114,7 @@ class Slots:
             self._start_next(end)
         return keys
 
-    def measure_depth_anew(self, now: float) -> None:
+    def measure_depth_again(self, now: float) -> None:
         self.depth = Depth(now)
         self.depth.note(self.waiting, now)
 

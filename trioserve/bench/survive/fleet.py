@@ -104,7 +104,7 @@ class SurviveFleet:
                 try:
                     await trio.sleep(interruption.seconds)
                 finally:
-                    endpoint.process.go_on()
+                    endpoint.process.proceed()
             elif interruption.kind is InterruptionKind.DRAIN:
                 await self._move_away(endpoint, interruption.seconds)
             else:

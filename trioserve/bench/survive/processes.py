@@ -69,7 +69,7 @@ class ServerProcess:
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:

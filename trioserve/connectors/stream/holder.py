@@ -34,7 +34,7 @@ from trioserve.connectors.stream.peer_connection import (
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.transfers import Send
 from trioserve.connectors.stream.wire import MayNot, Wire
-from trioserve.trio_tools.places import Places
+from trioserve.trio_tools.connection_limit import ConnectionLimit
 
 __all__ = [
     "GREETINGS_MAX",
@@ -82,8 +82,8 @@ class Holder:
         self._more_frames = more_frames
         self._pages = policy.setup.pages
         self._reader_count = 0  # connections whose handshake has succeeded
-        self.strangers = Places(
-            places_max=GREETINGS_MAX, strangers_max=GREETINGS_MAX, per_address_max=GREETINGS_OF_ADDRESS_MAX
+        self.strangers = ConnectionLimit(
+            connections_max=GREETINGS_MAX, strangers_max=GREETINGS_MAX, per_address_max=GREETINGS_OF_ADDRESS_MAX
         )
 
     async def serve(self, open_wire: Callable[[], Awaitable[Wire]], peer: str) -> None:

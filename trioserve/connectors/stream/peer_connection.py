@@ -122,12 +122,12 @@ class Refused(Exception):
 
     Args:
         message: Reason.
-        can_go_on: True if the connection can still be used for other transfers.
+        can_resume: True if the connection can still be used for other transfers.
     """
 
-    def __init__(self, message: str, *, can_go_on: bool = False) -> None:
+    def __init__(self, message: str, *, can_resume: bool = False) -> None:
         super().__init__(message)
-        self.can_go_on = can_go_on
+        self.can_resume = can_resume
 
 
 class Identity(msgspec.Struct, frozen=True):

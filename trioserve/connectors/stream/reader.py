@@ -135,15 +135,15 @@ class Reader:
     async def _attempt(self, peer: Peer, load: Load) -> None:
         """Transfer the missing chunks over one connection."""
         connection = peer.idle.pop() if peer.idle else await self.connect(peer.source)
-        can_go_on = False
+        can_resume = False
         try:
             await self.read_over(connection, load)
-            can_go_on = True
+            can_resume = True
         except Refused as refused:
-            can_go_on = refused.can_go_on
+            can_resume = refused.can_resume
             raise
         finally:
-            if can_go_on:
+            if can_resume:
                 connection.idle_since = trio.current_time()
                 peer.idle.append(connection)
             else:
@@ -200,7 +200,7 @@ class Reader:
         """
         head = await receive_head(connection.wire)
         if head.kind is Kind.ABORT:
-            raise Refused(sentence_of(await receive_body(connection.wire, head, Abort)), can_go_on=True)
+            raise Refused(sentence_of(await receive_body(connection.wire, head, Abort)), can_resume=True)
         if head.kind is not kind or head.transfer != connection.transfer_count:
             raise BadFrame(
                 f"{head.kind.name} of transfer {head.transfer} came, {kind.name} of {connection.transfer_count} is due"

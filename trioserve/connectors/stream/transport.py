@@ -27,7 +27,7 @@ from trioserve.connectors.stream.signature import Source, signing_key
 from trioserve.connectors.stream.wire import SocketWire, StreamWire, Wire
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, Started
-from trioserve.trio_tools.places import remote_address
+from trioserve.trio_tools.connection_limit import remote_address
 from trioserve.trio_tools.tcp_stream import connect_tcp, end_when_vanished
 
 __all__ = ["StreamTransport", "dual_listener", "TcpConnector", "make_connector"]

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import RGBImage
 from trioserve.contracts.iterative import IterativeEvent, IterativePlan, OutputReady, StepDone
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.engine.images.open_image import ImageChoice, OpenImage
-from trioserve.engine.shell.core_delivery import CoreDelivery
-from trioserve.engine.shell.step_timings import StepTimings
-from trioserve.engine.shell.step_watch import StepWatch
+from trioserve.engine.lifecycle.core_delivery import CoreDelivery
+from trioserve.engine.lifecycle.step_timings import StepTimings
+from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["ImageDelivery"]
@@ -40,8 +40,8 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
             if isinstance(event, StepDone):
                 self._on_step(self._choices[event.request_id], event, now)
             elif isinstance(event, OutputReady):
-                assert isinstance(event.output, Picture), f"{event.request_id} gave {type(event.output).__name__}"
-                self._choices[event.request_id].picture = event.output  # its end comes next
+                assert isinstance(event.output, RGBImage), f"{event.request_id} gave {type(event.output).__name__}"
+                self._choices[event.request_id].image = event.output  # its end comes next
             else:
                 has_reader = not self._is_cancelled(event, now)
                 choice = self._choices[event.request_id]
@@ -56,7 +56,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
         if event.steps_done <= choice.steps_done:
             return  # delivered before the engine broke, and computed again
         choice.steps_done = event.steps_done
-        assert event.partial is None or isinstance(event.partial, Picture), "a partial result that is not an image"
+        assert event.partial is None or isinstance(event.partial, RGBImage), "a partial result that is not an image"
         if event.partial is not None:
             self._note_shown(choice, now)
         choice.request.push(choice.request.delta(choice, event.partial))

@@ -33,13 +33,13 @@ from trioserve.engine.images.image_preparation import ImagePreparation
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_attributes
 from trioserve.engine.images.open_image import ImageChoice, OpenImage, view_of
+from trioserve.engine.lifecycle.engine_life import SERVER_STOPPING, Guard
+from trioserve.engine.lifecycle.engine_loop import EngineLoop
+from trioserve.engine.lifecycle.engine_shell import EngineShell, new_request_id
+from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace
+from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.shell.engine_life import SERVER_STOPPING, Guard
-from trioserve.engine.shell.engine_loop import EngineLoop
-from trioserve.engine.shell.engine_shell import EngineShell, new_request_id
-from trioserve.engine.shell.request_trace import NO_TRACE, RequestTrace
-from trioserve.engine.shell.step_times import PlanTimes, StepCounts
 from trioserve.metrics.image_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted

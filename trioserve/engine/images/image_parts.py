@@ -10,8 +10,8 @@ from trioserve.contracts.step import IsAbandoned
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.engine.engine_parts import CacheRelease
-from trioserve.engine.shell.engine_life import Guard
-from trioserve.engine.shell.stepped_core import StepRunnerOf
+from trioserve.engine.lifecycle.engine_life import Guard
+from trioserve.engine.lifecycle.stepped_core import StepRunnerOf
 
 __all__ = ["ImageParts", "ImageSteps", "no_image_parts"]
 

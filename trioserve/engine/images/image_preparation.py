@@ -243,7 +243,7 @@ class ImagePreparation:
                 "pixels are allowed here",
                 param="width",
             )
-        work = self._model.picture_work(width, height)
+        work = self._model.image_work(width, height)
         rows = 2 if is_guided else 1
         if work * rows > self._step_work_max:
             raise InvalidRequest(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Generator
 from typing import Any
 
-from trioserve.contracts.image_generation import ImageDelta, Picture
+from trioserve.contracts.image_generation import ImageDelta, RGBImage
 from trioserve.engine.images.open_image import OpenImage
-from trioserve.engine.shell.error_of_end import error_of
-from trioserve.engine.shell.scope_stream import ScopeStream
+from trioserve.engine.lifecycle.error_of_end import error_of
+from trioserve.engine.lifecycle.scope_stream import ScopeStream
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["ImageStream", "pictures_of"]
+__all__ = ["ImageStream", "images_of"]
 
 
 @uninterrupted
@@ -24,14 +24,14 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
     A slow reader gets the newest delta of each image. The last delta of an image is never lost.
     """
 
-    def __await__(self) -> Generator[Any, Any, tuple[Picture, ...]]:
+    def __await__(self) -> Generator[Any, Any, tuple[RGBImage, ...]]:
         return self._all().__await__()
 
-    async def _all(self) -> tuple[Picture, ...]:
+    async def _all(self) -> tuple[RGBImage, ...]:
         async with self:
             return await self.pictures()
 
-    async def pictures(self) -> tuple[Picture, ...]:
+    async def pictures(self) -> tuple[RGBImage, ...]:
         """Wait for all images.
 
         Returns:
@@ -41,7 +41,7 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
             RequestFailed, RequestAborted, DeadlinePassed: an image was not generated. The first such image decides.
             EngineFault: the engine broke.
         """
-        return await pictures_of(self)
+        return await images_of(self)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -60,17 +60,17 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
         return task.width, task.height
 
 
-async def pictures_of(deltas: AsyncIterable[ImageDelta]) -> tuple[Picture, ...]:
+async def images_of(deltas: AsyncIterable[ImageDelta]) -> tuple[RGBImage, ...]:
     """Wait for all images of a stream. See `ImageStream.pictures`.
 
     Args:
         deltas: an entered stream.
     """
-    made: dict[int, Picture] = {}
+    made: dict[int, RGBImage] = {}
     async for delta in deltas:
         if (error := error_of(delta)) is not None:
             raise error
         if delta.finish_reason is not None:
-            assert delta.picture is not None, "a finished image is missing"
-            made[delta.index] = delta.picture
+            assert delta.image is not None, "a finished image is missing"
+            made[delta.index] = delta.image
     return tuple(made[index] for index in sorted(made))

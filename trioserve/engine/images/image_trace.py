@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trioserve.contracts.tracing import Attributes
 from trioserve.engine.images.open_image import OpenImage
-from trioserve.engine.shell.request_trace import SpannedRequest
+from trioserve.engine.lifecycle.request_trace import SpannedRequest
 
 __all__ = ["OPERATION", "SpannedImage", "image_attributes"]
 

@@ -11,14 +11,14 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.events import FinishReason, IterativePhase
 from trioserve.contracts.ids import RequestId
-from trioserve.contracts.image_generation import ImageDelta, ImageParams, Picture
+from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.core.iterative.latent_slots import LiveIteration
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.images.image_preparation import WantedImage
-from trioserve.engine.shell.request_scope import RequestPart, RequestScope
+from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
 
 __all__ = ["ImageChoice", "OpenImage", "merge", "view_of"]
 
@@ -41,13 +41,13 @@ class ImageChoice(RequestPart["OpenImage"]):
         first_shown_at: when the first partial or complete image was delivered. None: not yet.
     """
 
-    __slots__ = ("asked", "first_shown_at", "picture", "steps_done")
+    __slots__ = ("asked", "first_shown_at", "image", "steps_done")
 
     def __init__(self, request: OpenImage, index: int, sequence_id: RequestId) -> None:
         super().__init__(request, index, sequence_id)
         self.asked: IterativeRequest | None = None
         self.steps_done = 0
-        self.picture: Picture | None = None
+        self.image: RGBImage | None = None
         self.first_shown_at: float | None = None
 
     @property
@@ -107,7 +107,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
     def merged(self, pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
         return merge(pending, delta)
 
-    def delta(self, choice: ImageChoice, picture: Picture | None) -> ImageDelta:
+    def delta(self, choice: ImageChoice, image: RGBImage | None) -> ImageDelta:
         """Make a delta with the progress of an image.
 
         Args:
@@ -115,7 +115,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
             picture: a partial result. None: none.
         """
         return ImageDelta(
-            index=choice.index, steps_done=choice.steps_done, step_count=self.wanted.step_count, picture=picture
+            index=choice.index, steps_done=choice.steps_done, step_count=self.wanted.step_count, image=image
         )
 
     def push_whole(self, choice: ImageChoice) -> None:
@@ -124,24 +124,24 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
         Args:
             choice: the image.
         """
-        assert choice.picture is not None, f"{choice.sequence_id} ended without an image"
+        assert choice.image is not None, f"{choice.sequence_id} ended without an image"
         choice.is_ended = True
         self.push(
             ImageDelta(
                 index=choice.index,
                 steps_done=choice.steps_done,
                 step_count=self.wanted.step_count,
-                picture=choice.picture,
+                image=choice.image,
                 finish_reason=FinishReason.STOP,
             )
         )
-        choice.picture = None  # only the reader needs it now
+        choice.image = None  # only the reader needs it now
 
     def push_end(
         self, choice: ImageChoice, reason: FinishReason, message: str | None = None, *, stop_reason: str | None = None
     ) -> None:
         choice.is_ended = True
-        choice.picture = None
+        choice.image = None
         self.push(
             ImageDelta(
                 index=choice.index,
@@ -164,9 +164,9 @@ def merge(pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
         pending: the older delta.
         delta: the newer delta.
     """
-    if delta.picture is not None or delta.finish_reason is not None or pending.picture is None:
+    if delta.image is not None or delta.finish_reason is not None or pending.image is None:
         return delta
-    return msgspec.structs.replace(delta, picture=pending.picture)
+    return msgspec.structs.replace(delta, image=pending.image)
 
 
 def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: float) -> LiveImageView:
@@ -194,7 +194,7 @@ def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: floa
         phase=phase,
         priority=request.priority,
         age_seconds=now - request.entered_at,
-        picture_count=request.sequence_count,
+        image_count=request.sequence_count,
         steps_done=sum(choice.steps_done for choice in request.choices),
         step_count=request.wanted.step_count * request.sequence_count,
         slot_count=sum((live.slot is not None) + (live.kept_slot is not None) for live in living),

@@ -29,8 +29,8 @@ from trioserve.http.http2.fields import FieldDecoder
 from trioserve.http.http2.frames import PREFACE, Flood, FrameGate
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.rate_bucket import RateBucket
+from trioserve.trio_tools.connection_limit import ConnectionLimit, remote_address
 from trioserve.trio_tools.http2_settings import known_settings
-from trioserve.trio_tools.places import Places, remote_address
 
 __all__ = ["bounded"]
 
@@ -42,8 +42,8 @@ def bounded(limits: FrontendLimits) -> Iterator[None]:
     Args:
         limits: limits on frames and connections.
     """
-    places = Places(
-        places_max=limits.connections_max,
+    places = ConnectionLimit(
+        connections_max=limits.connections_max,
         strangers_max=limits.connections_max,  # Hypercorn does not report which requests show a key
         per_address_max=limits.connections_per_address_max,
     )
@@ -139,7 +139,7 @@ class _BoundedTCPServer(hypercorn.trio.tcp_server.TCPServer):  # type: ignore[mi
     """Hypercorn's TCP connection, which may be closed while idle to accept another connection."""
 
     bounds: FrontendLimits
-    shared_places: Places
+    shared_places: ConnectionLimit
 
     async def run(self) -> None:
         stream: Any = self.stream

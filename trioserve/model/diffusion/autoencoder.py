@@ -38,7 +38,7 @@ class Autoencoder:
         device = next(network.parameters()).device
         self._factor, self._shift = factor.to(device), shift.to(device)
 
-    def encode(self, picture: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+    def encode(self, image: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
         """Encode an image into a latent.
 
         Args:
@@ -48,7 +48,7 @@ class Autoencoder:
         Returns:
             float32 [1, channels, height / scale, width / scale].
         """
-        distribution = self._network.encode(picture.to(self._dtype)).latent_dist
+        distribution = self._network.encode(image.to(self._dtype)).latent_dist
         latent: torch.Tensor = distribution.sample(generator=noise)
         return (latent.float() - self._shift) * self._factor
 
@@ -61,10 +61,10 @@ class Autoencoder:
         Returns:
             [3, height * scale, width * scale] in the VAE's dtype, values from about -1 to 1.
         """
-        picture: torch.Tensor = self._network.decode(
+        image: torch.Tensor = self._network.decode(
             (latent / self._factor + self._shift).to(self._dtype), return_dict=False
         )[0]
-        return picture[0]
+        return image[0]
 
 
 def _number(config: Any, name: str) -> float:

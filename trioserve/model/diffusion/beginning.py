@@ -12,8 +12,8 @@ from trioserve.contracts.image_generation import ImageTask
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.model.diffusion.autoencoder import Autoencoder
 from trioserve.model.diffusion.family import MASKED, BadTask, Family
+from trioserve.model.diffusion.image_tensors import image_tensor, mask_tensor
 from trioserve.model.diffusion.latent_state import LatentState, Original
-from trioserve.model.diffusion.pictures import mask_tensor, picture_tensor
 from trioserve.model.diffusion.solver_steps import Schedule
 from trioserve.model.diffusion.solvers import Solver
 
@@ -72,7 +72,7 @@ class Beginning:
         begins_with_noise = task.image is None or (task.mask is not None and request.step_count == task.step_count)
         given = None
         if task.image is not None and not (begins_with_noise and self._fills_in):
-            given = self._encoded(picture_tensor(task.image, task.width, task.height), generator)
+            given = self._encoded(image_tensor(task.image, task.width, task.height), generator)
         noise = torch.randn((1, self._family.channels, height, width), generator=generator, dtype=self._dtype)
         noise = noise.to(self._device).float()
         latent = noise * schedule.initial_scale
@@ -113,7 +113,7 @@ class Beginning:
         whole = torch.ones(shape) if task.mask is None else mask_tensor(task.mask, task.width, task.height, 1)
         picture = torch.zeros((1, 3, task.height, task.width))
         if task.image is not None:
-            picture = picture_tensor(task.image, task.width, task.height)
+            picture = image_tensor(task.image, task.width, task.height)
         around = self._encoded(picture * (whole < MASK_SPLIT), generator)
         mask = torch.nn.functional.interpolate(whole, size=(task.height // scale, task.width // scale))
         return torch.cat([mask.to(self._device), around], dim=1)

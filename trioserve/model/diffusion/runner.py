@@ -27,8 +27,8 @@ from trioserve.model.diffusion.components import load_parts, make_family
 from trioserve.model.diffusion.description import SAMPLER_NAMES, samplers_of
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import BadTask, Family, Parts
+from trioserve.model.diffusion.image_tensors import image_of
 from trioserve.model.diffusion.latent_state import Inputs, LatentState
-from trioserve.model.diffusion.pictures import picture_of
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.diffusion.solver_steps import SolverStep
@@ -269,7 +269,7 @@ class DiffusionRunner:
                 self.slots[work.slot] = after
                 if work.wants_partial:
                     self._abandoning.check()
-                    result.partials[work.request.id] = picture_of(self._autoencoder.decode(clean))
+                    result.partials[work.request.id] = image_of(self._autoencoder.decode(clean))
 
     def _predict(self, states: list[LatentState]) -> list[torch.Tensor]:
         """Call the network once for all rows of the states.
@@ -330,7 +330,7 @@ class DiffusionRunner:
             state = self._state(work, work.request.step_count)
             values = self._autoencoder.decode(state.latent)
             if bool(torch.isfinite(values).all()):
-                result.outputs[work.request.id] = picture_of(values)
+                result.outputs[work.request.id] = image_of(values)
             else:
                 result.errors[work.request.id] = f"decoding gave NaN or infinite values: {NAN_ADVICE}"
             self.slots[work.slot] = None

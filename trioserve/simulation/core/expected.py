@@ -12,7 +12,7 @@ from trioserve.contracts.events import (
     EngineEvent,
     FinishReason,
     Phase,
-    PooledReady,
+    PoolingReady,
     PromptLogprobs,
     RequestFinished,
     TokensReady,
@@ -86,7 +86,7 @@ class ExpectedSequence:
         proposed: draft tokens from a draft model in its last step.
         forced_count: forced tokens so far.
         prompt_logprobs_count: delivered prompt log probabilities.
-        is_pooled: True after its vector was delivered.
+        is_pooling: True after its vector was delivered.
         overtaken_count_min: number of later requests that certainly started before it because it did not fit.
         overtaken_count_max: number of later requests that started before it.
         aborted_for: reason of its abort, or None.
@@ -101,7 +101,7 @@ class ExpectedSequence:
         "finished",
         "forced_count",
         "has_surplus",
-        "is_pooled",
+        "is_pooling",
         "is_running",
         "known",
         "lacks_kv",
@@ -122,8 +122,8 @@ class ExpectedSequence:
         self.request = request
         self.order = (request.priority, arrival_index)
         self.response = response
-        self.known = [*request.prompt_token_ids, *request.known_output]
-        self.output_count = len(request.known_output)
+        self.known = [*request.prompt_token_ids, *request.resumed_output]
+        self.output_count = len(request.resumed_output)
         self.loaded_count = 0
         self.lacks_kv = False
         self.draft_counts = (0, 0, 0)
@@ -134,7 +134,7 @@ class ExpectedSequence:
         self.overtaken_count_min = 0
         self.overtaken_count_max = 0
         self.is_running = False
-        self.is_pooled = False
+        self.is_pooling = False
         self.steps_in_flight = 0
         self.computed_end = 0
         self.has_surplus = False
@@ -266,8 +266,8 @@ class ExpectedSequence:
             assert count == expected, f"{name}: {count} tokens from a chunk with {expected} expected tokens"
             if self.request.pooling is not None:
                 is_over = chunk.start + chunk.count == len(self.known)
-                assert self.is_pooled == is_over, (
-                    f"{name}: pooled is {self.is_pooled}, but its last chunk was computed: {is_over}"
+                assert self.is_pooling == is_over, (
+                    f"{name}: pooled is {self.is_pooling}, but its last chunk was computed: {is_over}"
                 )
                 assert (self.finished is not None) == is_over, (
                     f"{name}: ended or not, but its last chunk was computed: {is_over}"
@@ -299,13 +299,15 @@ class ExpectedSequence:
         assert self.aborted_for is None, f"{name} was aborted, but gets {event}"
         if type(event) is TokensReady:
             self._take_tokens(event)
-        elif type(event) is PooledReady:
-            assert not self.is_pooled, f"{name} is pooled twice"
+        elif type(event) is PoolingReady:
+            assert not self.is_pooling, f"{name} is pooled twice"
             assert event.pooled == self.response.pooled, f"{name} has another vector than expected"
-            self.is_pooled = True
+            self.is_pooling = True
         elif type(event) is PromptLogprobs:
             entries = event.logprobs
-            assert self.output_count == len(self.request.known_output), f"{name}: prompt logprobs after the first token"
+            assert self.output_count == len(self.request.resumed_output), (
+                f"{name}: prompt logprobs after the first token"
+            )
             begin, self.prompt_logprobs_count = self.prompt_logprobs_count, self.prompt_logprobs_count + len(entries)
             expected = (self.response.prompt_logprobs or ())[begin : self.prompt_logprobs_count]
             assert entries == expected, f"{name}: prompt logprobs from {begin} on are {entries}, expected {expected}"
@@ -341,7 +343,9 @@ class ExpectedSequence:
             assert self.output_count == count, f"{name} ends with {self.output_count} of {count} tokens"
             asked = self.response.prompt_logprobs
             assert asked is None or self.prompt_logprobs_count == len(asked), f"{name}: prompt logprobs are missing"
-            assert self.is_pooled == (self.response.pooled is not None), f"{name} ends, but pooled is {self.is_pooled}"
+            assert self.is_pooling == (self.response.pooled is not None), (
+                f"{name} ends, but pooled is {self.is_pooling}"
+            )
         expected = RequestFinished(
             request_id=name,
             reason=reason,

@@ -534,7 +534,7 @@ def _begun_elsewhere(request: EngineRequest, response: ReferenceResponse | None,
     if response is not None and request.guide is not None:
         for token_id in known:
             request.guide.accept(token_id)
-    return msgspec.structs.replace(request, known_output=known)
+    return msgspec.structs.replace(request, resumed_output=known)
 
 
 _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {

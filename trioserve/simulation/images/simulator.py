@@ -2,7 +2,7 @@
 
 Clients read slowly, leave, or run out of patience. Operators abort by id, pause, and drain. Requests and steps fail,
 and the engine restarts. The core is checked wherever a task touches it: every slot is free, or used or kept by a
-request that is still inside. Each client knows which deltas it may receive (picture_book.py). After a client has left,
+request that is still inside. Each client knows which deltas it may receive (image_book.py). After a client has left,
 at most the step in flight still computes its request.
 """
 
@@ -25,18 +25,18 @@ from trioserve.contracts.iterative import IterativePlan, IterativeRequest, Itera
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.engine.images.image_stream import ImageStream
-from trioserve.engine.shell.request_scope import AnyScope
-from trioserve.engine.shell.restarts import LONE_FAULTS_MAX
+from trioserve.engine.lifecycle.request_scope import AnyScope
+from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX
 from trioserve.simulation.clients_inside import ClientsInside
 from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
-from trioserve.simulation.images.picture_book import PictureBook
+from trioserve.simulation.images.image_book import ImageBook
 from trioserve.simulation.images.plan import Client, Fail, ImagesPlan
 from trioserve.simulation.orders import Order
 from trioserve.simulation.stack.pause_plan import Halt
 from trioserve.simulation.stack.pauses import Pauses
 from trioserve.simulation.traced_run import TracedRun, without_log_lines
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
+from trioserve.testing.fake_image_executor import FakeImageExecutor, image_after
 from trioserve.testing.iterative_invariants import check_iterative_core
 from trioserve.testing.task_order import seeded_schedule
 
@@ -110,7 +110,7 @@ class ImagesSimulation(TracedRun):
                     new_executor=functools.partial(_WatchedExecutor, self),
                 ) as fake:
                     self._fake = self._pauses.engine = fake
-                    self._idle_watch.who_waits = lambda: self._waits_in_vain(fake)
+                    self._idle_watch.who_waits = lambda: self._waits_for_ever(fake)
                     await self._live(fake)
                     self._idle_watch.stop()
                     self._pauses.engine = None
@@ -365,7 +365,7 @@ class ImagesSimulation(TracedRun):
                 self._inside.note_end(number)
                 self._stop_reasons[number] = stop_reason
 
-    def _waits_in_vain(self, fake: FakeImageEngine) -> str | None:
+    def _waits_for_ever(self, fake: FakeImageEngine) -> str | None:
         """Name a request that waits although a step could compute it.
 
         None waits in vain during a pause or a restart, and none that has not begun while the others end.
@@ -379,7 +379,7 @@ class ImagesSimulation(TracedRun):
     def _count_delta(self, delta: ImageDelta) -> None:
         if delta.finish_reason is not None:
             self.count(f"ends: {delta.finish_reason.value}")
-        elif delta.picture is not None:
+        elif delta.image is not None:
             self.count("partial pictures")
 
     def _check_freed(self, fake: FakeImageEngine) -> None:
@@ -390,7 +390,7 @@ class ImagesSimulation(TracedRun):
             assert not late, f"{late} cancels took more than a step: {phase}"
 
 
-class _WatchedExecutor(FakePictureExecutor):
+class _WatchedExecutor(FakeImageExecutor):
     """An executor that reports each step before it computes it."""
 
     def __init__(self, simulation: ImagesSimulation, slot_count: int) -> None:
@@ -432,13 +432,13 @@ def _asked(stream: ImageStream) -> list[IterativeRequest]:
     ]
 
 
-def _book_of(client: Client, asked: IterativeRequest) -> PictureBook:
+def _book_of(client: Client, asked: IterativeRequest) -> ImageBook:
     index = asked.seed - _seed(client)
     name = f"client {client.number}, picture {index}"
     distance = math.ceil(client.steps / (client.partials + 1))
     shown = range(distance, client.steps, distance) if client.partials else ()
-    pictures = {step: picture_after(asked, step) for step in shown}
-    return PictureBook(name, index, client.steps, pictures, picture_after(asked, client.steps))
+    pictures = {step: image_after(asked, step) for step in shown}
+    return ImageBook(name, index, client.steps, pictures, image_after(asked, client.steps))
 
 
 def _cost(client: Client, phase: IterativePhase) -> int:
@@ -452,4 +452,4 @@ def _seed(client: Client) -> int:
 
 
 def _shown(delta: ImageDelta) -> str:
-    return f"{delta.steps_done}{'*' if delta.picture else ''}{delta.finish_reason.value if delta.finish_reason else ''}"
+    return f"{delta.steps_done}{'*' if delta.image else ''}{delta.finish_reason.value if delta.finish_reason else ''}"

@@ -180,7 +180,7 @@ class PairRouter:
         client.stage = None
         client.was_refused = client.was_refused or is_refused
         if stage.kind == "decode":
-            self.let_go(client)
+            self.release(client)
         if stage.kind == "whole" or client.tokens:
             client.state = "failed"
             return
@@ -200,7 +200,7 @@ class PairRouter:
                 connection.send(ROUTER, AbortIds((client.stage.id,)))
             self._network.close(connection, ROUTER)
 
-    def let_go(self, client: Client) -> None:
+    def release(self, client: Client) -> None:
         """Release the blocks held for the client, which has no reader for them.
 
         Args:

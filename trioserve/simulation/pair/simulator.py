@@ -144,7 +144,7 @@ class PairSimulation:
         self._count(f"leaves: {self._phase(client.stage)}")
         client.state = "left"
         self._router.end_stage(client)
-        self._router.let_go(client)
+        self._router.release(client)
 
     def _step(self, event: Step) -> None:
         host = self.hosts[event.host]
@@ -176,7 +176,7 @@ class PairSimulation:
     def _serve(self, event: Serve) -> None:
         servings = self.servings()
         if servings:
-            servings[event.index % len(servings)].go_on()
+            servings[event.index % len(servings)].proceed()
 
     def servings(self) -> list[Serving]:
         """Readers to which a holder could send a piece now."""

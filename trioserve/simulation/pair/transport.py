@@ -270,7 +270,7 @@ class Serving:
         send.stops[self] = self._stop
         transport.servings.append(self)
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Read the next piece and send it, or report that all pieces were sent."""
         name, send = self._transport.name, self._send
         if not send.is_alive:

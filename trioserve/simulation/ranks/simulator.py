@@ -47,13 +47,13 @@ from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine
 from trioserve.engine.engine_parts import EngineParts
+from trioserve.engine.lifecycle.engine_loop import StepRunner
+from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.mask_rows import MaskBuffers, MaskRows
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.shell.engine_loop import StepRunner
-from trioserve.engine.shell.supervisor import supervise
 from trioserve.engine.weight_updates import WEIGHTS_REPLACED
 from trioserve.metrics.registry import Metrics
 from trioserve.model.settings import ModelSettings
@@ -82,7 +82,7 @@ __all__ = ["RanksSimulation"]
 SECONDS_MAX = 1_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
 LOOK_SECONDS = 0.1  # between two checks of what must have been reported
 BACKOFF_SECONDS_MAX = 4.0  # before an engine restarts
-IN_VAIN_MAX = 3  # consecutive openings without a step, after which the engine ends
+FRUITLESS_MAX = 3  # consecutive openings without a step, after which the engine ends
 WAITING_MAX = 40
 ADAPTERS_MAX = 8
 ADAPTER_SECONDS = 0.01
@@ -103,17 +103,17 @@ def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClo
         is_bounded: returns whether the bound applies.
     """
     clock = MockClock(autojump_threshold=0)
-    jump, in_vain = clock._autojump, 0
+    jump, fruitless = clock._autojump, 0
 
     def bounded_jump() -> None:
-        nonlocal in_vain
+        nonlocal fruitless
         before = clock.current_time()
         jump()
         now = clock.current_time()
-        in_vain = in_vain + 1 if now == before else 0
+        fruitless = fruitless + 1 if now == before else 0
         if not is_bounded():
             return
-        assert in_vain < IDLE_JUMPS_MAX, f"at {now:.3f} all tasks wait for something that never comes"
+        assert fruitless < IDLE_JUMPS_MAX, f"at {now:.3f} all tasks wait for something that never comes"
         assert now < seconds_max, f"a task waits for something that does not come in {now:.0f} s"
 
     clock._autojump = bounded_jump  # type: ignore[method-assign]  # Trio has no other place for it
@@ -204,7 +204,7 @@ class RanksSimulation(TracedRun):
         assert str(last.failure) in str(error), f"the engine ended with {error}, and broke with {last.failure}"
         restarts_max = self.plan.stage.restarts_max
         if isinstance(error, EngineFault):
-            is_over = len(failures) > restarts_max or len(failures) >= IN_VAIN_MAX
+            is_over = len(failures) > restarts_max or len(failures) >= FRUITLESS_MAX
             assert is_over, f"the engine broke {len(failures)} times, and could have restarted: {error}"
             self.count("engines broken for good")
         else:
@@ -340,9 +340,9 @@ class RanksSimulation(TracedRun):
         assert len(openings) <= stage.restarts_max, f"the engine restarts {len(openings)} times"
         seconds = trio.current_time() - last.failed_at
         assert seconds <= BACKOFF_SECONDS_MAX + 0.001, f"the engine restarts {seconds:.3f} s after it broke"
-        in_vain = [opening for opening in openings[-IN_VAIN_MAX:] if opening.failure is not None]
-        is_vain = len(in_vain) == IN_VAIN_MAX and not any(opening.step_count for opening in in_vain)
-        assert not is_vain, f"the engine restarts after {IN_VAIN_MAX} openings that computed nothing"
+        fruitless = [opening for opening in openings[-FRUITLESS_MAX:] if opening.failure is not None]
+        is_fruitless = len(fruitless) == FRUITLESS_MAX and not any(opening.step_count for opening in fruitless)
+        assert not is_fruitless, f"the engine restarts after {FRUITLESS_MAX} openings that computed nothing"
         self.count("engines opened anew")
 
     # --- what tasks do ---

@@ -87,7 +87,7 @@ class RouterBooks:
             entry.name
             for entry in self.live.values()
             if entry.endpoint == id and entry.is_sent and entry.next is None and entry.request.pinned is None
-            if (entry.can_go_on or not entry.has_token) and self.serving(entry)
+            if (entry.can_resume or not entry.has_token) and self.serving(entry)
         }
 
     def serving(self, entry: ExpectedRequest) -> list[EndpointBook]:
@@ -445,7 +445,7 @@ class RouterBooks:
 
     def _let_go(self, entry: ExpectedRequest, id: str) -> None:
         book = self.endpoints[id]
-        book.let_go(entry.name)
+        book.release(entry.name)
         self.note_drained(book)
 
     def end(self, entry: ExpectedRequest) -> None:
@@ -463,7 +463,7 @@ class RouterBooks:
 
     # --- rules ---
 
-    def check_nobody_waits_in_vain(self, now: float) -> None:
+    def check_nobody_waits_for_ever(self, now: float) -> None:
         """Check progress: every waiting request waits because all of its endpoints are full.
 
         Args:

@@ -112,7 +112,7 @@ class ContinuedBook:
             entry: the request.
         """
         is_there = entry.state in ("leased", "running_free") and entry.endpoint in self.deadlines
-        if is_there and entry.is_answered and entry.can_go_on and entry.next is None and entry.request.pinned is None:
+        if is_there and entry.is_answered and entry.can_resume and entry.next is None and entry.request.pinned is None:
             self._moving_count += not entry.is_moving
             entry.moving_index = entry.moving_index if entry.is_moving else self._moving_count
             entry.is_moving, entry.stage = True, None

@@ -260,7 +260,7 @@ class EndpointBook:
             self.probe = name
         self.leased[name] = sequences
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Remove a request.
 
         Args:

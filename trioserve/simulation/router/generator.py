@@ -178,7 +178,7 @@ class RouterGenerator:
                 return Leave(name=entry.name)
             return Token(name=entry.name, count=self._one((1, 1, 2, 20)), part=self._part())
         if not entry.is_answered and self._chance() >= self._fault_share:
-            return Token(name=entry.name, part=self._part(), can_go_on=self._chance() < 0.8)
+            return Token(name=entry.name, part=self._part(), can_resume=self._chance() < 0.8)
         return self._failure(entry)
 
     def _part(self) -> float:

@@ -253,13 +253,13 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
         name: the request.
         count: number of tokens.
         part: share of the next group of events that also arrives, 0 to 1.
-        can_go_on: reported with the first token: True if another endpoint can resume the stream.
+        can_resume: reported with the first token: True if another endpoint can resume the stream.
     """
 
     name: str
     count: int = 1
     part: float = 0.0
-    can_go_on: bool = True
+    can_resume: bool = True
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="moved"):

@@ -28,7 +28,7 @@ class ExpectedRequest:
     """One request of a simulated router, with all that was requested and reported.
 
     The attributes stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, broken,
-    is_on_trial, continuations, fingerprint, can_go_on and is_moving are as in Ticket.
+    is_on_trial, continuations, fingerprint, can_resume and is_moving are as in Ticket.
 
     Args:
         name: name of the request.
@@ -89,7 +89,7 @@ class ExpectedRequest:
         self.is_condemned = False
         self.continuations = 0
         self.fingerprint: str | None = None
-        self.can_go_on = False
+        self.can_resume = False
         self.is_moving = False
         self.moving_index = 0
         self.next: str | None = None

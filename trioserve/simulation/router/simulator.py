@@ -253,14 +253,14 @@ class RouterSimulation:
                 entry.fingerprint = self._endpoint_of(entry).fingerprint
                 self._note_refused_wrongly(entry)
             entry.has_token = entry.is_answered = True
-            entry.can_go_on = event.can_go_on
+            entry.can_resume = event.can_resume
             self.books.note_pair(entry, PairOutcome.PAIRED)
             is_lease_over = self.world.lease_until == "first_token"
             self._endpoint_of(entry).take_token(entry.name, self.books.now, is_lease_over=is_lease_over)
             if is_lease_over:
                 entry.state = "running_free"
             self.books.continued.note_answered(entry)
-        self.core.first_token(entry.ticket, self.books.now, can_go_on=event.can_go_on)
+        self.core.first_token(entry.ticket, self.books.now, can_resume=event.can_resume)
 
     def _moved(self, event: Moved) -> None:
         entry = self.entries.get(event.name)
@@ -289,7 +289,7 @@ class RouterSimulation:
         assert entry.ticket is not None
         if entry.next is not None:
             self.books.drop_next(entry)
-        entry.is_moving = entry.can_go_on = False
+        entry.is_moving = entry.can_resume = False
         self.core.stays(entry.ticket, self.books.now)
 
     def _compute(self, event: Compute) -> None:
@@ -600,7 +600,7 @@ class RouterSimulation:
             moment = min(tick_moment, self._next_look())
             just_before = min(moment, end) - 2 * CLOSE_SECONDS
             if just_before > books.now:
-                books.check_nobody_waits_in_vain(just_before)  # Until then, time alone must not free anything.
+                books.check_nobody_waits_for_ever(just_before)  # Until then, time alone must not free anything.
             if moment > end:
                 books.now = end
                 return
@@ -734,7 +734,7 @@ class RouterSimulation:
                 f"the next tick is at {moment}, but {id} has its deadline at {deadline}"
             )
         if not self._is_tick_late:
-            books.check_nobody_waits_in_vain(books.now)
+            books.check_nobody_waits_for_ever(books.now)
 
     def _check_counts(self) -> None:
         stats, books = self.core.stats(), self.books

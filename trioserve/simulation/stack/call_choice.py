@@ -72,7 +72,7 @@ class CallChoice:
     def check_complete(self) -> None:
         shown = self._shown(len(self.tokens), is_over=True)
         is_ended = self.tokens[-1] == END_TOKEN_ID
-        end = "length" if not is_ended else "tool_calls" if shown.calls and not shown.is_cut_off else "stop"
+        end = "length" if not is_ended else "tool_calls" if shown.calls and not shown.is_partial else "stop"
         assert self.finish_reason == end, f"{self.name}: ended with {self.finish_reason} instead of {end}: {shown}"
         assert self.shown_tokens in (None, list(self.tokens)), f"{self.name}: {self.shown_tokens} of {self.tokens}"
         calls = shown.whole_calls if self._is_message else shown.calls

@@ -130,16 +130,16 @@ class Shown(NamedTuple):
     Attributes:
         content: the content.
         calls: name and arguments of the calls. The last one may be partial.
-        is_cut_off: True if the last call is partial.
+        is_partial: True if the last call is partial.
     """
 
     content: str
     calls: tuple[tuple[str, str], ...]
-    is_cut_off: bool
+    is_partial: bool
 
     @property
     def whole_calls(self) -> tuple[tuple[str, str], ...]:
-        return self.calls[:-1] if self.is_cut_off else self.calls
+        return self.calls[:-1] if self.is_partial else self.calls
 
 
 def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_over: bool) -> Shown:
@@ -156,7 +156,7 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
     assert asked is not None
     marks = FAMILIES[family]
     calls: list[tuple[str, str]] = []
-    content, is_cut_off, at = "", False, 0
+    content, is_partial, at = "", False, 0
     for part in TEXTS[_index_of(int(asked[1]), seed)]:
         if isinstance(part, str):
             content += said[at : at + len(part)]
@@ -169,9 +169,9 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
         at += len(part.arguments) + len(marks.closing)
         if arguments:
             calls.append((part.name, arguments))
-            is_cut_off = len(said) < at or not part.is_whole
+            is_partial = len(said) < at or not part.is_whole
         at += len(marks.behind)
-    return Shown(content, tuple(calls), is_cut_off)
+    return Shown(content, tuple(calls), is_partial)
 
 
 def _index_of(number: int, seed: int) -> int:

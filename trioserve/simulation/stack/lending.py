@@ -16,7 +16,7 @@ from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.errors import AdapterRefused, UnknownModel
 from trioserve.contracts.images import ImageLimits
 from trioserve.engine.request_stream import RequestStream
-from trioserve.simulation.stack.pictures import bytes_of, picture_tokenizer
+from trioserve.simulation.stack.images import bytes_of, image_tokenizer
 from trioserve.simulation.stack.plan import Client, Load, Stage, Unload
 from trioserve.testing.fake_engine import FakeEngine, fake_adapter_digest
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
@@ -68,7 +68,7 @@ class Lending:
             options["image_limits"] = ImageLimits(outputs_bytes_max=stage.room_tiles * FAKE_IMAGES.tile_bytes)
             options |= {
                 "tile_seconds": stage.tile_seconds,
-                "tokenizer": picture_tokenizer(),
+                "tokenizer": image_tokenizer(),
             }
         return options
 
@@ -250,5 +250,5 @@ class Lending:
 
 def _bytes_of(loans: Iterable[_Loan]) -> int:
     """Return the bytes of all their images. An image that is used with two salts is encoded twice."""
-    used = {(loan.client.salt, picture) for loan in loans for picture in loan.client.images}
-    return bytes_of([picture for _, picture in used])
+    used = {(loan.client.salt, image) for loan in loans for image in loan.client.images}
+    return bytes_of([image for _, image in used])

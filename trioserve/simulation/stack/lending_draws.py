@@ -12,7 +12,7 @@ __all__ = [
     "LENDING_SHARE",
     "drawn_loads",
     "drawn_name",
-    "drawn_pictures",
+    "drawn_images",
     "drawn_room",
     "drawn_shelf",
     "drawn_unloads",
@@ -57,7 +57,7 @@ def drawn_name(rng: Random) -> str:
     return rng.choice(("", *3 * NAMES, "nobody's"))
 
 
-def drawn_pictures(rng: Random) -> tuple[int, ...]:
+def drawn_images(rng: Random) -> tuple[int, ...]:
     return tuple(rng.randrange(4) for _ in range(rng.choice((0, 1, 1, 2))))
 
 

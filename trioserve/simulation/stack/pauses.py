@@ -15,7 +15,7 @@ import trio
 from trio.lowlevel import Task
 
 from trioserve.contracts.errors import Draining, EngineFault
-from trioserve.engine.shell.request_scope import AnyScope
+from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.simulation.stack.pause_plan import Halt, Pause, Resume, Sleep, Wake
 
 __all__ = ["Pauses"]

@@ -28,9 +28,9 @@ from trioserve.simulation.stack.lending_draws import (
     IMAGE_BLOCKS,
     LENDING_CLIENTS_MIN,
     LENDING_SHARE,
+    drawn_images,
     drawn_loads,
     drawn_name,
-    drawn_pictures,
     drawn_room,
     drawn_shelf,
     drawn_unloads,
@@ -293,7 +293,7 @@ def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
         parts += tuple(Unload(**order) for order in drawn_unloads(rng, draws.moment, draws.span))
     if kind != "adapters":
         stage = msgspec.structs.replace(stage, block_count=stage.block_count + IMAGE_BLOCKS, **drawn_room(rng))
-        parts = tuple(_asking_for(part, images=drawn_pictures(rng)) for part in parts)
+        parts = tuple(_asking_for(part, images=drawn_images(rng)) for part in parts)
     return StackPlan(stage, parts)
 
 

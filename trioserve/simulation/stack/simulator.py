@@ -29,9 +29,9 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.structured_output import StructuredOutput
+from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
-from trioserve.engine.shell.request_scope import AnyScope
 from trioserve.simulation.clients_inside import ClientsInside
 from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
 from trioserve.simulation.orders import Order
@@ -41,9 +41,9 @@ from trioserve.simulation.stack.forms import compile_forms, guide_of
 from trioserve.simulation.stack.http_clients import HttpClients
 from trioserve.simulation.stack.http_plan import Ask, Connection, Delete
 from trioserve.simulation.stack.http_server import MADE_UP, HttpServer
+from trioserve.simulation.stack.images import encoded_prompt, prompt_of
 from trioserve.simulation.stack.lending import Lending
 from trioserve.simulation.stack.pause_plan import Halt, Swap
-from trioserve.simulation.stack.pictures import encoded_prompt, prompt_of
 from trioserve.simulation.stack.plan import BLOCK_SIZE, Client, Load, StackPlan, Stage, Unload
 from trioserve.simulation.stack.swap_pauses import SwapPauses
 from trioserve.simulation.stack.swaps import Swaps, stamped
@@ -124,7 +124,7 @@ class StackSimulation(TracedRun):
                     **{"tokenizer": byte_tokenizer(CALL_TEMPLATE), **self._lending.engine_options()},
                 ) as fake:
                     self._fake = self._pauses.engine = fake
-                    self._idle_watch.who_waits = lambda: self._waits_in_vain(fake)
+                    self._idle_watch.who_waits = lambda: self._waits_for_ever(fake)
                     await self._live(fake)
                     self._idle_watch.stop()
                     self._pauses.engine = None
@@ -338,7 +338,7 @@ class StackSimulation(TracedRun):
 
     def _cut_off(self, fake: FakeEngine, ids: Iterable[str]) -> dict[str, AbortOutcome]:
         """Abort by ids, and record the partial result of each request whose client is inside."""
-        cut = fake.cut_off(ids)
+        cut = fake.abort_with_partial(ids)
         numbers = {stream._request: number for number, stream in self._inside.streams.items()}
         for name, one in cut.items():
             requests = [request for request in fake.open_requests if request.id == name]
@@ -420,7 +420,7 @@ class StackSimulation(TracedRun):
             is_over = timeout is not None and now > stream._request.entered_at + timeout
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
 
-    def _waits_in_vain(self, fake: FakeEngine) -> str | None:
+    def _waits_for_ever(self, fake: FakeEngine) -> str | None:
         """Return the id of a request that waits although nothing will happen for it, or None.
 
         During a pause, requests may wait, unless the server drains. They may also wait for an image that is being

@@ -13,7 +13,7 @@ import trio
 from trio.lowlevel import Task
 
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
-from trioserve.engine.shell.request_scope import AnyScope
+from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.simulation.stack.pause_plan import Halt, Pause, Sleep, Swap
 from trioserve.simulation.stack.pauses import HaltedEngine, Pauses
 from trioserve.simulation.stack.swaps import Swaps, source_of, version_of

@@ -18,7 +18,7 @@ from trioserve.text.response_parsers.call_reading import CallReading, read_argum
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.raw_values import Closing, read_raw_value
-from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
+from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
 
 __all__ = ["HARMONY_FORMAT", "HARMONY_TOKENS", "read_harmony"]
 
@@ -59,7 +59,7 @@ def read_harmony(
             yield from _read_text(source, sink.reasoning)
         while (yield from source.peek()):
             yield from _read_message(reading)
-    except CutOff:
+    except TextEnded:
         source.at = len(source.text)  # the text ends within a header or a call
 
 
@@ -130,7 +130,7 @@ def _read_text(source: TextSource, use: Callable[[str], None]) -> Script[None]:
     """Read the text of a message, including the mark that ends it."""
     try:
         yield from read_raw_value(source, _CLOSINGS, use, trims_lines=False)
-    except CutOff:
+    except TextEnded:
         source.at = len(source.text)
 
 

@@ -10,7 +10,7 @@ from trioserve.text.response_parsers.json_scanner import JsonScanner, JsonString
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PartSink
 from trioserve.text.response_parsers.python_literal import PythonLiteral
-from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
+from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
 
 __all__ = ["CallReader", "CallReading", "read_arguments", "read_calls", "read_json", "read_opened_array"]
 
@@ -56,8 +56,8 @@ class CallReading:
         self.source.mark()
 
 
-# Script that reads calls after their opening marker. Raises NotACall if the text is not a call, and CutOff if the text
-# ends within a call. Calls that were completed before remain.
+# Script that reads calls after their opening marker. Raises NotACall if the text is not a call, and TextEnded if the
+# text ends within a call. Calls that were completed before remain.
 CallReader = Callable[[CallReading], Script[None]]
 
 
@@ -73,7 +73,7 @@ def read_json(
 
     Raises:
         NotACall: The text is not such a value.
-        CutOff: The text ends within the value.
+        TextEnded: The text ends within the value.
     """
     while scanner.state is ScanState.MORE:
         yield from source.need()
@@ -92,7 +92,7 @@ def read_arguments(reading: CallReading) -> Script[None]:
 
     Raises:
         NotACall: The text is not a JSON object.
-        CutOff: The text ends within the object.
+        TextEnded: The text ends within the object.
     """
     yield from read_json(reading.source, JsonScanner("{"), reading.sink.arguments)
 
@@ -276,7 +276,7 @@ def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
 
     Raises:
         NotACall: The text is not a call.
-        CutOff: The text ends within a call.
+        TextEnded: The text ends within a call.
     """
     source = reading.source
     if (yield from source.need_after_space()) == "[":
@@ -295,7 +295,7 @@ def read_opened_array(reading: CallReading, *, is_bare: bool) -> Script[None]:
 
     Raises:
         NotACall: The text is not a call.
-        CutOff: The text ends within a call.
+        TextEnded: The text ends within a call.
     """
     if (yield from reading.source.need_after_space()) != "{":
         raise NotACall
@@ -312,7 +312,7 @@ def _read_call_objects(reading: CallReading, *, is_bare: bool, is_array: bool) -
             source.at += 1
             return
         if not character and between.strip():
-            raise CutOff  # the text ends between two calls
+            raise TextEnded  # the text ends between two calls
         if character != "{":
             if is_array and character:
                 raise NotACall

@@ -15,7 +15,7 @@ from typing import Final
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import CALLS_MAX, PartSink
-from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
+from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
 from trioserve.text.response_parts import ToolCallArguments, ToolCallBegin, ToolCallEnd
 
 __all__ = ["Quotation", "ContentScript", "read_bare"]
@@ -235,7 +235,7 @@ class ContentScript:
             is_quoted = not self._has_channels and self._quotation.includes(character)
             try:
                 marker = yield from (source.take_whole if self._is_after_call else source.take)(self._markers())
-            except CutOff:  # the text ends within the marker of the next call
+            except TextEnded:  # the text ends within the marker of the next call
                 source.at = len(source.text)
                 break
             if not marker:
@@ -280,20 +280,20 @@ class ContentScript:
         reader = self._reader(marker)
         source.mark(back=len(marker))
         self.is_in_content = False
-        refused = was_cut_off = False
+        refused = was_partial = False
         try:
             yield from reader(self._reading)
         except NotACall:
             refused = True
-        except CutOff:
-            was_cut_off = True
+        except TextEnded:
+            was_partial = True
             source.at = len(source.text)
             # Without a marker, the text is not known to be a call until it has a name.
             refused = not is_marked and sink.calls_begun == begun
         self.is_in_content = True
         text = source.unmark()
         sink.give_up_call()
-        if sink.calls_ended > ended or (was_cut_off and not refused):
+        if sink.calls_ended > ended or (was_partial and not refused):
             self._note_call_end()
         if refused:
             self._content(text)
@@ -311,7 +311,7 @@ class ContentScript:
             yield from self._reader(marker)(_HeldReading(source, PartSink(), self._reading.tools))
         except NotACall:
             pass
-        except CutOff:
+        except TextEnded:
             source.at = len(source.text)
         self.is_in_content = True
         for text in (*self._pending, source.unmark()):
@@ -340,7 +340,7 @@ class ContentScript:
                     raise NotACall
         except NotACall:
             refused = True
-        except CutOff:
+        except TextEnded:
             source.at = len(source.text)
             refused = not held.calls_begun
         self.is_in_content = True

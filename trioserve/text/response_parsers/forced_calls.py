@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.text.response_parsers.call_format import (
     AnyOf,
     CallFormat,
@@ -210,7 +210,7 @@ def calls_or_json(
 
 
 def _structured(lark: LarkGrammar, start: str, *, free_until: str = "") -> StructuredOutput:
-    return StructuredOutput(kind=FormKind.TOOL_CALLS, source=lark.source(start), free_until=free_until, param="tools")
+    return StructuredOutput(kind=SchemaKind.TOOL_CALLS, source=lark.source(start), free_until=free_until, param="tools")
 
 
 def _calls(

@@ -20,7 +20,7 @@ from trioserve.text.response_parsers.json_scanner import JsonScanner, ScanState
 from trioserve.text.response_parsers.offered_tools import ANY_TYPE, argument_types
 from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
-from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
+from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
 
 __all__ = ["Closing", "read_raw_value", "RawArguments", "json_of_raw"]
 
@@ -61,7 +61,7 @@ def read_raw_value(
         The condition that closed the value.
 
     Raises:
-        CutOff: The text ends before the value does.
+        TextEnded: The text ends before the value does.
     """
     tags = sorted({closing.tag for closing in closings}, key=len, reverse=True)
     plain = re.compile("[^\\n" + re.escape("".join(sorted({tag[0] for tag in tags}))) + "]+")
@@ -116,7 +116,7 @@ def _closing_or_text(source: TextSource, candidates: Sequence[Closing]) -> Scrip
     if source.at == len(source.text) and source.over:
         ending = next((closing for closing in candidates if closing.ends_text), None)
         if ending is None:
-            raise CutOff
+            raise TextEnded
         return ending, ""
     for closing in candidates:
         if (yield from source.find(sorted(closing.followed_by, key=len, reverse=True))):

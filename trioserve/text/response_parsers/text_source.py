@@ -10,7 +10,7 @@ import re
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-__all__ = ["CutOff", "NotACall", "Script", "TextSource"]
+__all__ = ["TextEnded", "NotACall", "Script", "TextSource"]
 
 _T = TypeVar("_T")
 Script = Generator[None, None, _T]
@@ -25,7 +25,7 @@ class NotACall(Exception):
     """
 
 
-class CutOff(Exception):
+class TextEnded(Exception):
     """The text ended before the current value or marker was complete."""
 
 
@@ -114,11 +114,11 @@ class TextSource:
         """Return the next character without reading it.
 
         Raises:
-            CutOff: The text has ended.
+            TextEnded: The text has ended.
         """
         while self.at >= len(self.text):
             if self.over:
-                raise CutOff
+                raise TextEnded
             yield
         return self.text[self.at]
 
@@ -130,7 +130,7 @@ class TextSource:
 
         Raises:
             NotACall: Other text comes.
-            CutOff: The text ends before.
+            TextEnded: The text ends before.
         """
         for character in text:
             if (yield from self.need()) != character:
@@ -173,13 +173,13 @@ class TextSource:
             markers: As for find.
 
         Raises:
-            CutOff: The text ends within a marker.
+            TextEnded: The text ends within a marker.
         """
         found = yield from self.find(markers)
         if not found and self.over and self.at < len(self.text):
             rest = self.text[self.at :]
             if any(marker.startswith(rest) for marker in markers):
-                raise CutOff
+                raise TextEnded
         return found
 
     def take_whole(self, markers: Sequence[str]) -> Script[str]:
@@ -189,7 +189,7 @@ class TextSource:
             markers: As for find.
 
         Raises:
-            CutOff: The text ends within a marker.
+            TextEnded: The text ends within a marker.
         """
         found = yield from self.find_whole(markers)
         self.at += len(found)
@@ -210,11 +210,11 @@ class TextSource:
         """Read white space. Return the character after it without reading it.
 
         Raises:
-            CutOff: The text has ended.
+            TextEnded: The text has ended.
         """
         character = yield from self.skip_space()
         if not character:
-            raise CutOff
+            raise TextEnded
         return character
 
     def take_while(self, run: re.Pattern[str], characters_max: int) -> Script[str]:
@@ -252,7 +252,7 @@ class TextSource:
 
         Raises:
             NotACall: More characters come before a marker.
-            CutOff: The text ends without a marker.
+            TextEnded: The text ends without a marker.
         """
         stops = re.compile("[^" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]+")
         pieces: list[str] = []

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trioserve.contracts.image_generation import ImageParams, Picture
+from trioserve.contracts.image_generation import ImageParams, RGBImage
 from trioserve.engine.images.image_engine import ImageEngine
 
-__all__ = ["AskedPictures"]
+__all__ = ["ImageRequester"]
 
 CLASSES_MAX = 10
 # of 255. A batch adds numbers in another order, so a value at the edge may be rounded differently.
 LEVELS_APART_MAX = 2
 
 
-class AskedPictures:
+class ImageRequester:
     """Requests and results, by seed. The seed also chooses the prompt.
 
     Args:
@@ -28,7 +28,7 @@ class AskedPictures:
         self._engine = engine
         self.steps, self.guidance = steps, guidance
         self.steps_max = engine.limits.steps_max
-        self._made: dict[int, Picture] = {}
+        self._made: dict[int, RGBImage] = {}
 
     def prompt(self, seed: int) -> str:
         classes = self._engine.model.classes
@@ -61,33 +61,33 @@ class AskedPictures:
             on_step: called with the number of steps done.
         """
         params = ImageParams(seed=seed, steps=steps or self.steps, guidance=self.guidance)
-        picture: Picture | None = None
+        image: RGBImage | None = None
         async with self._engine.generate_image(self.prompt(seed), params) as stream:
             async for delta in stream:
                 on_step(delta.steps_done)
-                picture = delta.picture
-        assert picture is not None, f"there is no image with seed {seed}"
+                image = delta.image
+        assert image is not None, f"there is no image with seed {seed}"
         if steps is None:
-            self.note(seed, picture)
+            self.note(seed, image)
 
-    def note(self, seed: int, picture: Picture) -> None:
+    def note(self, seed: int, image: RGBImage) -> None:
         """Record an image, and assert that the engine made no other image with that seed.
 
         Args:
             seed: seed of the image.
             picture: the image.
         """
-        assert self._made.setdefault(seed, picture) == picture, f"seed {seed} gave two different images"
+        assert self._made.setdefault(seed, image) == image, f"seed {seed} gave two different images"
 
-    def compare(self, seeds: Sequence[int], pictures: Sequence[Picture]) -> None:
+    def compare(self, seeds: Sequence[int], pictures: Sequence[RGBImage]) -> None:
         """Assert that the pipeline made the same images, except for rounding.
 
         Args:
             seeds: seeds of the images.
             pictures: images of the pipeline.
         """
-        for seed, picture in zip(seeds, pictures, strict=True):
+        for seed, image in zip(seeds, pictures, strict=True):
             made = self._made[seed]
-            assert (made.width, made.height) == (picture.width, picture.height)
-            apart = max(abs(one - other) for one, other in zip(made.rgb, picture.rgb, strict=True))
+            assert (made.width, made.height) == (image.width, image.height)
+            apart = max(abs(one - other) for one, other in zip(made.rgb, image.rgb, strict=True))
             assert apart <= LEVELS_APART_MAX, f"seed {seed}: the pipeline's image differs by {apart} levels"

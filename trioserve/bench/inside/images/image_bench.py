@@ -23,7 +23,7 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
-from trioserve.bench.inside.images.asked import AskedPictures
+from trioserve.bench.inside.images.asked import ImageRequester
 from trioserve.bench.inside.images.leaving import (
     LeavingFigure,
     PipelineFigure,
@@ -88,7 +88,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
     with watch.watched():
         async with arguments.open_image_engine(arguments.model, max_num_seqs=batch) as engine:
             pipeline = PlainPipeline(Path(arguments.model))  # after the engine, whose errors are better
-            asked = AskedPictures(engine, steps=arguments.steps, guidance=arguments.guidance)
+            asked = ImageRequester(engine, steps=arguments.steps, guidance=arguments.guidance)
             await measure_speed(asked, watch, pipeline, batch)  # warm-up
             freeze_loaded_objects()
             print(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.bench.inside.images.asked import AskedPictures
+from trioserve.bench.inside.images.asked import ImageRequester
 from trioserve.bench.inside.images.watch import ImageWatch
 from trioserve.contracts.events import IterativePhase
 from trioserve.trio_tools.tcp_stream import connect_tcp
@@ -68,7 +68,7 @@ class PipelineFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_leaving(
-    asked: AskedPictures, watch: ImageWatch, port: int, phase: IterativePhase, others: int, count: int
+    asked: ImageRequester, watch: ImageWatch, port: int, phase: IterativePhase, others: int, count: int
 ) -> LeavingFigure:
     """Measure clients that leave in one phase.
 
@@ -107,7 +107,7 @@ async def measure_leaving(
 
 
 async def measure_answered(
-    asked: AskedPictures, watch: ImageWatch, port: int, others: int, count: int
+    asked: ImageRequester, watch: ImageWatch, port: int, others: int, count: int
 ) -> LeavingFigure:
     """Measure clients that stay: the time from the first byte of the response until the slot is free.
 
@@ -139,7 +139,7 @@ async def measure_answered(
     )
 
 
-async def measure_pipeline(asked: AskedPictures, pipeline: PlainPipeline, count: int) -> PipelineFigure:
+async def measure_pipeline(asked: ImageRequester, pipeline: PlainPipeline, count: int) -> PipelineFigure:
     """Measure the pipeline in a thread, as in a server: the caller leaves halfway, and the thread is not notified.
 
     Args:
@@ -157,7 +157,7 @@ async def measure_pipeline(asked: AskedPictures, pipeline: PlainPipeline, count:
     )
 
 
-async def _leave_pipeline(asked: AskedPictures, pipeline: PlainPipeline, seed: int) -> tuple[float, int]:
+async def _leave_pipeline(asked: ImageRequester, pipeline: PlainPipeline, seed: int) -> tuple[float, int]:
     """Return the seconds, and the number of begun steps, after the caller has left."""
     begun = 0
     ended_at = 0.0
@@ -188,7 +188,7 @@ async def _leave_pipeline(asked: AskedPictures, pipeline: PlainPipeline, seed: i
 
 
 @asynccontextmanager
-async def _others(asked: AskedPictures, watch: ImageWatch, count: int) -> AsyncIterator[None]:
+async def _others(asked: ImageRequester, watch: ImageWatch, count: int) -> AsyncIterator[None]:
     """Keep a number of other requests running, each with the maximum number of steps."""
 
     async def draw(seed: int) -> None:
@@ -203,7 +203,7 @@ async def _others(asked: AskedPictures, watch: ImageWatch, count: int) -> AsyncI
         nursery.cancel_scope.cancel()
 
 
-async def _ask_over_http(asked: AskedPictures, port: int, seed: int) -> trio.SocketStream:
+async def _ask_over_http(asked: ImageRequester, port: int, seed: int) -> trio.SocketStream:
     body = json.dumps(asked.body(seed)).encode()
     stream = await connect_tcp("127.0.0.1", port)
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 
-from trioserve.contracts.image_generation import Picture
+from trioserve.contracts.image_generation import RGBImage
 
 __all__ = ["PlainPipeline"]
 
@@ -30,7 +30,7 @@ class PlainPipeline:
         denoiser = getattr(self._pipeline, "unet", None) or self._pipeline.transformer
         denoiser.register_forward_pre_hook(lambda *_: self.on_step())
 
-    def draw(self, prompts: Sequence[str], seeds: Sequence[int], step_count: int, guidance: float) -> list[Picture]:
+    def draw(self, prompts: Sequence[str], seeds: Sequence[int], step_count: int, guidance: float) -> list[RGBImage]:
         """Return one batch of images in the model's default size.
 
         Args:
@@ -49,4 +49,4 @@ class PlainPipeline:
             num_inference_steps=step_count,
             guidance_scale=guidance,
         ).images
-        return [Picture(image.width, image.height, image.convert("RGB").tobytes()) for image in images]
+        return [RGBImage(image.width, image.height, image.convert("RGB").tobytes()) for image in images]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.bench.inside.images.asked import AskedPictures
+from trioserve.bench.inside.images.asked import ImageRequester
 from trioserve.bench.inside.images.watch import ImageWatch
 from trioserve.trio_tools.worker_thread import call_abandonable
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SpeedRound", "measure_speed"]
 
-PICTURES_EACH = 2  # With one image each, no pass would have all of the mixed requests.
+IMAGES_EACH = 2  # With one image each, no pass would have all of the mixed requests.
 
 
 class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: float
 
 
-async def measure_speed(asked: AskedPictures, watch: ImageWatch, pipeline: PlainPipeline, batch: int) -> SpeedRound:
+async def measure_speed(asked: ImageRequester, watch: ImageWatch, pipeline: PlainPipeline, batch: int) -> SpeedRound:
     """Measure the three ways one after another, with the same images.
 
     Args:
@@ -45,7 +45,7 @@ async def measure_speed(asked: AskedPictures, watch: ImageWatch, pipeline: Plain
     watch.forget()
     began_at = perf_counter()
     await _draw_all(asked, batch, steps_apart=0)
-    together = PICTURES_EACH * batch / (perf_counter() - began_at)
+    together = IMAGES_EACH * batch / (perf_counter() - began_at)
 
     watch.forget()
     await _draw_all(asked, batch, steps_apart=max(1, asked.steps // batch))
@@ -62,7 +62,7 @@ async def measure_speed(asked: AskedPictures, watch: ImageWatch, pipeline: Plain
     return SpeedRound(together=together, mixed=mixed, pipeline=plain)
 
 
-async def _draw_all(asked: AskedPictures, batch: int, *, steps_apart: int) -> None:
+async def _draw_all(asked: ImageRequester, batch: int, *, steps_apart: int) -> None:
     """Run all clients. Each begins when the one before has done a number of steps."""
     begins = [trio.Event() for _ in range(batch + 1)]
     begins[0].set()
@@ -75,7 +75,7 @@ async def _draw_all(asked: AskedPictures, batch: int, *, steps_apart: int) -> No
         if steps_apart == 0:
             begins[index + 1].set()
         await begins[index].wait()
-        for number in range(PICTURES_EACH):
+        for number in range(IMAGES_EACH):
             await asked.draw(index + batch * number, on_step=on_step)
 
     async with trio.open_nursery() as nursery:

@@ -21,8 +21,8 @@ from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.contracts.step import IsAbandoned
 from trioserve.engine.images.open_image import OpenImage
-from trioserve.engine.shell.engine_loop import ThreadedExecutor
-from trioserve.engine.shell.request_admission import RequestAdmission
+from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
+from trioserve.engine.lifecycle.request_admission import RequestAdmission
 
 __all__ = ["ForwardPass", "ImageWatch"]
 

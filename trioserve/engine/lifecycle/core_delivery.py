@@ -1,0 +1,294 @@
+"""The sequences that the core has, and the ends of requests. Subclasses deliver the results of steps.
+
+This includes sequences whose reader has already left. Everything here is synchronous. It runs between two steps, except
+that a request may be ended at any time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import trio
+
+from trioserve.contracts.events import AbortResult, FinishReason, RequestFinished
+from trioserve.contracts.ids import RequestId
+from trioserve.engine.lifecycle.request_scope import AnyScope, RequestPart
+from trioserve.engine.lifecycle.step_timings import Cancelled, StepTimings
+from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.stepped_core import AnyPlan
+
+__all__ = ["AbortingCore", "CoreDelivery", "NobodyWatches", "WatchesCancels"]
+
+ScopeIn = TypeVar("ScopeIn", contravariant=True)
+ScopeT = TypeVar("ScopeT", bound=AnyScope)
+PartT = TypeVar("PartT", bound=RequestPart[Any])
+PlanT = TypeVar("PlanT", bound=AnyPlan)
+EventT = TypeVar("EventT")
+
+
+class AbortingCore(Protocol):
+    """A core in which requests can be aborted."""
+
+    def abort(
+        self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
+    ) -> dict[RequestId, AbortResult]: ...
+
+
+class WatchesCancels(Protocol[ScopeIn]):
+    """Observer of cancelled sequences and of the blocks that they free."""
+
+    def note_cancelled(self, request: ScopeIn, ids: Sequence[RequestId], reason: FinishReason) -> None:
+        """Note that a request is ended from outside. Has no effect for a request that is over.
+
+        Args:
+            request: the request.
+            ids: its sequences in the core, which still have their blocks.
+            reason: the finish reason.
+        """
+
+    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
+        """Note that a cancelled sequence has no blocks any more.
+
+        Args:
+            sequence_id: the sequence.
+            steps: steps that ended between cancel and release.
+            seconds: time between cancel and release.
+        """
+
+
+class NobodyWatches:
+    """An observer that ignores everything."""
+
+    def note_cancelled(self, request: AnyScope, ids: Sequence[RequestId], reason: FinishReason) -> None:
+        pass
+
+    def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
+        pass
+
+
+class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
+    """Connects the sequences of the core with the requests that wait for them.
+
+    Args:
+        core: aborts sequences.
+        timings: observes step times and aborts.
+        wake: called when the step loop may have something new to do.
+        step_watch: receives the begin and end of each step. None: a watch of its own.
+        cancels: observes cancelled sequences. None: no observer.
+
+    Attributes:
+        has_brought: True if a step has produced any event.
+    """
+
+    def __init__(
+        self,
+        core: AbortingCore,
+        timings: StepTimings,
+        *,
+        wake: Callable[[], None],
+        step_watch: StepWatch | None = None,
+        cancels: WatchesCancels[ScopeT] | None = None,
+    ) -> None:
+        self._aborting = core
+        self._cancels = cancels or NobodyWatches()
+        self._wake = wake
+        self._step_watch = step_watch or StepWatch()
+        self._choices: dict[RequestId, PartT] = {}
+        # Sequences that were aborted while a step reads their blocks. None: their own output ended them.
+        self._cancelled: dict[RequestId, Cancelled | None] = {}
+        self._step_timings = timings
+        self._plans: deque[PlanT] = deque()  # not delivered yet, the oldest first
+        self.has_brought = False
+
+    # --- what is other for each kind ---
+    # --- different for each kind of engine ---
+    @abstractmethod
+    def _deliver(self, events: list[EventT], now: float) -> None:
+        """Deliver the events of a step, or events that happened between two steps."""
+
+    @abstractmethod
+    def _ids_of(self, plan: PlanT) -> Iterable[RequestId]:
+        """Return the sequences that a plan computes."""
+
+    @abstractmethod
+    def _count_run(self, choice: PartT, now: float) -> None:
+        """Count a sequence that is in a step for the first time."""
+
+    @abstractmethod
+    def _count_step(self, plan: PlanT, now: float) -> None:
+        """Count a step that was delivered."""
+
+    @abstractmethod
+    def _count_end(self, choice: PartT, reason: FinishReason, now: float) -> None:
+        """Count the end of a sequence that the core had."""
+
+    def _count_all_ended(self, request: ScopeT) -> None:
+        """Count a request whose last sequence has ended."""
+
+    def _push_last(
+        self, request: ScopeT, choice: PartT, reason: FinishReason, message: str | None, stop_reason: str | None
+    ) -> None:
+        """Send the reader of a choice the reason why the choice was ended from outside."""
+        request.push_end(choice, reason, message, stop_reason=stop_reason)
+
+    # --- what the core has ---
+
+    def __len__(self) -> int:
+        """Number of sequences that the core has."""
+        return len(self._choices)
+
+    def add(self, choice: PartT) -> None:
+        """Note that the core has the choice's sequence now.
+
+        Args:
+            choice: the choice.
+        """
+        self._choices[choice.sequence_id] = choice
+        choice.request.core_count += 1
+
+    # --- ends that come from outside ---
+
+    def end(self, request: ScopeT, reason: FinishReason) -> None:
+        """Abort all sequences of a request. Nothing more is delivered for it, and no further sequence begins.
+
+        Args:
+            request: the request.
+            reason: the finish reason.
+        """
+        if not request.is_finished:
+            request.trace.cancelled(reason.value)
+        request.upcoming.clear()
+        cancelled = self._step_timings.cancelled(trio.current_time())
+        ids = [choice.sequence_id for choice in request.choices if choice.sequence_id in self._choices]
+        self._cancels.note_cancelled(request, ids, reason)
+        results = self._aborting.abort(ids, reason, now=cancelled.at)
+        now = trio.current_time()
+        for sequence_id, result in results.items():
+            if result.finished is not None:
+                self._let_go(result.finished, now, reason)
+                self._note_abort(result.finished, cancelled, now)
+            else:
+                self._cancelled.setdefault(sequence_id, cancelled)
+        if not request.core_count:
+            request.on_gone()
+        self._wake()  # a connector may still need the blocks until a deadline
+
+    def end_with_final_delta(
+        self, request: ScopeT, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
+    ) -> None:
+        """Abort all sequences of a request, and send its reader the reason for each unfinished choice.
+
+        Args:
+            request: the request.
+            reason: the finish reason.
+            message: message for the reader.
+            stop_reason: more exact reason, for programs.
+        """
+        request.preparation.cancel()
+        unfinished = [choice for choice in request.choices if not choice.is_ended]
+        self.end(request, reason)
+        for choice in unfinished:
+            self._push_last(request, choice, reason, message, stop_reason)
+
+    def note_left_queue(self, count: int) -> None:
+        """Count sequences that were aborted before the core had them.
+
+        Args:
+            count: number of sequences.
+        """
+        self._step_timings.note_left_queue(count)
+
+    # --- when the engine broke ---
+
+    def ids_in_flight(self) -> frozenset[RequestId]:
+        """Return the sequences of the steps that did not end, or were not delivered."""
+        return frozenset(request_id for plan in self._plans for request_id in self._ids_of(plan))
+
+    def give_up(self) -> list[PartT]:
+        """Forget all sequences, because the core is lost.
+
+        Returns:
+            The choices whose sequences the core had, in the order in which they were added.
+        """
+        choices = list(self._choices.values())
+        self._choices.clear()
+        return choices
+
+    def note_lost(self, request: ScopeT) -> None:
+        """Count the unfinished choices of a request as lost with the core.
+
+        Args:
+            request: the request.
+        """
+        now = trio.current_time()
+        for choice in request.choices:
+            if not choice.is_ended:
+                self._count_end(choice, FinishReason.ERROR, now)
+        self._count_all_ended(request)
+
+    # --- called by the step loop ---
+
+    def on_plan(self, plan: PlanT) -> None:
+        now = trio.current_time()
+        self._plans.append(plan)
+        self._step_watch.begin(now)
+        for sequence_id in plan.admitted:
+            choice = self._choices[sequence_id]
+            if not choice.has_run:  # a preempted sequence is admitted again
+                choice.running_at = now
+                choice.request.note_run(now)
+                self._count_run(choice, now)
+
+    def on_events(self, events: list[EventT], step_seconds: float) -> None:
+        now = trio.current_time()
+        self._step_watch.end(now)
+        self._step_timings.note_step(step_seconds)
+        self._deliver(events, now)
+        self._count_step(self._plans.popleft(), now)
+        self.has_brought = self.has_brought or bool(events)
+
+    def on_ended(self, events: list[EventT]) -> None:
+        """Deliver events that happened between two steps. Called before each step.
+
+        Args:
+            events: the events. May be empty.
+        """
+        if events:
+            self._deliver(events, trio.current_time())
+
+    def _is_cancelled(self, event: RequestFinished, now: float) -> bool:
+        """Return True if no reader gets this end, because the sequence was cancelled while a step computed it."""
+        if event.request_id not in self._cancelled:
+            return False
+        cancelled = self._cancelled.pop(event.request_id)
+        if cancelled is not None:
+            self._note_abort(event, cancelled, now)
+        return True
+
+    def _note_abort(self, event: RequestFinished, cancelled: Cancelled, now: float) -> None:
+        """Observe how long an aborted sequence kept its blocks."""
+        self._step_timings.note_abort(event.phase, cancelled, now)
+        self._cancels.note_freed(event.request_id, self._step_timings.steps_since(cancelled), now - cancelled.at)
+
+    def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
+        """Process the end of a sequence in the core.
+
+        Args:
+            event: the end.
+            now: current time.
+            reason: finish reason that the reader gets. It may differ from the core's.
+            has_reader: True if the reader gets the end. Subclasses hold blocks only then.
+        """
+        choice = self._choices.pop(event.request_id)
+        request: ScopeT = choice.request
+        request.core_count -= 1
+        if request.upcoming:
+            request.begin_next()
+        if not request.core_count:
+            request.on_gone()
+        self._count_end(choice, reason, now)
+        if not request.core_count and not request.upcoming:
+            self._count_all_ended(request)

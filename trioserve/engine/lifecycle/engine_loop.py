@@ -1,0 +1,180 @@
+"""The step loop: schedule, forward pass, update, deliver. The update processes aborts first.
+
+The forward pass runs in another thread. Meanwhile this task waits, and the event loop stays responsive, so that aborts
+reach their requests. When the loop is cancelled, it waits for the step in flight, because the step uses the blocks.
+overlapped_step.py contains the loop for overlapping steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
+
+import trio
+
+from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.engine.lifecycle.overlapped_step import OverlappedSteps
+from trioserve.engine.lifecycle.step_gate import StepGate
+from trioserve.engine.lifecycle.stepped_core import (
+    AnyPlan,
+    ComputesPlans,
+    NotesSteps,
+    StepDelivery,
+    SteppedCore,
+    StepRunnerOf,
+)
+from trioserve.trio_tools.worker_thread import WorkerThread
+
+__all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
+
+READER_TURNS = 3  # the readers run in one turn, the flusher writes in the next. Trio promises no order within a turn.
+
+
+WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
+
+
+class StepRunner(StepRunnerOf[StepPlan, StepResult], Protocol):
+    """A step runner for plans of `EngineCore`."""
+
+
+Plan = TypeVar("Plan", bound=AnyPlan)
+Result = TypeVar("Result")
+Event = TypeVar("Event")
+
+
+class ThreadedExecutor(Generic[Plan, Result]):
+    """Runs an executor's steps in the compute thread.
+
+    Args:
+        executor: computes the plans.
+        thread: the compute thread.
+        takes_cpu: True to begin a step on the CPU of the event loop. For steps that use every CPU and do not overlap.
+    """
+
+    def __init__(self, executor: ComputesPlans[Plan, Result], thread: WorkerThread, *, takes_cpu: bool = False) -> None:
+        self._executor = executor
+        self._thread = thread
+        self._takes_cpu = takes_cpu
+        self._is_broken = False
+
+    def run_step(self, plan: Plan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, Result | None]:
+        return self._thread.begin(self._execute, plan, is_abandoned, here=self._takes_cpu)
+
+    def _execute(self, plan: Plan, is_abandoned: IsAbandoned) -> Result | None:
+        if self._is_broken:
+            return None
+        try:
+            return self._executor.execute(plan, is_abandoned)
+        except BaseException:
+            self._is_broken = True
+            raise
+
+
+class EngineLoop(Generic[Plan, Result, Event]):
+    """Runs steps until it is cancelled.
+
+    Args:
+        core: plans the steps.
+        steps: computes them.
+        delivery: delivers their results.
+        readers_first: True to let readers write a step's results before the next step begins. For steps that also use
+            the CPU of the event loop: otherwise a reader slows one thread of the step, and the others wait for that
+                thread. Has no effect on overlapping steps.
+        when_idle: called repeatedly while there is nothing to compute, until it returns False. New work waits for each
+            call, so calls must be short. None: nothing to do.
+        after_step: called after a step was delivered.
+        step_times: receives the times of each step. None: no times are recorded.
+        gate: while it is closed, no step begins. Connector events and deadlines are still processed.
+    """
+
+    def __init__(
+        self,
+        core: SteppedCore[Plan, Result, Event],
+        steps: StepRunnerOf[Plan, Result],
+        delivery: StepDelivery[Plan, Event],
+        *,
+        readers_first: bool = False,
+        when_idle: WhenIdle | None = None,
+        after_step: Callable[[], None] = lambda: None,
+        step_times: NotesSteps[Plan] | None = None,
+        gate: StepGate | None = None,
+    ) -> None:
+        self._step_times = step_times
+        self._gate = gate = gate or StepGate()
+        self._when_idle = when_idle
+        self._after_step = after_step
+        self._reader_turns = READER_TURNS if readers_first else 0
+        self._core = core
+        self._steps = steps
+        self._delivery = delivery
+        self._overlapped = (
+            OverlappedSteps(core, steps.run_step, delivery, after_step, step_times, gate) if core.plans_ahead else None
+        )
+        self._work_arrived = trio.Event()
+        self._is_woken = False
+
+    def wake(self) -> None:
+        """Note that there may be something to do. Costs nothing while steps run."""
+        self._is_woken = True
+        self._work_arrived.set()
+
+    async def run(self) -> None:
+        """Run until cancelled. An error of a step is raised here, because it is a fault of the engine."""
+        checkpoint: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint_if_cancelled
+        while True:
+            await checkpoint()
+            now = trio.current_time()
+            self._is_woken = False
+            self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
+            plan = self._core.schedule(now) if self._gate.is_open else None
+            if plan is None:
+                if self._is_woken:  # The connector woke the loop while the core asked it, and has more to report.
+                    await trio.lowlevel.checkpoint()
+                    continue
+                if self._when_idle is not None:
+                    if not await self._when_idle():
+                        self._when_idle = None
+                    continue
+                self._work_arrived = trio.Event()
+                deadline = self._core.next_deadline()
+                with trio.move_on_at(math.inf if deadline is None else deadline):
+                    await self._work_arrived.wait()
+                continue
+            with self._gate.stepping():
+                await self._step(plan, now)
+            for _ in range(self._reader_turns if self._overlapped is None else 0):
+                await trio.lowlevel.checkpoint()
+
+    async def _step(self, plan: Plan, now: float) -> None:
+        """Compute and deliver a plan, and all steps that overlap with it.
+
+        Args:
+            plan: the plan.
+            now: when its planning began.
+        """
+        self._delivery.on_plan(plan)
+        if self._overlapped is not None:
+            await self._overlapped.run(plan, now)
+            return
+        started_at = trio.current_time()
+        result = await self._steps.run_step(plan, self._core.abandonment(plan))
+        computed_at = trio.current_time()
+        if result is None:
+            events = self._core.drop_plan(plan, computed_at)
+        else:
+            events = self._core.update_from_output(plan, result, computed_at)
+        updated_at = trio.current_time()
+        self._delivery.on_events(events, updated_at - started_at)
+        self._after_step()
+        if self._step_times is not None:
+            self._step_times.note(
+                plan,
+                schedule_at=now,
+                planned_at=started_at,
+                forward_at=started_at,
+                computed_at=computed_at,
+                updated_at=updated_at,
+                delivered_at=trio.current_time(),
+                is_dropped=result is None,
+            )

@@ -1,0 +1,99 @@
+"""Admits the requests of an engine to its queue, or refuses them. Each refusal is counted once."""
+
+from __future__ import annotations
+
+import logging
+
+from trioserve.admission.dispatch import AdmissionScope, Dispatch
+from trioserve.contracts.errors import Draining, EngineReopening, Overloaded, StepOverdue
+from trioserve.engine.lifecycle.request_scope import AnyScope
+from trioserve.metrics.registry import Metrics
+
+__all__ = ["RequestAdmission"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0
+
+
+class RequestAdmission:
+    """Gives requests a place in the queue and then a lease.
+
+    Args:
+        dispatch: the queue before the engine.
+        metrics: counts refusals.
+    """
+
+    def __init__(self, dispatch: Dispatch, metrics: Metrics) -> None:
+        self._dispatch = dispatch
+        self._metrics = metrics
+
+    def begin(self, request: AnyScope) -> AdmissionScope:
+        """Put a request into the queue. It may get its lease at once.
+
+        Args:
+            request: the request.
+
+        Returns:
+            The admission. The caller must call `leave` of the dispatch with it.
+
+        Raises:
+            Overloaded: the queue is full. Nothing needs to be released.
+        """
+        try:
+            return self._dispatch.begin(request.routed())
+        except Overloaded as refusal:
+            self._note(request, refusal)
+            raise
+
+    async def lease(self, request: AnyScope, admission: AdmissionScope) -> None:
+        """Wait for the lease, and use it.
+
+        Args:
+            request: the request.
+            admission: the result of `begin`.
+
+        Raises:
+            Overloaded: the queue is drained, the request waited too long, or another request displaced it.
+        """
+        try:
+            await admission.lease()
+            if admission.is_queued:  # False if the request was ended just when it had got the lease
+                admission.sent()
+        except Overloaded as refusal:
+            self._note(request, refusal)
+            raise
+
+    def refused_draining(self) -> Draining:
+        self._metrics.requests_rejected_total.labels("draining").inc()
+        return Draining(
+            "the server is shutting down and accepts no new requests: send the request to another server",
+            reason="draining",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+    def refused_reopening(self) -> EngineReopening:
+        self._metrics.requests_rejected_total.labels("engine_reopening").inc()
+        return EngineReopening(
+            "the engine broke and is being reopened: "
+            "send the request to another server, or to this one again when it is ready",
+            reason="engine_reopening",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+    def refused_overdue(self, overdue: str) -> StepOverdue:
+        """Return the refusal of a request because the step in flight is overdue, and count it.
+
+        Args:
+            overdue: sentence about the overdue step.
+        """
+        self._metrics.requests_rejected_total.labels("step_overdue").inc()
+        return StepOverdue(
+            f"{overdue}: send the request to another server, or to this one again when it is ready",
+            reason="step_overdue",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+    def _note(self, request: AnyScope, refusal: Overloaded) -> None:
+        self._metrics.requests_rejected_total.labels(refusal.reason).inc()
+        logger.info("refused request=%s reason=%s", request.id, refusal.reason)

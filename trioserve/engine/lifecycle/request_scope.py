@@ -1,0 +1,377 @@
+"""The engine's side of any request, from its creation until everything that it holds is released.
+
+A request consists of parts. Each part is one sequence or one image in the core. Deltas wait here until the reader gets
+them. For a reader that is slower than the engine, deltas are merged, so at most about one delta per part waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import trio
+from trio.lowlevel import current_task, reschedule
+
+from trioserve.contracts.deadlines import Deadline, Deadlines
+from trioserve.contracts.endpoint import RoutedRequest
+from trioserve.contracts.errors import AlreadyEnded
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.output import AnyDelta, hold_unread, take_unread
+from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace
+from trioserve.trio_tools.deadline_keeper import Alarm
+from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.none_outcome import NONE_OUTCOME
+
+__all__ = ["AnyScope", "RequestPart", "RequestScope", "ScopeState"]
+
+
+class ScopeState(enum.Enum):
+    """States of the caller's `async with`."""
+
+    NEW = "new"
+    ENTERED = "entered"
+    LEFT = "left"
+
+
+_ENTERED = ScopeState.ENTERED  # lookup of an enum member is slow before Python 3.12
+
+
+ScopeT = TypeVar("ScopeT", bound="RequestScope[Any, Any, Any]")
+PartT = TypeVar("PartT", bound="RequestPart[Any]")
+DeltaT = TypeVar("DeltaT", bound=AnyDelta)
+AskedT = TypeVar("AskedT")
+
+
+class RequestPart(ABC, Generic[ScopeT]):
+    """One of a request's n results, and its sequence in the core.
+
+    Args:
+        request: the request.
+        index: index of the choice.
+        sequence_id: id of its sequence in the core.
+
+    Attributes:
+        is_ended: True if its last delta was pushed, or its request failed.
+        running_at: when it was first in a step. It stays set after a preemption. None: never.
+    """
+
+    __slots__ = ("index", "is_ended", "request", "running_at", "sequence_id")
+
+    def __init__(self, request: ScopeT, index: int, sequence_id: RequestId) -> None:
+        self.request = request
+        self.index = index
+        self.sequence_id = sequence_id
+        self.is_ended = False
+        self.running_at: float | None = None
+
+    @property
+    def has_run(self) -> bool:
+        return self.running_at is not None
+
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """Amount of computed output. It becomes smaller when output is computed again."""
+
+
+@uninterrupted
+class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
+    """State of a request. The engine writes deltas synchronously. The reader waits for them through its stream.
+
+    Args:
+        request_id: the caller's id of the request.
+        priority: a lower number runs sooner.
+        deadlines: deadlines of the request.
+        owner: user who may see and abort the request. None: not restricted.
+        tenant: the queue is fair between tenants.
+        sequence_count: most sequences that the core has of this request at a time.
+        part_of: parent span of the request's trace.
+
+    Attributes:
+        choices: the parts.
+        core_count: number of parts that the core has.
+        upcoming: parts that the core gets later, one when another one has ended. This bounds the core's work for one
+            request.
+        begin_next: hands the next of these to the core.
+        on_gone: called when the core has no part of the request, and will get none.
+        preparation: cancel scope around the wait for a lease and the preparation of the sequences.
+        fault_count: failed steps that had this request since it last made progress.
+        lone_fault_count: how many of these steps had no other request.
+        trace: receives the events of the request.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        priority: int,
+        deadlines: Deadlines,
+        owner: str | None,
+        tenant: str,
+        sequence_count: int,
+        part_of: Span = NO_SPAN,
+    ) -> None:
+        self.id = request_id
+        self.priority = priority
+        self.deadlines = deadlines
+        self.owner = owner
+        self.tenant = tenant
+        self.part_of = part_of
+        self.trace: RequestTrace = NO_TRACE
+        self.alarms: dict[Deadline, Alarm] = {}
+        self.entered_at = 0.0
+        self.is_leased = False  # it has got its lease, and is being prepared
+        self.running_at: float | None = None
+        self.ended_at: float | None = None
+        self.choices: list[PartT] = []
+        self.preparation = trio.CancelScope()
+        self.core_count = 0
+        self.sequence_count = sequence_count
+        self.upcoming: deque[tuple[PartT, AskedT]] = deque()
+        self.begin_next: Callable[[], None] = lambda: None
+        self.on_gone: Callable[[], None] = lambda: None
+        self.fault_count = 0
+        self.lone_fault_count = 0
+        self.scope = ScopeState.NEW
+        self._pending: dict[int, list[DeltaT]] = {}  # per choice, see hold_unread
+        self._unfinished_count = sequence_count
+        self._run_count = 0  # choices that run, or have run
+        self._first_end: DeltaT | None = None  # the last delta of the choice that ended first
+        self._error: Exception | None = None
+        self._waiting: list[trio.lowlevel.Task] = []  # usually only the reader
+        self._begun = trio.Event()
+
+    # --- different for each kind of engine ---
+
+    @abstractmethod
+    def routed(self) -> RoutedRequest:
+        """Return the description of the request for the queue."""
+
+    @abstractmethod
+    def merged(self, pending: DeltaT, delta: DeltaT) -> DeltaT:
+        """Merge two consecutive deltas of one part that the reader has not read.
+
+        Args:
+            pending: the older delta.
+            delta: the newer delta.
+        """
+
+    @abstractmethod
+    def push_end(
+        self, choice: PartT, reason: FinishReason, message: str | None = None, *, stop_reason: str | None = None
+    ) -> None:
+        """Push the last delta of a part that was ended from outside.
+
+        Args:
+            choice: the part.
+            reason: the finish reason.
+            message: message for the reader.
+            stop_reason: more exact reason, for programs.
+        """
+
+    def note_read(self, delta: DeltaT) -> None:
+        """Note that the reader has received a delta.
+
+        Args:
+            delta: the delta.
+        """
+
+    # --- state ---
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the core has a part of the request, or gets one without waiting for anything."""
+        return self.core_count > 0 or bool(self.upcoming)
+
+    @property
+    def has_run(self) -> bool:
+        """True if one of its choices was in a step."""
+        return self._run_count > 0
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every choice had its last delta, or the request failed."""
+        return all(choice.is_ended for choice in self.choices)
+
+    @property
+    def end_reason(self) -> FinishReason | None:
+        """Finish reason of the choice that ended first.
+
+        None if no choice has ended, or if the caller left the scope.
+        """
+        if self._error is not None:
+            return FinishReason.ERROR
+        return None if self._first_end is None else self._first_end.finish_reason
+
+    def note_fault(self, *, is_alone: bool) -> None:
+        """Count a failed step that had this request.
+
+        Args:
+            is_alone: True if the step had no other request.
+        """
+        self.fault_count += 1
+        self.lone_fault_count += is_alone
+
+    def clear_faults(self) -> None:
+        """Reset the fault counts, because the request made progress in a reopened engine."""
+        self.fault_count = self.lone_fault_count = 0
+
+    # --- the reader's side ---
+
+    def enter(self) -> None:
+        """Begin the scope. Raises AlreadyEnded if it has begun before."""
+        if self.scope is not ScopeState.NEW:
+            raise AlreadyEnded(f"request {self.id} was entered before: make another request")
+        self.scope = ScopeState.ENTERED
+        self.entered_at = trio.current_time()
+
+    def check_may_leave(self) -> None:
+        """Raise AlreadyEnded if the scope was left before, or was never entered."""
+        if self.scope is not ScopeState.ENTERED:
+            how = "was left before" if self.scope is ScopeState.LEFT else "is left, and was not entered"
+            raise AlreadyEnded(f"request {self.id} {how}: leave its scope once, after entering it")
+
+    def leave(self) -> None:
+        """End the scope. Tasks that still wait for the request get AlreadyEnded."""
+        self.scope = ScopeState.LEFT
+        self._begun.set()
+        self._wake_readers()
+
+    async def next_delta(self) -> DeltaT:
+        """Wait for the next delta.
+
+        Raises:
+            StopAsyncIteration: each choice had its last delta.
+            AlreadyEnded: the scope was left, or not entered.
+            Exception: the error with which the request failed.
+        """
+        if self.scope is not _ENTERED:  # Checked inline, because this runs for every delta.
+            self._check_entered()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._pending:
+            if self._unfinished_count == 0:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            # A Trio event per token would cost more than everything else here, and so would one more call.
+            task = current_task()
+            self._waiting.append(task)
+
+            def stop_waiting(_raise_cancel: object, task: trio.lowlevel.Task = task) -> trio.lowlevel.Abort:
+                self._waiting.remove(task)
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            await trio.lowlevel.wait_task_rescheduled(stop_waiting)
+            if self.scope is not _ENTERED:
+                self._check_entered()
+        index, held = next(iter(self._pending.items()))
+        del self._pending[index]
+        if len(held) == 1:
+            delta = held[0]
+        else:
+            delta = take_unread(held, self.merged)
+            if held:
+                self._pending[index] = held  # after the other choices
+        self.note_read(delta)
+        return delta
+
+    async def wait_until_begun(self) -> DeltaT | None:
+        """Wait until the request runs. See `ScopeStream.wait_until_begun`."""
+        self._check_entered()
+        await self._begun.wait()
+        self._check_entered()
+        if self.has_run or (self._unfinished_count == 0 and self._first_end is None):
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._first_end
+
+    def _check_entered(self) -> None:
+        if self.scope is not ScopeState.ENTERED:
+            raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
+
+    # --- the engine's side: synchronous, called while delivering ---
+
+    def carry(self, sequences: Iterable[tuple[PartT, AskedT]]) -> None:
+        """Take sequences back from a lost core. They come before the sequences that the core did not have yet.
+
+        Args:
+            sequences: unfinished parts, and their requests to the next core.
+        """
+        self.core_count = 0
+        self.upcoming.extendleft(reversed([*sequences]))
+
+    def note_run(self, now: float) -> None:
+        """Note that one more choice runs. When all choices run, the queue deadline is cancelled.
+
+        Args:
+            now: current time.
+        """
+        if self.running_at is None:
+            self.running_at = now
+        self._run_count += 1
+        self._begun.set()
+        self.trace.runs()
+        if self._run_count == self.sequence_count:
+            self._cancel_alarm(Deadline.QUEUE)
+
+    def note_first_token(self) -> None:
+        self.trace.first_token()
+        self._cancel_alarm(Deadline.FIRST_TOKEN)
+
+    def cancel_alarms(self) -> None:
+        for deadline in self.alarms:
+            self._cancel_alarm(deadline)
+
+    def _cancel_alarm(self, deadline: Deadline) -> None:
+        alarm = self.alarms.get(deadline)
+        if alarm is not None:
+            alarm.cancel()
+
+    def push(self, delta: DeltaT) -> None:
+        """Hand a delta to the reader. It is merged with a delta that the reader has not read yet.
+
+        Args:
+            delta: the delta.
+        """
+        index, pending = delta.index, self._pending
+        if delta.finish_reason is not None:
+            delta = self.trace.ended(delta)
+        if index in pending:
+            hold_unread(pending[index], delta, self.merged)
+        else:
+            pending[index] = [delta]
+        if delta.finish_reason is not None:
+            self._unfinished_count -= 1
+            self._first_end = self._first_end or delta
+            if self._unfinished_count == 0:
+                self.ended_at = trio.current_time()
+            self._begun.set()
+        self._wake_readers()
+
+    def fail(self, error: Exception) -> None:
+        """Fail the request. The reader gets the error after the deltas that came before it.
+
+        Args:
+            error: the error.
+        """
+        self.preparation.cancel()
+        for choice in self.choices:
+            choice.is_ended = True
+        self._error = error
+        self.ended_at = trio.current_time()
+        self.trace.failed(error)
+        self._begun.set()
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        while self._waiting:
+            reschedule(self._waiting.pop(), NONE_OUTCOME)
+
+
+AnyScope = RequestScope[Any, Any, Any]

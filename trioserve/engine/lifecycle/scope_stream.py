@@ -1,0 +1,103 @@
+"""The caller's side of any request: iterate for new deltas, and leave the context to abort.
+
+Entering puts the request into the waiting queue before any costly work. Leaving is one synchronous call that aborts
+unfinished work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from trioserve.contracts.output import AnyDelta
+from trioserve.engine.lifecycle.request_scope import RequestScope
+from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.own_run import OwnRun
+
+__all__ = ["ScopeStream"]
+
+ScopeT = TypeVar("ScopeT", bound=RequestScope[Any, Any, Any])
+DeltaT = TypeVar("DeltaT", bound=AnyDelta)
+
+
+@uninterrupted
+class ScopeStream(Generic[ScopeT, DeltaT]):
+    """A stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
+
+    Entering raises Overloaded, Draining or InvalidRequest. Then nothing needs to be released.
+
+    Iteration yields deltas until each choice had a delta with a finish_reason. It raises EngineFault if the engine
+    broke. It raises Draining if the server shuts down before the request began to run. Several tasks may iterate over
+    one stream. Then one of them gets each delta, and all of them see the end.
+
+    All waiting belongs inside the scope. A task that still waits when the scope is left gets AlreadyEnded.
+
+    Args:
+        request: the engine's side of the request.
+        submit: admits the request, and hands it to the core.
+        leave: aborts the request, and releases everything that it holds.
+        own_run: checks that calls come from the right thread, Trio program and process.
+    """
+
+    def __init__(
+        self,
+        request: ScopeT,
+        *,
+        submit: Callable[[ScopeT], Awaitable[None]],
+        leave: Callable[[ScopeT], None],
+        own_run: OwnRun,
+    ) -> None:
+        self._request = request
+        self._own_run = own_run
+        self._submit = submit
+        self._leave = leave
+
+    async def __aenter__(self) -> Self:
+        self._own_run.check("entering a request")
+        self._request.enter()
+        try:
+            await self._submit(self._request)
+        except BaseException:
+            self._request.leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._own_run.check("leaving a request")
+        self._request.check_may_leave()
+        self._request.leave()
+        self._leave(self._request)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[DeltaT]:  # not async, because one more call for every delta would be measurable
+        self._own_run.check_process("reading a request")  # a forked child would wait for ever
+        return self._request.next_delta()
+
+    @property
+    def id(self) -> str:
+        """Id of the request: the caller's id, or a generated one."""
+        return self._request.id
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every choice had its last delta, or the request failed."""
+        return self._request.is_finished
+
+    async def wait_until_begun(self) -> DeltaT | None:
+        """Wait until the request runs. So an HTTP handler can still choose the response status.
+
+        Returns:
+            None if the request runs. If it ended in the queue, the delta that reports this. Iteration yields this
+            delta, too.
+
+        Raises:
+            AlreadyEnded: called outside of the scope.
+            Exception: the error with which the request failed.
+        """
+        begun: DeltaT | None = await self._request.wait_until_begun()
+        return begun

@@ -1,0 +1,158 @@
+"""The times and the work of the last 1,000 steps, and their totals.
+
+The step loop records one entry per step. Readers take a copy when they need one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+from trioserve.contracts.step import StepPlan
+from trioserve.engine.lifecycle.stepped_core import AnyPlan
+
+__all__ = ["STEPS_MAX", "PlanTimes", "StepCounts", "StepTime", "StepTimes"]
+
+STEPS_MAX = 1000  # half a minute of decoding on a CPU, some seconds on a GPU: enough to see where steps lose time
+
+
+class StepTime(NamedTuple):
+    """Times and work of one step. Times are seconds of Trio's clock.
+
+    A step that overlaps was planned while the step before it was computed. Its forward pass begins when that of the
+    step before ends.
+
+    Attributes:
+        step_index: number of the step, from 0.
+        schedule_at: when planning began.
+        schedule_seconds: duration of planning.
+        forward_at: when the forward pass began.
+        forward_seconds: duration of the forward pass.
+        update_seconds: duration of the core's update from the result.
+        deliver_seconds: duration of the delivery.
+        sequence_count: sequences in the step.
+        prefill_tokens: prompt tokens, and tokens that are computed again after a preemption.
+        decode_tokens: tokens of decoding sequences, including draft tokens.
+        admitted_count: sequences that the plan admitted.
+        preempted_count: sequences that the plan preempted.
+        is_ahead: True if the plan was made while another step was in flight.
+        is_dropped: True if the result was dropped, because no request waited for it any more.
+        phase: phase of an image step. Empty for text.
+        work_count: amount of work of an image step. 0 for text.
+    """
+
+    step_index: int
+    schedule_at: float
+    schedule_seconds: float
+    forward_at: float
+    forward_seconds: float
+    update_seconds: float
+    deliver_seconds: float
+    sequence_count: int
+    prefill_tokens: int
+    decode_tokens: int
+    admitted_count: int
+    preempted_count: int
+    is_ahead: bool
+    is_dropped: bool
+    phase: str = ""
+    work_count: int = 0
+
+
+class StepCounts(NamedTuple):
+    """Amount of work in a plan. `StepTime` documents the fields."""
+
+    sequence_count: int
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    is_ahead: bool = False
+    phase: str = ""
+    work_count: int = 0
+
+
+Plan = TypeVar("Plan", bound=AnyPlan)
+
+
+class PlanTimes(ABC, Generic[Plan]):
+    """Records the times of steps.
+
+    Attributes:
+        count: number of all steps so far.
+        schedule_seconds: sum over all steps. The other sums are named likewise.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[StepTime] = deque(maxlen=STEPS_MAX)
+        self.count = 0
+        self.schedule_seconds = 0.0
+        self.forward_seconds = 0.0
+        self.update_seconds = 0.0
+        self.deliver_seconds = 0.0
+
+    def latest(self) -> Iterable[StepTime]:
+        """Return a copy of the last steps, the oldest first."""
+        return tuple(self._steps)
+
+    @abstractmethod
+    def _counts(self, plan: Plan) -> StepCounts:
+        """Return the amount of work in a plan."""
+
+    def note(
+        self,
+        plan: Plan,
+        *,
+        schedule_at: float,
+        planned_at: float,
+        forward_at: float,
+        computed_at: float,
+        updated_at: float,
+        delivered_at: float,
+        is_dropped: bool,
+    ) -> None:
+        """Record a step that was delivered.
+
+        Args:
+            plan: the plan of the step.
+            schedule_at: when planning began.
+            planned_at: when planning ended.
+            forward_at: when the forward pass began.
+            computed_at: when the result was there.
+            updated_at: when the core had processed the result.
+            delivered_at: when the result was delivered.
+            is_dropped: True if there was no result.
+        """
+        counts = self._counts(plan)
+        step = StepTime(
+            step_index=plan.step_index,
+            schedule_at=schedule_at,
+            schedule_seconds=planned_at - schedule_at,
+            forward_at=forward_at,
+            forward_seconds=computed_at - forward_at,
+            update_seconds=updated_at - computed_at,
+            deliver_seconds=delivered_at - updated_at,
+            sequence_count=counts.sequence_count,
+            prefill_tokens=counts.prefill_tokens,
+            decode_tokens=counts.decode_tokens,
+            admitted_count=len(plan.admitted),
+            preempted_count=len(plan.preempted),
+            is_ahead=counts.is_ahead,
+            is_dropped=is_dropped,
+            phase=counts.phase,
+            work_count=counts.work_count,
+        )
+        self._steps.append(step)
+        self.count += 1
+        self.schedule_seconds += step.schedule_seconds
+        self.forward_seconds += step.forward_seconds
+        self.update_seconds += step.update_seconds
+        self.deliver_seconds += step.deliver_seconds
+
+
+class StepTimes(PlanTimes[StepPlan]):
+    """Step times of an engine for text."""
+
+    def _counts(self, plan: StepPlan) -> StepCounts:
+        decode_tokens = sum([chunk.row_count for chunk in plan.chunks if chunk.count == 1 and chunk.samples])
+        return StepCounts(len(plan.chunks), plan.token_count - decode_tokens, decode_tokens, plan.is_ahead)

@@ -1,0 +1,287 @@
+"""Clients of the store, and a disk that is full for a time.
+
+Rules for batches, background responses and stored responses:
+
+- Each reaches a final state. A full disk delays a batch until a bounded time after there is room again. It delays
+  neither a cancellation nor the end of a response.
+- Every line of a batch is counted exactly once, with its own result.
+- A final state does not change, even if the store writes it later.
+- No request is refused for lack of room while the disk has room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import trio
+
+from trioserve.simulation.stack.http_plan import Ask
+from trioserve.simulation.stack.http_requests import expected_tokens
+from trioserve.simulation.stored.plan import Batch, Disk, Keep, StoredPlan, Watch, Work
+from trioserve.simulation.traced_run import TracedRun
+from trioserve.testing.memory_client import MemoryClient
+from trioserve.testing.memory_server import MemoryServer
+
+__all__ = ["FINAL", "StoredWork"]
+
+FINAL = ("completed", "incomplete", "failed", "cancelled")
+RETRY_SECONDS = 12.0  # two waits of 5 s, one of the store and one of a batch, and some reserve
+LOOK_SECONDS = 0.25
+LEAVE_SECONDS = 5.0  # after which clients do not wait for the batches of a server that shuts down
+COMPLETIONS = "/v1/completions"
+
+
+class StoredWork:
+    """Expected stored objects of one plan.
+
+    Args:
+        run: counts and traces what happens.
+        plan: the plan.
+        client_of: opens a new connection of an owner to a server.
+        left_at: returns when the server began to shut down, or inf before that.
+
+    Attributes:
+        is_restarted: whether another server starts with the same store.
+    """
+
+    def __init__(
+        self,
+        run: TracedRun,
+        plan: StoredPlan,
+        client_of: Callable[[MemoryServer, str], MemoryClient],
+        left_at: Callable[[], float],
+    ) -> None:
+        self._run = run
+        self._client_of = client_of
+        self._left_at = left_at
+        self._batches: dict[str, Batch] = {}  # batches that the server has accepted, by path
+        self._ends: dict[str, tuple[str, dict[str, Any]]] = {}  # owner and final object, by path
+        self._is_next_server = False
+        self._room_at = -math.inf  # since when the disk has room; inf while it is full
+        self.is_restarted = any(isinstance(part, Disk) and part.until is None for part in plan.parts)
+        tokens = sum(
+            part.output * (part.lines if isinstance(part, Batch) else 1)
+            for part in plan.parts
+            if isinstance(part, Batch | Keep | Watch | Work)
+        )
+        self._late_seconds = RETRY_SECONDS + 2 * tokens * plan.stage.step_seconds
+
+    # --- the disk ---
+
+    async def be_disk(self, server: MemoryServer, part: Disk) -> None:
+        """Make the disk full for a time.
+
+        Args:
+            server: the server.
+            part: the times.
+        """
+        await trio.sleep(part.at)
+        server.store.set_disk_full(True)
+        self._room_at = math.inf
+        self._run.tell("disk is full")
+        if part.until is None:
+            return
+        await trio.sleep(part.until - part.at)
+        server.store.set_disk_full(False)
+        self._room_at = trio.current_time()
+        self._run.tell("disk has room")
+
+    def check_refusal(self, name: str, status: int, began_at: float) -> None:
+        """Assert that a request may be refused, for lack of room or because the server shuts down.
+
+        Args:
+            name: the request's name in messages.
+            status: the HTTP status.
+            began_at: when the request began.
+        """
+        self._run.count(f"{name.split()[0]} refused: {status}")
+        now = trio.current_time()
+        assert self._left_at() <= now or (status == 507 and self._room_at >= began_at), f"{name} is refused: {status}"
+
+    def check_wait(self, name: str, since: float) -> None:
+        """Assert that work need not have ended yet.
+
+        Args:
+            name: its name in messages.
+            since: when it began to wait.
+        """
+        now = trio.current_time()
+        assert now <= since + self._late_seconds, f"{name} has no final state {now - since:.3f} s after {since:.3f}"
+
+    def note_end(self, owner: str, path: str, found: dict[str, Any]) -> None:
+        """Note an object with a final state, which must not change.
+
+        Args:
+            owner: its owner.
+            path: its path.
+            found: the object.
+        """
+        self._ends[path] = owner, found
+
+    # --- clients ---
+
+    async def be_batch(self, server: MemoryServer, part: Batch) -> None:
+        """Send a file and a batch, and wait for its end.
+
+        Args:
+            server: the server.
+            part: the batch.
+        """
+        await trio.sleep(part.at)
+        name, began_at, client = f"batch {part.number}", trio.current_time(), self._client_of(server, part.owner)
+        self._run.count("batches")
+        form = _form(b"".join(map(_line, [part] * part.lines, range(part.lines))))
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await client.post("/v1/files", form, headers=kind)
+        if answer.status != 200:
+            self.check_refusal(name, answer.status or 0, began_at)
+            return
+        file_id = msgspec.json.decode(answer.body)["id"]
+        body = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        answer = await client.post("/v1/batches", body)
+        if answer.status != 200:
+            self.check_refusal(name, answer.status or 0, began_at)
+            return
+        path = f"/v1/batches/{msgspec.json.decode(answer.body)['id']}"
+        self._batches[path] = part
+        if part.cancels_after is not None:
+            await trio.sleep(part.cancels_after)
+            async with client.ask(f"{path}/cancel", method="POST") as response:
+                found = await response.json()
+            assert response.status == 200, f"cancelling {name} gives {response.status}"
+            is_left = self._left_at() <= trio.current_time()
+            assert found["status"] in FINAL or is_left, f"{name} was cancelled, and is {found['status']}"
+        await self._wait_for_batch(server, path, part)
+
+    async def _wait_for_batch(self, server: MemoryServer, path: str, part: Batch) -> None:
+        client, began_at = self._client_of(server, part.owner), trio.current_time()
+        while (found := await _get(client, path))["status"] not in FINAL:
+            if not self._is_next_server and self._left_at() + LEAVE_SECONDS <= trio.current_time():
+                return  # the next server ends it
+            self.check_wait(f"batch {part.number}", max(began_at, self._room_at))
+            await trio.sleep(LOOK_SECONDS)
+        self._run.count(f"batch: {found['status']}")
+        self._run.tell(f"batch {part.number} is {found['status']}")
+        await self._check_batch(server, client, part, found)
+        self.note_end(part.owner, path, found)
+
+    async def _check_batch(
+        self, server: MemoryServer, client: MemoryClient, part: Batch, found: dict[str, Any]
+    ) -> None:
+        name, counts = f"batch {part.number}", found["request_counts"]
+        may_be = {"completed"} if part.cancels_after is None else {"completed", "cancelled"}
+        assert found["status"] in may_be, f"{name} is {found['status']}: {found['errors']}"
+        assert not found["error_file_id"], f"{name} has lines that failed: {counts}"
+        names = []
+        if found["output_file_id"]:
+            async with client.ask(f"/v1/files/{found['output_file_id']}/content") as response:
+                content = await response.read()
+            assert response.status == 200, f"{name}: its file was not found: {response.status}"
+            for line in content.splitlines():
+                done = msgspec.json.decode(line)
+                names.append(done["custom_id"])
+                prompts = (_prompt(part, int(names[-1])),)
+                ask = Ask(number=part.number, connection=0, prompts=prompts, output=part.output)
+                [expected] = expected_tokens(ask, server.engine.executor.model)
+                [choice] = done["response"]["body"]["choices"]
+                assert tuple(choice["token_ids"]) == expected, f"{name}: line {names[-1]} has another result"
+        assert len(names) == len(set(names)) == counts["completed"], f"{name}: {counts}, and its file has {names}"
+        is_whole = sorted(map(int, names)) == list(range(part.lines))
+        assert is_whole or found["status"] == "cancelled", f"{name} is completed with the lines {names}"
+
+    async def be_keeper(self, server: MemoryServer, part: Keep) -> None:
+        """Wait for a response that the store should keep, and read it from the store.
+
+        Args:
+            server: the server.
+            part: the response.
+        """
+        await trio.sleep(part.at)
+        name, began_at, client = f"response {part.number}", trio.current_time(), self._client_of(server, part.owner)
+        self._run.count("stored responses")
+        body = {"model": "fake", "input": str(part.number), "max_output_tokens": part.output}
+        answer = await client.post("/v1/responses", body)
+        if answer.status != 200:
+            # It does not wait for the disk, so it is not refused for lack of room.
+            assert self._left_at() <= trio.current_time(), f"{name} is refused: {answer.status}"
+            return
+        found = msgspec.json.decode(answer.body)
+        assert found["status"] in FINAL, f"{name} is {found['status']}"
+        assert found["store"], f"{name} is not kept"
+        self.check_wait(name, began_at)
+        path = f"/v1/responses/{found['id']}"
+        assert await _get(client, path) == found, f"{name} is not what its client got"
+        self.note_end(part.owner, path, found)
+
+    # --- the end ---
+
+    async def check_end(self, server: MemoryServer) -> None:
+        """Check that final states have not changed, and are written if the disk has room. Every client has left before.
+
+        Args:
+            server: the server.
+        """
+        if math.isinf(self._room_at):
+            await self._check_ends(server)
+            return
+        await trio.sleep(max(0.0, self._room_at + RETRY_SECONDS - trio.current_time()))
+        await self._check_ends(server)
+        usage = server.store.usage()
+        assert usage.unwritten_bytes == 0, f"{usage.unwritten_bytes} bytes are not written, although the disk has room"
+        assert usage.trouble is None, f"the disk has room, but the store reports: {usage.trouble}"
+
+    async def check_restarted(self, server: MemoryServer) -> None:
+        """Assert that another server, whose disk has room, ends the batches that the first one has left in the store.
+
+        Final states that were never written are lost with the first server, so they are determined again.
+
+        Args:
+            server: the other server.
+        """
+        self._ends.clear()
+        self._is_next_server = True
+        self._room_at = trio.current_time()
+        for path, part in self._batches.items():
+            self._run.count("batches after a restart")
+            await self._wait_for_batch(server, path, part)
+        await self.check_end(server)
+
+    async def _check_ends(self, server: MemoryServer) -> None:
+        for path, (owner, found) in self._ends.items():
+            now = await _get(self._client_of(server, owner), path)
+            assert now == found, f"{path} changed after its end: {found} is {now} now"
+            if path in self._batches:
+                await self._check_batch(server, self._client_of(server, owner), self._batches[path], found)
+
+
+async def _get(client: MemoryClient, path: str) -> dict[str, Any]:
+    answer = await client.get(path)
+    assert answer.status == 200, f"{path} was not found: {answer.status}"
+    found: dict[str, Any] = msgspec.json.decode(answer.body)
+    return found
+
+
+def _prompt(part: Batch, index: int) -> tuple[int, ...]:
+    return (part.number % 256, index, 3)
+
+
+def _line(part: Batch, index: int) -> bytes:
+    body = {
+        "prompt": _prompt(part, index),
+        "max_tokens": part.output,
+        "seed": part.number,
+        "temperature": 0.0,
+        "return_token_ids": True,
+    }
+    return msgspec.json.encode({"custom_id": str(index), "method": "POST", "url": COMPLETIONS, "body": body}) + b"\n"
+
+
+def _form(content: bytes) -> bytes:
+    head = (
+        '--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        '--b\r\ncontent-disposition: form-data; name="file"; filename="lines.jsonl"\r\n\r\n'
+    )
+    return head.encode() + content + b"\r\n--b--\r\n"
