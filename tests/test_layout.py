@@ -163,7 +163,7 @@ ROOMS = {
 }
 # Files above the packages: they may import several packages, and no package imports them.
 TOP_FILES = words(
-    "__init__ __main__ asgi assemble assemble_images cli commands config ray ray_engines ray_ranks rollouts"
+    "__init__ __main__ asgi assemble assemble_images cli commands config options ray ray_engines ray_ranks rollouts"
 )
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
@@ -285,9 +285,9 @@ def objection(found: Import) -> str | None:
         pretends = found.is_ours and found.target in PRETENDS
         if pretends and not (found.place == "commands" and found.file.name in COMMANDS_THAT_PRETEND):
             return "what is served does not know what pretends"
-        if found.place == "config" and found.is_ours:
+        if found.place in ("config", "options") and found.is_ours:
             is_settings = found.module.rsplit(".", 1)[-1] in ("settings", "limits")
-            if found.target != "contracts" and not is_settings:
+            if found.target not in ("contracts", "options") and not is_settings:
                 return "config knows the settings of the rooms, and not the rooms"
         return None
     room = ROOMS[found.place]

@@ -14,7 +14,7 @@ from trioserve.asyncio.asgi import respond
 from trioserve.asyncio.disconnect import client_left
 from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.engine import in_a_thread
-from trioserve.commands.engine_app import engine_app, store_settings
+from trioserve.commands.engine_app import engine_app
 from trioserve.commands.serving import around_app, check_front, frontend_limits, optional_path
 from trioserve.config import Config, make_config
 from trioserve.contracts.errors import WrongLoop
@@ -191,7 +191,7 @@ class AsgiApplication:
 @uninterrupted_context
 async def _serving(engine: Engine, config: Config) -> AsyncIterator[AsgiApp]:
     """Run the whole application in the engine's Trio program."""
-    async with open_store(optional_path(config.data_dir), store_settings(config)) as store:
+    async with open_store(optional_path(config.data_dir), config.store_settings()) as store:
         app = engine_app(engine, config, store, is_mounted=True)
         async with app.running():
             yield AsgiApp(around_app(app, config), frontend_limits(config))

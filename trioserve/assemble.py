@@ -10,8 +10,9 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import trio
@@ -22,12 +23,11 @@ from trioserve.asyncio.engine import Engine as AsyncioEngine
 from trioserve.asyncio.threaded_engine import EngineT, opened_in_a_thread
 from trioserve.asyncio.trio_thread import TrioThread
 from trioserve.commands.prompt_naming import load_tokenizer
-from trioserve.config import Config, drafts_of, engine_settings, image_limits, make_config
 from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import ConnectorSettings, connector_settings
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, StartupError
-from trioserve.contracts.images import ImageEncoder, ImageLimits, ImageProcessing
+from trioserve.contracts.images import ImageEncoder, ImageProcessing
 from trioserve.contracts.kv_transfer import ConnectorSetup, RunningConnector
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.engine import EngineCore
@@ -66,6 +66,8 @@ from trioserve.model.parallel.shares import share_of
 from trioserve.model.parallel.stages import cache_shares, stage_configs
 from trioserve.model.settings import ModelSettings
 from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors
+from trioserve.options.engine import EngineOptions
+from trioserve.options.option import about, checked_parameters, parameters_of
 from trioserve.proxy.discovery.ray import check_ray_is_installed
 from trioserve.ranks.door import wait_for_ranks
 from trioserve.ranks.group import open_ranks
@@ -166,186 +168,42 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineParameters(EngineOptions):
+    """Parameters of `open_engine`: the options of an engine, and `progress`."""
+
+    progress: Annotated[
+        LoadReport | None,
+        about(
+            "function that receives the progress of the start as LoadProgress: fetching the model, compiling the "
+            "kernels once, loading the weights; another thread calls it, several times per second; an exception from "
+            "it ends the start; the log has a line for each activity in any case; default: none"
+        ),
+    ] = None
+
+
 @opened_once
-async def open_engine(
-    model: str = "smollm2",
-    *,
-    served_model_name: tuple[str, ...] = (),
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    threads: int | None = None,
-    cpu_kernels: Literal["auto", "native", "torch"] = "auto",
-    gpu_kernels: Literal["torch", "triton"] = "torch",
-    quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
-    wide_prompt_stretch: float = 1.5,
-    block_size: int = 16,
-    kv_cache_memory: float | None = None,
-    gpu_memory_utilization: float = 0.9,
-    enforce_eager: bool = False,
-    batch_invariant: bool = False,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    enable_expert_parallel: bool = False,
-    distributed_executor_backend: Literal["mp", "ray"] = "mp",
-    ray_address: str | None = None,
-    nnodes: int = 1,
-    master_addr: str = "127.0.0.1",
-    master_port: int = 29500,
-    ranks_key: str | None = None,
-    enable_prefix_caching: bool = True,
-    overlap_steps: bool = False,
-    speculative_ngram: int = 0,
-    speculative_model: str | None = None,
-    speculative_tokens: int = 4,
-    speculative_quantization: Literal["auto", "none", "file", "int8", "int4"] = "auto",
-    speculative_config: str | dict[str, Any] | None = None,
-    step_timeout: float | None = None,
-    engine_restarts: int = 3,
-    tool_call_parser: str = "auto",
-    tool_call_leniency: Literal["strict", "lenient"] = "strict",
-    reasoning_parser: str = "auto",
-    generation_config: str = "auto",
-    override_generation_config: str | dict[str, Any] | None = None,
-    limit_mm_per_prompt: str | dict[str, int] | None = None,
-    image_decode_timeout: float = ImageLimits().decode_seconds_max,
-    allowed_media_domains: tuple[str, ...] = (),
-    tokenizer: str | None = None,
-    revision: str | None = None,
-    chat_template: str | None = None,
-    control_tokens_in_text: Literal["keep-as-text", "parse"] = "keep-as-text",
-    seed: int | None = None,
-    enable_lora: bool = False,
-    lora_modules: tuple[str, ...] = (),
-    max_loras: int = 64,
-    max_cpu_loras: int | None = None,
-    max_lora_rank: int = 256,
-    kv_events: bool = False,
-    kv_transfer_config: str | dict[str, Any] | None = None,
-    role: Literal["prefill", "decode", "both"] = "both",
-    kv_hold_timeout: float = 10.0,
-    kv_load_timeout: float = 10.0,
-    kv_held_share: float = 0.5,
-    max_queued_requests: int = 256,
-    max_queued_tokens: int = 1_000_000,
-    max_queue_wait: float = 300.0,
-    queue_timeout: float | None = None,
-    ttft_timeout: float | None = None,
-    request_timeout: float | None = None,
-    max_queue_timeout: float | None = None,
-    max_ttft_timeout: float | None = None,
-    max_request_timeout: float | None = None,
-    progress: LoadReport | None = None,
-) -> AsyncIterator[Engine]:
+@parameters_of(EngineParameters)
+async def open_engine(**options: Any) -> AsyncIterator[Engine]:
     """Open an engine in the scope of an `async with`, in the caller's own Trio program.
 
     Inside, `engine.generate(...)` makes a request. Leaving ends every request and waits for the step in flight. No task
     and no thread remains. No signal handler is installed. A fault of the engine cancels the body, and is raised here as
     EngineFault, unless `engine_restarts` allows to reopen the engine. The parameters are the options of `trioserve
-    serve` that concern an engine.
+    serve` that concern an engine. `speculative_config`, `override_generation_config`, `limit_mm_per_prompt` and
+    `kv_transfer_config` can be dicts instead of JSON.
 
     Args:
-        model: "smollm2", a directory with safetensors, a .gguf file, or a hub name.
-        served_model_name: names of the model. Default: the last part of `model`.
-        dtype: data type of weights and KV cache. "auto" uses the checkpoint's.
-        device: device that computes. "auto" uses a GPU if there is one.
-        threads: CPU threads of a forward pass. Default: one per core.
-        cpu_kernels: kernels for the CPU. "auto" uses native kernels if possible.
-        gpu_kernels: kernels for the GPU.
-        quantization: how native kernels store weights. "auto" keeps the bits of a quantized file, and otherwise uses
-            `dtype`.
-        kv_cache_dtype: data type of keys and values. "auto" uses `dtype`.
-        max_model_len: most tokens of prompt and response together. Default: as many as the model supports and the KV
-            cache holds.
-        max_num_seqs: sequences that run at a time.
-        max_num_batched_tokens: tokens computed in one step. Longer prompts are computed in chunks.
-        wide_prompt_stretch: how much longer a step may take, as a factor above 1, while it computes a part of a long
-            prompt and other requests get tokens.
-        block_size: tokens in one KV block.
-        kv_cache_memory: memory for the KV cache in GiB. Default: at most 4 on a CPU, the free memory on a GPU.
-        gpu_memory_utilization: share of the GPU's memory for weights and KV cache, above 0 and up to 1.
-        enforce_eager: True to compute without CUDA graphs.
-        batch_invariant: True to make the bits of a response depend only on its own tokens and the weights.
-        tensor_parallel_size: processes, called ranks, that compute the model together, each with a part of every layer.
-        pipeline_parallel_size: stages that compute one after the other, each with a part of the layers, and with
-            `tensor_parallel_size` ranks.
-        enable_expert_parallel: True to give each rank whole experts of a mixture, instead of a part of each.
-        distributed_executor_backend: "mp" starts ranks on this machine, "ray" on free nodes of a Ray cluster.
-        ray_address: address of the cluster, such as 10.0.0.7:6379. Default: RAY_ADDRESS, or this machine's cluster.
-        nnodes: number of machines with ranks, each with the same number of ranks. The others run `serve --headless`.
-        master_addr: address of this machine for ranks on other machines.
-        master_port: TCP port for these ranks. torch.distributed uses the next port, too.
-        ranks_key: shared secret of these ranks.
-        enable_prefix_caching: True to let prompts with the same beginning share KV blocks.
-        overlap_steps: True to plan the next step while one is computed. Not possible with draft tokens. With several
-            stages, two steps of different requests are computed at a time.
-        speculative_ngram: draft tokens per request and step, taken from the request's own text. 0: off.
-        speculative_model: small model with the same vocabulary that proposes draft tokens. "mtp": the model's own
-            prediction layer. None: off.
-        speculative_tokens: most draft tokens of this model per request and step. Fewer are drafted if more do not pay
-            off.
-        speculative_quantization: how the weights of this model are stored, as `quantization`.
-        speculative_config: the options of draft tokens in vLLM's format, as a dict or as JSON.
-        step_timeout: longest time of one step in seconds. During a longer step, new requests are refused. 0: no limit.
-            Default: 60, or ten times the longest step so far if that is more.
-        engine_restarts: how often within ten minutes the engine is reopened after a fault, in the same scope. Its
-            streams
-            pause and resume. 0: the first fault is raised.
-        tool_call_parser: family of the format in which the model writes tool calls. "auto" uses the format of its chat
-            template. "none" leaves tool calls as text.
-        reasoning_parser: the same for reasoning.
-        tool_call_leniency: "strict" reads tool calls in the model's own format. "lenient" also reads bare or fenced
-            JSON if the response contains nothing else.
-        generation_config: source of `engine.default_sampling`. "auto" is the recommendation of the model's makers,
-            "vllm" the neutral temperature 1. Otherwise it is a directory with a generation_config.json. Its
-            max_new_tokens also limits every request.
-        tokenizer: tokenizer and chat template to use, named like a model. Default: the model's own.
-        revision: branch, tag or commit of a hub model.
-        chat_template: file with a chat template, or the template itself, to use instead of the model's.
-        control_tokens_in_text: how control tokens in the texts of a chat are read. "keep-as-text" keeps them as
-            ordinary text, "parse" makes them control tokens.
-        seed: source of the seeds of requests that set none. Default: random.
-        limit_mm_per_prompt: most images per prompt, as a dict or as JSON, such as {"image": 4}. Default: 8.
-        image_decode_timeout: longest time in seconds to decode one image. After that its request fails.
-        allowed_media_domains: hosts, with all their subdomains, from which images are fetched. Default: none.
-        enable_lora: True to accept LoRA adapters, see `engine.load_adapter` and the `adapter` of a request.
-        lora_modules: adapters to load at the start, each as "name=path". A path is a directory in the format of peft.
-        max_loras: adapters that may be loaded.
-        max_cpu_loras: vLLM's other name for `max_loras`. The larger of both applies.
-        max_lora_rank: highest rank of an adapter.
-        override_generation_config: fields of the generation config to replace, as a dict or as JSON, such as
-            {"temperature": 0.5}.
-        kv_events: True to record changes of the prefix cache, for a router.
-        kv_transfer_config: how KV blocks move to and from other engines, as a dict or as JSON. None: no transfer.
-        role: role of this engine, for routers.
-        kv_hold_timeout: seconds that blocks are held for another engine that does not contact this one.
-        kv_load_timeout: seconds that a request waits for KV from another engine.
-        kv_held_share: share of the KV cache that may be held for other engines, above 0 and up to 1.
-        max_queued_requests: sequences that may wait. Above that, entering a request raises Overloaded.
-        max_queued_tokens: prompt tokens that may wait.
-        max_queue_wait: longest time that any request may wait in the queue, in seconds.
-        queue_timeout: default deadline in seconds until a request runs. None: no deadline.
-        ttft_timeout: default deadline in seconds until the first token. None: no deadline.
-        request_timeout: default deadline in seconds until the response is complete. None: no deadline.
-        max_queue_timeout: highest `queue_timeout` of a request. None: no limit.
-        max_ttft_timeout: highest `ttft_timeout` of a request. None: no limit.
-        max_request_timeout: highest `timeout` of a request. None: no limit.
-        progress: function that receives the progress of the start as LoadProgress: fetching the model, compiling the
-            kernels once, loading the weights. Another thread calls it, several times per second. An exception from it
-            ends the start. The log has a line for each activity in any case.
+        options: the fields of EngineParameters. `help()` and the Python reference describe them.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
         StartupError: a parameter has a wrong type or is out of range. The message says what is allowed.
         EngineFault: a step or the connector failed, at any time, and the engine is not reopened again.
     """
-    options = locals()  # only the parameters exist yet, and each but the last is an option of the same name
-    del options["progress"]
     check_is_in_trio("trioserve.open_engine")
-    async with open_configured_engine(make_config(**options), on_progress=LoggedProgress(progress)) as engine:
+    progress = LoggedProgress(options.pop("progress", None))
+    async with open_configured_engine(checked_parameters(EngineOptions, options), on_progress=progress) as engine:
         yield engine
 
 
@@ -382,12 +240,12 @@ open_asyncio_engine = for_asyncio(open_engine, AsyncioEngine)
 
 @uninterrupted_context
 async def open_configured_engine(
-    config: Config,
+    config: EngineOptions,
     *,
     on_progress: LoadReport | None = None,
     on_loaded: Callable[[Loaded], None] = lambda loaded: None,
 ) -> AsyncIterator[Engine]:
-    """Open an engine from a Config.
+    """Open an engine from its options.
 
     Args:
         config: the options.
@@ -435,7 +293,7 @@ class _Opening:
 
     def __init__(
         self,
-        config: Config,
+        config: EngineOptions,
         transfers: ConnectorSettings | None,
         text: TextThreads,
         on_progress: LoadReport,
@@ -448,7 +306,7 @@ class _Opening:
         self._on_progress = on_progress
         self._on_loaded = on_loaded
         self._path: Path | None = None
-        self._drafts = drafts_of(config)
+        self._drafts = config.drafts()
         self._draft_path: Path | None = None
         self._tokenizer_path: Path | None = None
         self._checkpoint: Checkpoint | EncoderDirectory | None = None
@@ -471,7 +329,7 @@ class _Opening:
         )
         self._adapter_dtype: Dtype = "float32"
         self.trainer_groups = TrainerGroups()
-        self.image_decoder = ImageDecoder(image_limits(config), self._metrics)
+        self.image_decoder = ImageDecoder(config.image_limits(), self._metrics)
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[EngineParts]:
@@ -553,7 +411,7 @@ class _Opening:
             text_threads=self._text,
             metrics=self._metrics,
             settings=msgspec.structs.replace(
-                engine_settings(config),
+                config.engine_settings(),
                 kv_events_max=EVENTS_MAX if config.kv_events else 0,
                 step_seconds_max=config.step_timeout,
                 restarts_max=config.engine_restarts,
@@ -594,7 +452,7 @@ class _Opening:
             raise ModelLoadError("an encoder does not support LoRA adapters: leave out --enable-lora")
         directory = Path(path)
         if is_checked:
-            directory = allowed_directory(directory, [Path(allowed) for allowed in config.allowed_lora_path])
+            directory = allowed_directory(directory, [Path(allowed) for allowed in config.adapter_directories])
         return read_adapter(directory, checkpoint.config, dtype=self._adapter_dtype, rank_max=config.max_lora_rank)
 
     def _images(
@@ -662,7 +520,7 @@ class _Opening:
 
     def _draft_settings(self, drafts: DraftSettings) -> ModelSettings:
         return msgspec.structs.replace(
-            _model_settings(self._config), quantization=drafts.quantization, context_tokens_max=None
+            self._config.model_settings(), quantization=drafts.quantization, context_tokens_max=None
         )
 
     @asynccontextmanager
@@ -771,7 +629,7 @@ class _Opening:
                 vision = await compute.run(
                     load_vision,
                     checkpoint,
-                    _model_settings(config),
+                    config.model_settings(),
                     loaded.dtype,
                     loaded.device if placed is None else "cpu",  # the GPUs of Ray belong to the ranks
                 )
@@ -804,7 +662,7 @@ class _Opening:
             stages: the part of the model that each stage computes.
         """
         config, drafts = self._config, self._drafts
-        whole = _model_settings(config)
+        whole = config.model_settings()
         stage_size = config.tensor_parallel_size
         settings = [
             msgspec.structs.replace(
@@ -927,12 +785,12 @@ class _Opening:
             if isinstance(checkpoint, EncoderDirectory):
                 from trioserve.model.encoder_runner import EncoderRunner
 
-                runner = EncoderRunner.load(checkpoint, _model_settings(self._config), progress=read)
+                runner = EncoderRunner.load(checkpoint, self._config.model_settings(), progress=read)
             else:
                 from trioserve.model.runner import ModelRunner
 
                 runner = ModelRunner.load(
-                    checkpoint, _model_settings(self._config), draft=draft, progress=read, on_compile=compiling
+                    checkpoint, self._config.model_settings(), draft=draft, progress=read, on_compile=compiling
                 )
             runners.append(runner)
             note_weights_come()  # in case that nothing reported progress
@@ -1169,7 +1027,7 @@ def _pooling_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSett
     )
 
 
-def _placed_cpus(config: Config) -> int:
+def _placed_cpus(config: EngineOptions) -> int:
     """Return the CPUs to reserve for each rank. Ray does not enforce the number, so each rank has as many threads."""
     return 1 if config.threads is None else max(1, config.threads // config.tensor_parallel_size)
 
@@ -1202,27 +1060,8 @@ def _make_tokenizer(checkpoint: Checkpoint | EncoderDirectory) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint.tokenizer_directory)
 
 
-def _model_settings(config: Config) -> ModelSettings:
-    return ModelSettings(
-        dtype=config.dtype,
-        device=config.device,
-        block_size=config.block_size,
-        kv_cache_bytes=None if config.kv_cache_memory is None else int(config.kv_cache_memory * 2**30),
-        memory_share=config.gpu_memory_utilization,
-        threads=config.threads,
-        cpu_kernels=config.cpu_kernels,
-        gpu_kernels=config.gpu_kernels,
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        max_num_seqs=config.max_num_seqs,
-        context_tokens_max=config.max_model_len,
-        enforce_eager=config.enforce_eager,
-        batch_invariant=config.batch_invariant,
-    )
-
-
 def _core_settings(
-    config: Config,
+    config: EngineOptions,
     transfers: ConnectorSettings | None,
     drafts: DraftSettings | None,
     runner: Runner,

@@ -6,15 +6,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import trio
 
 from trioserve.assemble import LoadProgress, LoadReport, LoggedProgress, default_served_name, for_asyncio
 from trioserve.asyncio.engine import ImageEngine as AsyncioImageEngine
-from trioserve.config import Config, engine_settings, make_config
+from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits
 from trioserve.core.iterative.engine import IterativeCore
@@ -29,6 +29,8 @@ from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
 from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.fingerprint import fingerprint_of
+from trioserve.options.engine import STEP_PIXELS, ImageEngineOptions
+from trioserve.options.option import about, checked_parameters, parameters_of
 from trioserve.text.tokenizer_directory import check_tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
@@ -42,68 +44,26 @@ __all__ = ["open_asyncio_image_engine", "open_configured_image_engine", "open_im
 
 logger = logging.getLogger(__name__)
 
-STEP_PIXELS = 8 * 2**20  # eight rows of a megapixel: 20 GiB of activations in a network such as SDXL's, in 16 bits
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEngineParameters(ImageEngineOptions):
+    """Parameters of `open_image_engine`: the options of an engine for images, and `progress`."""
+
+    progress: Annotated[LoadReport | None, about("as in `open_engine`; default: none")] = None
 
 
 @opened_once
-async def open_image_engine(
-    model: str | Path,
-    *,
-    served_model_name: tuple[str, ...] = (),
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    threads: int | None = None,
-    max_num_seqs: int = 64,
-    kept_slots: int | None = None,
-    step_pixels: int = STEP_PIXELS,
-    max_image_pixels: int = ImageRequestLimits().pixels_max,
-    max_image_steps: int = ImageRequestLimits().steps_max,
-    max_images: int = ImageRequestLimits().n_max,
-    step_timeout: float | None = None,
-    engine_restarts: int = 3,
-    seed: int | None = None,
-    max_queued_requests: int = 256,
-    max_queue_wait: float = 300.0,
-    queue_timeout: float | None = None,
-    ttft_timeout: float | None = None,
-    request_timeout: float | None = None,
-    max_queue_timeout: float | None = None,
-    max_ttft_timeout: float | None = None,
-    max_request_timeout: float | None = None,
-    progress: LoadReport | None = None,
-) -> AsyncIterator[ImageEngine]:
+@parameters_of(ImageEngineParameters)
+async def open_image_engine(**options: Any) -> AsyncIterator[ImageEngine]:
     """Open an engine for images in the scope of an `async with`, in the caller's own Trio program.
 
     Inside, `engine.generate_image(...)` makes a request. Leaving, faults, tasks and threads behave as described for
-    `open_engine`. The engine needs `pip install 'trioserve[image]'`.
+    `open_engine`. The engine needs `pip install 'trioserve[image]'`. In float32, the bytes of an image do not depend on
+    other images of the step. In 16 bits they differ slightly. `max_queued_requests` counts images. The first partial or
+    complete image counts as the first token of `ttft_timeout`.
 
     Args:
-        model: directory in the format of diffusers' save_pretrained.
-        served_model_name: names of the model. Default: the last part of `model`.
-        dtype: data type of the weights. "auto" uses the checkpoint's. In float32, the bytes of an image do not depend
-            on other images of the step. In 16 bits they differ slightly.
-        device: device that computes. "auto" uses a GPU if there is one.
-        threads: CPU threads of a forward pass. Default: one per core.
-        max_num_seqs: images that are computed at a time.
-        kept_slots: further images whose latents are kept while requests with a lower priority number use their slots.
-            Default: `max_num_seqs`.
-        step_pixels: most pixels of all rows of one forward pass. An image with guidance has two rows. This limits the
-            memory of a step, and how long an abort waits.
-        max_image_pixels: highest width times height of an image.
-        max_image_steps: highest number of denoising steps.
-        max_images: highest number of images of a request.
-        step_timeout: as in `open_engine`.
-        engine_restarts: as in `open_engine`.
-        seed: as in `open_engine`.
-        max_queued_requests: as in `open_engine`, in images.
-        max_queue_wait: as in `open_engine`.
-        queue_timeout: as in `open_engine`.
-        ttft_timeout: as in `open_engine`. The first partial or complete image counts as the first token.
-        request_timeout: as in `open_engine`.
-        max_queue_timeout: as in `open_engine`.
-        max_ttft_timeout: as in `open_engine`.
-        max_request_timeout: as in `open_engine`.
-        progress: as in `open_engine`.
+        options: the fields of ImageEngineParameters. `help()` and the Python reference describe them.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
@@ -111,30 +71,10 @@ async def open_image_engine(
         EngineFault: a step failed, at any time, and the engine is not reopened again.
     """
     check_is_in_trio("trioserve.open_image_engine")
-    config = make_config(
-        model=str(model),
-        served_model_name=served_model_name,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_num_seqs=max_num_seqs,
-        max_image_pixels=max_image_pixels,
-        max_image_steps=max_image_steps,
-        max_images=max_images,
-        step_timeout=step_timeout,
-        engine_restarts=engine_restarts,
-        seed=seed,
-        max_queued_requests=max_queued_requests,
-        max_queue_wait=max_queue_wait,
-        queue_timeout=queue_timeout,
-        ttft_timeout=ttft_timeout,
-        request_timeout=request_timeout,
-        max_queue_timeout=max_queue_timeout,
-        max_ttft_timeout=max_ttft_timeout,
-        max_request_timeout=max_request_timeout,
-    )
+    progress = LoggedProgress(options.pop("progress", None))
+    config = checked_parameters(ImageEngineOptions, options | {"model": str(options["model"])})
     async with open_configured_image_engine(
-        config, kept_slots=kept_slots, step_pixels=step_pixels, on_progress=LoggedProgress(progress)
+        config, kept_slots=config.kept_slots, step_pixels=config.step_pixels, on_progress=progress
     ) as engine:
         yield engine
 
@@ -145,16 +85,16 @@ open_asyncio_image_engine = for_asyncio(open_image_engine, AsyncioImageEngine)
 
 @uninterrupted_context
 async def open_configured_image_engine(
-    config: Config,
+    config: Config | ImageEngineOptions,
     *,
     kept_slots: int | None = None,
     step_pixels: int = STEP_PIXELS,
     on_progress: LoadReport = lambda progress: None,
 ) -> AsyncIterator[ImageEngine]:
-    """Open an engine for images from a Config.
+    """Open an engine for images from its options.
 
     Args:
-        config: the options. Only the parameters of `open_image_engine` are used.
+        config: the options.
         kept_slots: see `open_image_engine`.
         step_pixels: see `open_image_engine`.
         on_progress: receives the progress of loading.
@@ -198,12 +138,13 @@ class _Opening:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | ImageEngineOptions,
         kept_slots: int | None,
         step_pixels: int,
         on_progress: LoadReport,
     ) -> None:
         self._config = config
+        self._model = str(config.model)
         self._kept_slots = config.max_num_seqs if kept_slots is None else kept_slots
         self._step_pixels = step_pixels
         self._limits = ImageRequestLimits(
@@ -216,7 +157,7 @@ class _Opening:
             threads=config.threads,
             slot_count=config.max_num_seqs + self._kept_slots,
         )
-        self._served_names = config.served_model_name or (default_served_name(config.model),)
+        self._served_names = config.served_model_name or (default_served_name(self._model),)
         self._description: ImageModelDescription | None = None
 
     @asynccontextmanager
@@ -231,7 +172,7 @@ class _Opening:
                 (runner,) = runners
                 logger.info(
                     "the image model is loaded model=%s dtype=%s device=%s by=%s seconds=%.1f",
-                    self._config.model,
+                    self._model,
                     runner.dtype,
                     runner.device,
                     runner.computed_by,
@@ -263,7 +204,7 @@ class _Opening:
             steps=parts.steps,
             metrics=Metrics(description.name, parts=IMAGE_SERVER_PARTS),
             settings=msgspec.structs.replace(
-                engine_settings(config),
+                config.engine_settings(),
                 step_seconds_max=config.step_timeout,
                 restarts_max=config.engine_restarts,
                 seed=config.seed,
@@ -276,8 +217,8 @@ class _Opening:
         """Load the weights in the compute thread. The caller must close the entries of `runners`, also when this
         raises.
         """
-        directory = ImageDirectory(self._config.model)
-        description = describe(directory, served_names=self._served_names, source=self._config.model)
+        directory = ImageDirectory(self._model)
+        description = describe(directory, served_names=self._served_names, source=self._model)
         weights = name_of_weights(directory)
         torch_now("a model that generates images")  # before diffusers imports torch, to set how its threads wait
         from trioserve.model.diffusion.runner import DiffusionRunner
@@ -285,7 +226,7 @@ class _Opening:
         def report(component: str) -> None:
             job.check()
             if self._description is None:
-                self._on_progress(LoadProgress(f"loading {component} of {self._config.model}", 0))
+                self._on_progress(LoadProgress(f"loading {component} of {self._model}", 0))
 
         runner = DiffusionRunner.load(directory, self._settings, check_tokenizer=check_tokenizer, progress=report)
         runners.append(runner)
@@ -301,7 +242,7 @@ class _Opening:
             self._description = msgspec.structs.replace(description, fingerprint=fingerprint)
         elif self._description.fingerprint != fingerprint:
             raise StartupError(
-                f"{self._config.model} has changed since the engine was opened, and images cannot be resumed with "
+                f"{self._model} has changed since the engine was opened, and images cannot be resumed with "
                 "another model: restart the server"
             )
 

@@ -23,10 +23,11 @@ from trioserve.commands.program_end import (
 )
 from trioserve.commands.unknown_options import Parser
 from trioserve.commands.vllm_flags import without_vllm_flags
-from trioserve.config import Config, RouteConfig, add_arguments, config_from
+from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError, TrioserveError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 from trioserve.model.loading.read_ahead import start_reading_ahead
+from trioserve.options.router import RouterOptions
 
 __all__ = ["main", "run_program"]
 
@@ -121,7 +122,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     _add_scripted(scripted)
 
     route = subparsers.add_parser("route", help="route requests to other servers; needs no model")
-    add_arguments(route, RouteConfig, groups=GROUPS)
+    add_arguments(route, RouterOptions, groups=GROUPS)
 
     disagg = subparsers.add_parser(
         "disagg", help="a router, a prefill server and a decode server on this machine, as one program"
@@ -391,7 +392,7 @@ def _scripted(arguments: argparse.Namespace) -> int:
 
 
 def _route(arguments: argparse.Namespace) -> int:
-    config = config_from(arguments, kind=RouteConfig)
+    config = config_from(arguments, kind=RouterOptions)
     if config.router_processes > 1:
         from trioserve.commands.router_processes import run_router_processes
 

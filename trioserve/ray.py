@@ -13,15 +13,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from ray import serve
 
 from trioserve.api.error_responses import coded_response
 from trioserve.asgi import API_OPTIONS, ENGINE_OPTIONS, AsgiApplication, asgi_app
 from trioserve.asyncio.engine import Engine
-from trioserve.config import ENVIRONMENT_PREFIX, Config, config_from, make_config
+from trioserve.config import Config, config_from, make_config
 from trioserve.contracts.errors import StartupError
 from trioserve.http.asgi.exchange import Receive, Send
+from trioserve.options.option import ENVIRONMENT_PREFIX, options_of
 
 __all__ = ["app", "build"]
 
@@ -46,15 +46,11 @@ def app(args: Mapping[str, Any] | None = None) -> serve.Application:
     """
     given = dict(args or {})
     placing: dict[str, Any] = {name: _count(name, given.pop(name)) for name in PLACING if name in given}
-    texts = {_variable(name): value for name, value in given.items() if isinstance(value, str)}
+    texts = {ENVIRONMENT_PREFIX + name.upper(): value for name, value in given.items() if isinstance(value, str)}
     others = {name: value for name, value in given.items() if not isinstance(value, str)}
     environment = {**os.environ, **texts}
     config = config_from(argparse.Namespace(config=None, **others), environment, kind=Config)
-    names = [
-        field.name
-        for field in msgspec.structs.fields(Config)
-        if field.name in others or _variable(field.name) in environment
-    ]
+    names = [name for name, option in options_of(Config).items() if name in others or option.variable in environment]
     return build(**{name: getattr(config, name) for name in names}, **placing)
 
 
@@ -185,10 +181,6 @@ class _Replica:
     async def check_health(self) -> None:
         """Raise an error if the replica is unhealthy. Serve replaces the replica after three failures in a row."""
         self.app.check()
-
-
-def _variable(name: str) -> str:
-    return ENVIRONMENT_PREFIX + name.upper()
 
 
 def _count(name: str, value: object) -> object:

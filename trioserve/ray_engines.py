@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -124,7 +125,7 @@ class EngineActor:
 
     def __init__(self, config: bytes) -> None:
         node = ray.util.get_node_ip_address()
-        self._config = msgspec.structs.replace(msgspec.json.decode(config, type=Config), host=node, port=0)
+        self._config = dataclasses.replace(msgspec.json.decode(config, type=Config), host=node, port=0)
         self._state = EngineState(None, None, node)
         self._changes = Waiters()
         self._is_over = ThreadEvent()

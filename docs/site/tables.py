@@ -6,6 +6,7 @@ test compares them. The site also fills in `<!-- described: NAME -->` with the d
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -15,11 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-import msgspec
-
 from trioserve.api.error_responses import TABLE as ERRORS
-from trioserve.config import ENVIRONMENT_PREFIX, Config, RouteConfig, ServerConfig
+from trioserve.assemble import EngineParameters
+from trioserve.assemble_images import ImageEngineParameters
+from trioserve.config import Config
 from trioserve.metrics.catalogue import CATALOGUE, Metric, Question
+from trioserve.options.option import in_python, options_of
+from trioserve.options.router import RouterOptions
+from trioserve.options.server import ServerOptions
 
 __all__ = ["DESCRIBED", "TABLES", "option_table", "with_tables"]
 
@@ -51,24 +55,36 @@ def with_tables(text: str) -> str:
     return GENERATED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
 
 
-def option_table(kind: type[ServerConfig]) -> str:
-    """Return a table of the options that `kind` adds to its base class.
+def option_table(kind: type, without: type | None = None) -> str:
+    """Return a table of options.
 
     Args:
         kind: a class of options.
+        without: class whose options another table has.
     """
-    bases = [base for base in kind.__mro__[1:] if base in (ServerConfig, RouteConfig)]
-    inherited = {field.name for base in bases for field in _fields(base)}
-    hints = typing.get_type_hints(kind, include_extras=True)
+    elsewhere = {} if without is None else options_of(without)
     rows = []
-    for field in _fields(kind):
-        if field.name in inherited:
-            continue
-        meaning, _, default_words = hints[field.name].__metadata__[-1].description.partition("; default: ")
-        default = default_words or _default(field.default)
-        names = f"`--{field.name.replace('_', '-')}`<br>`{ENVIRONMENT_PREFIX}{field.name.upper()}`"
-        rows.append((names, meaning, _takes(hints[field.name]), default))
+    for name, option in options_of(kind).items():
+        if name not in elsewhere:
+            meaning, _, default_words = option.description.partition("; default: ")
+            default = default_words or _default(option.default)
+            rows.append((f"`{option.flag}`<br>`{option.variable}`", meaning, _takes(option.hint), default))
     return _table(("flag and variable", "meaning", "takes", "default"), rows)
+
+
+def parameter_table(kind: type) -> str:
+    """Return a table of the parameters of a function that opens an engine.
+
+    Args:
+        kind: the class of options that are the parameters.
+    """
+    rows = []
+    for name, option in options_of(kind).items():
+        meaning, _, default = in_python(option.description).partition("; default: ")
+        if not default and option.default is not dataclasses.MISSING:
+            default = _default(option.default)
+        rows.append((f"`{name}`", meaning, _takes(option.hint), default))
+    return _table(("parameter", "meaning", "takes", "default"), rows)
 
 
 def metric_table(part: str) -> str:
@@ -179,10 +195,6 @@ def _described(*values: Any, members: tuple[str, ...] = ()) -> str:
     return "\n\n".join(f"::: {value.__module__}.{value.__qualname__}{options}" for value in values)
 
 
-def _fields(kind: type[ServerConfig]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)
-
-
 def _labels(metric: Metric) -> str:
     shown = []
     for label in metric.labels:
@@ -194,7 +206,7 @@ def _labels(metric: Metric) -> str:
 def _default(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"`{value}`" if value not in (None, (), msgspec.NODEFAULT) else "none"
+    return f"`{value}`" if value not in (None, ()) else "none"
 
 
 def _takes(hint: Any) -> str:
@@ -205,6 +217,8 @@ def _takes(hint: Any) -> str:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
+    if typing.get_origin(hint) is Callable:
+        return "function"
     if typing.get_origin(hint) is tuple:
         return "texts"
     if type(None) in arguments:
@@ -230,9 +244,11 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "options-of-every-server": lambda: option_table(ServerConfig),
-    "options-of-a-router": lambda: option_table(RouteConfig),
-    "options-of-an-engine": lambda: option_table(Config),
+    "options-of-every-server": lambda: option_table(ServerOptions),
+    "options-of-a-router": lambda: option_table(RouterOptions, ServerOptions),
+    "options-of-an-engine": lambda: option_table(Config, RouterOptions),
+    "parameters-of-open-engine": lambda: parameter_table(EngineParameters),
+    "parameters-of-open-image-engine": lambda: parameter_table(ImageEngineParameters),
     "alerts": alert_table,
     "metrics-of-the-engine": lambda: metric_table("engine"),
     "metrics-of-the-front-end": lambda: metric_table("frontend"),

@@ -15,7 +15,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.admission.text_threads import TextThreads
-from trioserve.config import engine_settings, make_config
+from trioserve.config import make_config
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan
@@ -157,7 +157,7 @@ async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client,
 
 async def test_queue_is_bounded_by_default(http1_client, autojump_clock):
     """S13: the bound is the default of a server."""
-    waiting_max = engine_settings(make_config()).waiting_requests_max
+    waiting_max = make_config().engine_settings().waiting_requests_max
     assert waiting_max < 1000
     async with (
         served(max_num_seqs=1, max_queued_requests=waiting_max) as server,

@@ -16,6 +16,7 @@ from trioserve.commands.option_groups import GROUPS, TERMINAL_OPTIONS
 from trioserve.commands.vllm_flags import FLAGS, REFUSED_SWITCHES, REWRITTEN, SWITCHES, without_vllm_flags
 from trioserve.config import Config, config_from
 from trioserve.contracts.errors import StartupError
+from trioserve.options.option import options_of
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_unsupported_vllm_flag_is_refused_with_advice(line: str, words: str, ser
 
 
 def test_no_vllm_flag_hides_an_own_option():
-    ours = {f"--{name.replace('_', '-')}" for name in Config.__struct_fields__}
+    ours = {f"--{name.replace('_', '-')}" for name in options_of(Config)}
     assert ours.isdisjoint(FLAGS.keys() | SWITCHES | REFUSED_SWITCHES.keys())
     assert {name for name, _convert in REWRITTEN.values()} <= ours
 
@@ -205,7 +206,7 @@ def test_misspelt_variable_is_refused_and_other_variables_are_ignored():
 def test_each_option_has_one_heading():
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) <= set(Config.__struct_fields__)
+    assert set(grouped) <= options_of(Config).keys()
 
 
 def test_no_arguments_print_help_and_only_flags_serve(served: list[Config], capsys: Any):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.config import Config, add_arguments, config_from, drafts_of, make_config
+from trioserve.config import Config, add_arguments, config_from, make_config
 from trioserve.contracts.errors import StartupError
 from trioserve.model.drafts.settings import DraftSettings
 
@@ -127,24 +127,24 @@ def test_step_timeout_is_seconds_or_no_limit():
 def test_draft_model_is_given_like_in_vllm_or_shorter():
     vllm = config("--speculative-config", '{"model": "small", "num_speculative_tokens": 5, "method": "draft_model"}')
     own = config("--speculative-model", "small", "--speculative-tokens", "5")
-    assert drafts_of(vllm) == drafts_of(own) == DraftSettings(source="model", token_count=5, model="small")
+    assert vllm.drafts() == own.drafts() == DraftSettings(source="model", token_count=5, model="small")
     given = {"model": "small", "num_speculative_tokens": 2, "quantization": "int4", "revision": "v1"}
-    drafts = drafts_of(make_config(speculative_config=given))
+    drafts = make_config(speculative_config=given).drafts()
     assert drafts is not None
     assert (drafts.quantization, drafts.revision) == ("int4", "v1")
     ngram = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
-    drafts = drafts_of(config("--speculative-config", ngram))
+    drafts = config("--speculative-config", ngram).drafts()
     assert drafts == DraftSettings(source="text", token_count=4, ignored=("prompt_lookup_max",))
-    assert drafts_of(config("--speculative-ngram", "4")) == DraftSettings(source="text", token_count=4)
-    assert drafts_of(config()) is None
+    assert config("--speculative-ngram", "4").drafts() == DraftSettings(source="text", token_count=4)
+    assert config().drafts() is None
 
 
 @pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp"])
 def test_mtp_layer_of_the_model_can_draft(method):
     drafts = DraftSettings(source="mtp", token_count=2)
-    assert drafts_of(config("--speculative-model", "mtp", "--speculative-tokens", "2")) == drafts
-    assert drafts_of(make_config(speculative_config={"method": method, "num_speculative_tokens": 2})) == drafts
-    assert drafts_of(make_config(speculative_config={"model": "mtp", "num_speculative_tokens": 2})) == drafts
+    assert config("--speculative-model", "mtp", "--speculative-tokens", "2").drafts() == drafts
+    assert make_config(speculative_config={"method": method, "num_speculative_tokens": 2}).drafts() == drafts
+    assert make_config(speculative_config={"model": "mtp", "num_speculative_tokens": 2}).drafts() == drafts
 
 
 @pytest.mark.parametrize(

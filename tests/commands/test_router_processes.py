@@ -7,11 +7,12 @@ import argparse
 import pytest
 
 from trioserve.commands.router_processes import Ended, Late, Order, ProcessStates, Serving, Signalled, check_processes
-from trioserve.config import Config, RouteConfig, add_arguments, config_from
+from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError
+from trioserve.options.router import RouterOptions
 
 
-def configured(*flags: str, kind: type[RouteConfig] = RouteConfig) -> RouteConfig:
+def configured(*flags: str, kind: type[RouterOptions] = RouterOptions) -> RouterOptions:
     parser = argparse.ArgumentParser()
     add_arguments(parser, kind)
     return config_from(parser.parse_args(flags), {}, kind=kind)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from trioserve.commands.serving import access_rules, announce_serving, check_front, strangers_warning
-from trioserve.config import Config, RouteConfig, make_config
+from trioserve.config import Config, make_config
 from trioserve.contracts.errors import StartupError
+from trioserve.options.router import RouterOptions
 
 OTHERS_REACH = ("0.0.0.0", "::", "10.0.0.7", "gpubox", "[::]")
 
@@ -50,7 +51,7 @@ def test_server_accepts_its_host_machine_and_configured_names(monkeypatch):
         check_front(make_config(allowed_host=("http://x",)))
 
 
-@pytest.mark.parametrize("kind", [Config, RouteConfig])
+@pytest.mark.parametrize("kind", [Config, RouterOptions])
 def test_warning_follows_the_announced_address(kind, capsys):
     for host, is_told in (("0.0.0.0", True), ("127.0.0.1", False)):
         announce_serving("x", [f"http://{host}:8000"], kind(host=host))

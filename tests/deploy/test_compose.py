@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from trioserve import cli
-from trioserve.config import Config, RouteConfig, config_from
+from trioserve.config import Config, config_from
+from trioserve.options.option import options_of
+from trioserve.options.router import RouterOptions
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
@@ -23,7 +25,7 @@ SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operation
 
 def config_of(name: str) -> Any:
     parsed = cli._parser()[0].parse_args(SERVICES[name]["command"])
-    return config_from(parsed, {}, kind=RouteConfig if parsed.command == "route" else Config)
+    return config_from(parsed, {}, kind=RouterOptions if parsed.command == "route" else Config)
 
 
 def test_router_lists_the_engines():
@@ -64,4 +66,4 @@ def test_models_are_stored_in_the_volume_of_the_image():
 
 def test_environment_variables_are_options():
     names = SERVICES["router"]["environment"]
-    assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= set(RouteConfig.__struct_fields__)
+    assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= options_of(RouterOptions).keys()

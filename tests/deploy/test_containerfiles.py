@@ -25,6 +25,7 @@ from trioserve import cli
 from trioserve.api.operations.health import OPERATIONS
 from trioserve.config import Config, config_from
 from trioserve.model.loading.packaged_model import models_folder
+from trioserve.options.option import options_of
 from trioserve_kernels import build
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def test_server_uses_the_exposed_port(file: Containerfile):
 def test_environment_variables_are_options(file: Containerfile):
     names = [name.removeprefix("TRIOSERVE_").lower() for name in file.environment if name.startswith("TRIOSERVE_")]
     assert names
-    assert set(names) <= set(Config.__struct_fields__)
+    assert set(names) <= options_of(Config).keys()
 
 
 def test_image_runs_as_an_unprivileged_user_and_stops_with_sigterm(file: Containerfile):

@@ -21,9 +21,11 @@ from trioserve import __version__, cli
 from trioserve.api import routes
 from trioserve.api.route_table import RouteTable
 from trioserve.commands.serving import check_front
-from trioserve.config import Config, RouteConfig, config_from
+from trioserve.config import Config, config_from
 from trioserve.contracts.errors import EndpointLost
 from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.options.option import options_of
+from trioserve.options.router import RouterOptions
 from trioserve.proxy import router_app
 from trioserve.proxy.discovery.kubernetes import KubernetesSource
 from trioserve.proxy.fleet import EndpointSpec
@@ -33,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"
 VALUES = [None, *sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())]
 COMPONENTS = {
-    "router": (RouteConfig, RouteTable(router_app.OPERATIONS).routes),
+    "router": (RouterOptions, RouteTable(router_app.OPERATIONS).routes),
     "engine": (Config, RouteTable(routes.OPERATIONS).routes),
 }
 OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # their schemas do not come with Kubernetes
@@ -87,7 +89,7 @@ def config_of(installed: dict, component: str, worker_index: int = 0) -> Any:
         added = {"LWS_LEADER_ADDRESS": f"{GROUP[1]}-0.{GROUP[1]}.ml", "LWS_WORKER_INDEX": str(worker_index)}
     environment = added | environment_of(container)
     words = [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in container["args"]]
-    kind = RouteConfig if component == "router" else Config
+    kind = RouterOptions if component == "router" else Config
     return config_from(cli._parser()[0].parse_args(words), environment, kind=kind)
 
 
@@ -160,7 +162,7 @@ def test_command_line_and_variables_are_accepted(installed, component):
     [port] = container["ports"]
     assert (config.host, config.port) == ("0.0.0.0", port["containerPort"])
     names = [name for name in environment_of(container) if name.startswith("TRIOSERVE_")]
-    assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= set(type(config).__struct_fields__)
+    assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= options_of(type(config)).keys()
 
 
 def test_service_of_the_same_name_sets_no_options(installed, component):

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trioserve.config import RANKS_MAX, Config
+from trioserve.config import Config
+from trioserve.options.option import options_of
+from trioserve.options.ranks import RANKS_MAX
 from trioserve.router.policies import POLICIES
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "trioserve"
@@ -109,7 +111,7 @@ def test_flags_reserved_by_the_chart_exist():
     helpers = (CHART / "templates" / "_helpers.tpl").read_text()
     kept = {name for words in re.findall(r'splitList " " "([a-z -]+)"', helpers) for name in words.split()}
     assert "drain-timeout" in kept
-    assert {name.replace("-", "_") for name in kept} <= set(Config.__struct_fields__)
+    assert {name.replace("-", "_") for name in kept} <= options_of(Config).keys()
 
 
 def test_default_values_are_those_of_the_program():

@@ -25,7 +25,8 @@ from pathlib import Path
 import pytest
 
 from trioserve import cli
-from trioserve.config import Config, RouteConfig, config_from
+from trioserve.config import Config, config_from
+from trioserve.options.router import RouterOptions
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -269,7 +270,7 @@ def check_trioserve(words: list[str], folder: Path) -> None:
     """
     arguments = parse(words).arguments
     command = getattr(arguments, "command", None)  # commands of bench have no `command`
-    kind: type[Config] | type[RouteConfig] | None = {"serve": Config, "route": RouteConfig}.get(command or "")
+    kind: type[Config] | type[RouterOptions] | None = {"serve": Config, "route": RouterOptions}.get(command or "")
     if kind is not None:
         config_from(argparse.Namespace(**{**vars(arguments), "config": None}), {}, kind=kind)
     if command == "generate" or getattr(arguments, "replay", None):

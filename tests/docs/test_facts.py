@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import msgspec
 import pytest
 
 from trioserve.config import Config
 from trioserve.metrics.catalogue import CATALOGUE, Question
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, SERVER_PARTS, Metrics
+from trioserve.options.option import options_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
@@ -88,7 +88,7 @@ def test_every_type_and_function_that_the_architecture_names_exists():
 
 
 def test_every_flag_that_is_named_exists():
-    known = {f"--{field.name.replace('_', '-')}" for field in msgspec.structs.fields(Config)}
+    known = {option.flag for option in options_of(Config).values()}
     for path in (ROOT / "trioserve").rglob("*.py"):  # flags of commands without a Config
         known |= set(re.findall(r"\"(--[a-z][a-z-]+)\"", path.read_text(encoding="utf-8")))
     for page in PAGES:
@@ -119,8 +119,8 @@ def test_every_metric_that_is_named_exists():
 def test_the_generated_tables_have_every_option_and_every_metric():
     tables = load_tables()
     text = "\n".join(make() for make in tables.TABLES.values())
-    for field in msgspec.structs.fields(Config):
-        assert f"| `--{field.name.replace('_', '-')}`<br>" in text, field.name
+    for option in options_of(Config).values():
+        assert f"| `{option.flag}`<br>" in text, option.name
     for metric in CATALOGUE:
         assert f"`{metric.full_name}`" in text, metric.name
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import inspect
 import sys
@@ -13,19 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
 import pytest
 import trio
 import trio.testing
 
 from trioserve import assemble
-from trioserve.config import Config, drafts_of, engine_settings, image_limits, make_config
+from trioserve.config import Config, make_config
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.options.engine import EngineOptions
+from trioserve.options.option import options_of
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.memory_pages import MemoryPages
@@ -696,47 +696,34 @@ async def test_ignored_vllm_keys_are_logged(with_connector, caplog):
         assert any("ignored=kv_rank" in record.getMessage() for record in caplog.records)
 
 
-def options_read(source: str) -> set[str]:
-    """Return the options that a program reads from its `config`."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "config"
-    }
-
-
-# An engine's scope ends at once, and its opener may read any directory.
-OF_THE_SERVER = {"drain_timeout", "drain_delay", "allowed_lora_path"}
-
-
-def test_parameters_of_open_engine_equal_the_options_of_an_engine():
-    """Names, types and defaults agree. An option that an engine reads must be a parameter of open_engine."""
-    readers = (assemble, engine_settings, drafts_of, image_limits)
-    read = set().union(*(options_read(inspect.getsource(reader)) for reader in readers))
-    fields = {field.name: field.default for field in msgspec.structs.fields(Config)}
-    types_of_fields = typing.get_type_hints(Config)  # without limits
-    parameters = dict(inspect.signature(assemble.open_engine).parameters)
-    types_of_parameters = typing.get_type_hints(assemble.open_engine.__wrapped__)
-    # A function is no option. Options that are combined from several are left out.
+def test_parameters_of_open_engine_are_the_options_of_an_engine():
+    options, parameters = options_of(EngineOptions), dict(inspect.signature(assemble.open_engine).parameters)
     assert parameters.pop("progress").default is None
-    assert set(parameters) == (read & fields.keys()) - OF_THE_SERVER
+    assert parameters.keys() == options.keys()
+    assert next(iter(parameters)) == "model"
+    types_of_options = typing.get_type_hints(EngineOptions)  # without bounds
     for name, parameter in parameters.items():
-        assert types_of_parameters[name] == types_of_fields[name], name
-        assert parameter.default == fields[name], name
-        assert type(parameter.default) is type(fields[name]), name
+        assert (parameter.default, parameter.annotation) == (options[name].default, types_of_options[name]), name
         assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY), name
+        assert options_of(Config)[name] == options[name], name
+
+
+def test_options_of_the_server_are_not_parameters_of_open_engine():
+    of_the_server = {"port", "drain_timeout", "allowed_lora_path", "node_rank", "data_dir", "endpoint", "max_images"}
+    assert of_the_server <= options_of(Config).keys() - options_of(EngineOptions).keys()
 
 
 def test_each_parameter_is_described():
     described = inspect.getdoc(assemble.open_engine).partition("Args:")[2].partition("Raises:")[0]
-    names = [name.strip() for line in described.splitlines() if ": " in line for name in line.split(": ")[0].split(",")]
+    names = [line.split(": ")[0].strip() for line in described.splitlines() if ": " in line]
     assert [name for name in inspect.signature(assemble.open_engine).parameters if name not in names] == []
+    assert "--" not in described, "parameters have the names of Python, not those of flags"
 
 
 async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
-    configs: list[Config] = []
+    configs: list[EngineOptions] = []
 
-    def watched(config: Config, **arguments: object) -> object:
+    def watched(config: EngineOptions, **arguments: object) -> object:
         configs.append(config)
         return open_configured_engine(config, **arguments)
 
@@ -746,7 +733,7 @@ async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
         pass
     async with assemble.open_engine():
         pass
-    assert configs == [make_config(model="m", max_num_seqs=5, ttft_timeout=3.0), Config()]
+    assert configs == [EngineOptions("m", max_num_seqs=5, ttft_timeout=3.0), EngineOptions()]
     check_all_closed(runner_class)
 
 

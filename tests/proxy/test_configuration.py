@@ -10,8 +10,9 @@ import trio
 
 from trioserve.commands import route
 from trioserve.commands.route import serve_router
-from trioserve.config import RouteConfig, add_arguments, config_from
+from trioserve.config import add_arguments, config_from
 from trioserve.contracts.errors import StartupError
+from trioserve.options.router import RouterOptions
 from trioserve.proxy.discovery.file import read_endpoints
 from trioserve.router.policies import RoundRobin
 
@@ -20,10 +21,10 @@ ENDPOINT = ["--endpoint", "http://127.0.0.1:9"]
 
 async def refused(*flags: str) -> str:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, RouteConfig)
+    add_arguments(parser, RouterOptions)
     sender, orders = trio.open_memory_channel[object](1)
     with sender, pytest.raises(StartupError) as refusal:
-        await serve_router(config_from(parser.parse_args(["--port", "0", *flags]), {}, kind=RouteConfig), orders)
+        await serve_router(config_from(parser.parse_args(["--port", "0", *flags]), {}, kind=RouterOptions), orders)
     return str(refusal.value)
 
 
@@ -62,10 +63,10 @@ async def test_policy_of_another_package_is_found_by_its_entry_point(monkeypatch
     assert route._policy("mine") is RoundRobin
 
 
-def configured(*flags: str) -> RouteConfig:
+def configured(*flags: str) -> RouterOptions:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, RouteConfig)
-    return config_from(parser.parse_args(list(flags)), {}, kind=RouteConfig)
+    add_arguments(parser, RouterOptions)
+    return config_from(parser.parse_args(list(flags)), {}, kind=RouterOptions)
 
 
 async def test_flags_set_the_roles_of_endpoints():

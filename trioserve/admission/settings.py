@@ -25,7 +25,7 @@ class AdmissionSettings(StoppingSettings, frozen=True, kw_only=True):
 
     waiting_requests_max: int = 256
     waiting_prompt_tokens_max: int = 1_000_000
-    waiting_seconds_max: float = 600.0
+    waiting_seconds_max: float = 300.0
     deadlines: Deadlines = Deadlines()
     deadlines_max: Deadlines = Deadlines()
 

@@ -24,9 +24,11 @@ import trio
 
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, StopSignals
-from trioserve.config import Config, RouteConfig, ServerConfig, add_arguments, config_from
+from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, StartupError
+from trioserve.options.router import RouterOptions
+from trioserve.options.server import ServerOptions
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
 __all__ = ["DisaggSettings", "Ended", "Event", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
@@ -39,7 +41,7 @@ FINDING_SECONDS_MAX = 10.0  # time for several health checks
 LOOKS_SECONDS = 0.05  # interval of questions to the router; a poll, because the router does not report this event
 
 Name = Literal["router", "prefill", "decode"]
-Kind = TypeVar("Kind", bound=ServerConfig)
+Kind = TypeVar("Kind", bound=ServerOptions)
 
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             StartupError: A flag is unknown or invalid, or two processes have the same port.
         """
-        route = _checked(self.router_args, RouteConfig, "--router-args")
+        route = _checked(self.router_args, RouterOptions, "--router-args")
         serve = _checked(self.server_args, Config, "--server-args")
         threads = [] if serve.threads is not None else ["--threads", str(max(1, core_count // 2))]
         scheme = "http" if serve.ssl_certfile is None else "https"

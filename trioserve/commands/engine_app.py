@@ -5,17 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.routes import App
 from trioserve.commands.serving import access_rules, page_settings
 from trioserve.config import Config
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.engine.engine import Engine
-from trioserve.store.settings import StoreSettings
 from trioserve.store.store import Store
 
-__all__ = ["engine_app", "store_settings"]
+__all__ = ["engine_app"]
 
 
 def engine_app(
@@ -45,10 +43,10 @@ def engine_app(
         trust_request_chat_template=config.trust_request_chat_template,
         tenant_header=config.tenant_header,
         store=store,
-        background=_background_settings(config),
-        batches=_batch_settings(config),
-        detaching=_detach_settings(config),
-        router_grace=_router_grace(config),
+        background=config.background_settings(),
+        batches=config.batch_settings(),
+        detaching=config.detach_settings(),
+        router_grace=config.router_grace_settings(),
         page=PageSettings(is_shown=False) if is_behind_router else page_settings(config),
         tracer=tracer,
         logs_requests=config.access_log and not is_behind_router,
@@ -60,31 +58,3 @@ def _access_rules(config: Config, *, is_mounted: bool) -> AccessRules:
     if is_mounted:
         rules = msgspec.structs.replace(rules, operates_without_key=config.allow_operator_without_key)
     return rules
-
-
-def store_settings(config: Config) -> StoreSettings:
-    return StoreSettings(
-        bytes_max=config.store_max_bytes, objects_max=config.store_max_objects, seconds_max=config.store_ttl
-    )
-
-
-def _background_settings(config: Config) -> BackgroundSettings:
-    count = config.max_background_responses
-    return BackgroundSettings(
-        responses_max=count, responses_of_one_max=(count + 1) // 2, seconds_max=config.background_timeout
-    )
-
-
-def _batch_settings(config: Config) -> BatchSettings:
-    count = config.max_batches
-    return BatchSettings(batches_max=count, batches_of_one_max=(count + 3) // 4, lines_at_once=config.batch_concurrency)
-
-
-def _router_grace(config: Config) -> DetachSettings:
-    count = config.max_router_streams
-    return DetachSettings(seconds_max=config.router_grace, streams_max=count, streams_of_one_max=count)
-
-
-def _detach_settings(config: Config) -> DetachSettings:
-    count = config.max_detached_streams
-    return DetachSettings(seconds_max=config.detach_timeout_max, streams_max=count, streams_of_one_max=(count + 1) // 2)

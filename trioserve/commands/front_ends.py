@@ -10,7 +10,7 @@ import trio
 
 from trioserve.api.app import BaseApp
 from trioserve.commands.serving import NativeFrontEnd, frontend_limits, optional_path
-from trioserve.config import Config, engine_settings
+from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.asgi.hypercorn_server import serve_with_hypercorn
@@ -88,7 +88,7 @@ class _HypercornFrontEnd:
             self._listeners,
             shutdown_trigger=self._is_draining.wait,
             # Hypercorn's deadline is later than ours, so that requests can end with an error event first.
-            drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).grace_seconds_max,
+            drain_seconds_max=config.drain_timeout + 2 * config.stopping_settings().grace_seconds_max,
             limits=frontend_limits(config),
             certificate=optional_path(config.ssl_certfile),
             key=optional_path(config.ssl_keyfile),

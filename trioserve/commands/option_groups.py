@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from trioserve.config import Config
+from trioserve.options.option import options_of
 
 __all__ = ["GROUPS", "PLACED_OPTIONS", "TERMINAL_OPTIONS"]
 
@@ -74,7 +73,7 @@ TERMINAL_OPTIONS = frozenset(
 )
 
 PLACED_OPTIONS = frozenset(
-    {field.name for field in msgspec.structs.fields(Config)}
+    options_of(Config).keys()
     - {*GROUPS["routing"], "host", "port", "uds", "root_path", "ui", "profile"}
     - {"distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "ranks_key", "headless"}
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
     if gpus is None:
         gpus = ranks if config.device == "cuda" else 0.0
     if config.threads is None and not gpus:
-        config = msgspec.structs.replace(config, threads=max(1, int(cpus)))  # Ray does not limit the CPUs of an actor
+        config = dataclasses.replace(config, threads=max(1, int(cpus)))  # Ray does not limit the CPUs of an actor
     plan = GroupPlan(
         name=arguments.name, replicas=arguments.replicas, cpus=cpus, gpus=gpus, placement=arguments.placement
     )

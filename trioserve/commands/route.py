@@ -31,13 +31,14 @@ from trioserve.commands.serving import (
     server_urls,
 )
 from trioserve.commands.tracing import open_tracing
-from trioserve.config import Config, RouteConfig, engine_settings
+from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.listener import inherited_listener
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
+from trioserve.options.router import RouterOptions
 from trioserve.proxy.discovery.file import FileSource, read_endpoints
 from trioserve.proxy.discovery.kubernetes import in_cluster
 from trioserve.proxy.discovery.ray import RaySource, check_ray_is_installed
@@ -53,7 +54,6 @@ from trioserve.proxy.peers.retries import NoPeers, PeerStreams
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES, PolicyFactory
-from trioserve.router.settings import RouterSettings, SilenceSettings
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service
 
@@ -79,7 +79,7 @@ class InheritedPlace(msgspec.Struct, frozen=True, kw_only=True):
     door: int
 
 
-def run_router(config: RouteConfig) -> int:
+def run_router(config: RouterOptions) -> int:
     """Route in one process until Ctrl-C or SIGTERM, then drain.
 
     Args:
@@ -98,7 +98,7 @@ def run_router(config: RouteConfig) -> int:
     return run_until_signal(config, serve, what="a router")
 
 
-def checked_routing(config: RouteConfig, place: ProcessPlace | None = None) -> Routing:
+def checked_routing(config: RouterOptions, place: ProcessPlace | None = None) -> Routing:
     """Check the options of a router and make its parts, before it listens.
 
     Args:
@@ -119,7 +119,7 @@ def checked_routing(config: RouteConfig, place: ProcessPlace | None = None) -> R
 
 
 async def serve_router(
-    config: RouteConfig,
+    config: RouterOptions,
     orders: trio.MemoryReceiveChannel[object],
     *,
     on_serving: Callable[[list[str]], None] = lambda urls: None,
@@ -160,7 +160,7 @@ async def serve_router(
                 routing.metrics,
                 config,
             )
-            service = Service(routing.dispatch, front_end, routing.settings)
+            service = Service(routing.dispatch, front_end, config.stopping_settings())
             with errors_unwrapped():
                 async with (
                     _open_door(app, inherited),
@@ -173,7 +173,7 @@ async def serve_router(
 
 
 @asynccontextmanager
-async def _inherited_places(config: RouteConfig, inherited: InheritedPlace) -> AsyncIterator[Places]:
+async def _inherited_places(config: RouterOptions, inherited: InheritedPlace) -> AsyncIterator[Places]:
     listeners = [inherited_listener(each) for each in inherited.listeners]
     try:
         yield Places(listeners, server_urls(config, listeners))
@@ -209,11 +209,11 @@ class Routing:
         StartupError: an option is wrong.
     """
 
-    def __init__(self, config: RouteConfig, place: ProcessPlace | None = None) -> None:
+    def __init__(self, config: RouterOptions, place: ProcessPlace | None = None) -> None:
         self._config = config
         self._place = place
         self._processes = OneProcess() if place is None else OtherProcesses(place)
-        self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
+        self.dispatch = Dispatch(config.router_settings(), _policy(config.policy))
         self._peer_watch = self._watched_peers()
         self._notices = ClientLeftNotices()
         self.fleet = Fleet(
@@ -227,11 +227,7 @@ class Routing:
             aliases=_aliases(config.model_alias),
             ssl_context=_endpoint_tls(config),
             peers=self._peer_watch,
-            silence=SilenceSettings(
-                beat_seconds=config.heartbeat_interval,
-                silent_seconds_max=config.silence_timeout,
-                stalled_seconds_max=config.stalled_timeout,
-            ),
+            silence=config.silence_settings(),
         )
         self._specs = [
             *(_spec(text, config.endpoint_api_key, None) for text in config.endpoint),
@@ -242,7 +238,7 @@ class Routing:
         for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
             if count > 1:
                 raise StartupError(f'there are {count} endpoints with the id "{id}": ids must be unique')
-        self.settings = engine_settings(config)
+        self.settings = config.engine_settings()
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
         self.fleet.on_silent = lambda reason: self.metrics.silent_responses_total.labels(reason).inc()
@@ -358,25 +354,6 @@ class Routing:
             nursery.cancel_scope.cancel()
 
 
-def _router_settings(config: RouteConfig) -> RouterSettings:
-    return RouterSettings(
-        queue_requests_max=config.max_queued_requests,
-        queue_prompt_tokens_max=config.max_queued_tokens,
-        queue_seconds_max=config.max_queue_wait,
-        leases_max=config.endpoint_max_requests,
-        sequences_max=config.max_request_sequences,
-        waiting_depth_max=config.endpoint_max_waiting,
-        lease_until=config.lease_until,
-        continuations_per_second_max=config.continuations_per_second,
-        sends_probes=True,
-        retry_share_max=config.retry_share,
-        retries_per_second_min=config.retries_per_second,
-        attempts_max=config.max_request_attempts,
-        # Several load polls may fail before the last known load counts as too old.
-        load_seconds_max=max(2.0, 4 * config.load_interval),
-    )
-
-
 def _policy(name: str) -> PolicyFactory:
     if name in POLICIES:
         return POLICIES[name]
@@ -406,7 +383,7 @@ def _spec(text: str, api_key: str | None, role: EngineRole | None) -> EndpointSp
     return EndpointSpec(url=text, api_key=api_key, role=role)
 
 
-def _sources(config: RouteConfig) -> list[Source]:
+def _sources(config: RouterOptions) -> list[Source]:
     """Make the sources of endpoints. Raise StartupError if an option is wrong or a file cannot be read."""
 
     def template(url: str) -> EndpointSpec:
@@ -432,7 +409,7 @@ def _sources(config: RouteConfig) -> list[Source]:
     return sources
 
 
-def _endpoint_tls(config: RouteConfig) -> ssl.SSLContext | None:
+def _endpoint_tls(config: RouterOptions) -> ssl.SSLContext | None:
     if config.endpoint_ca_certs is None:
         return None
     path = Path(config.endpoint_ca_certs)

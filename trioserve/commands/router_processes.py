@@ -31,9 +31,9 @@ from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, StopSignals
 from trioserve.commands.route import InheritedPlace, checked_routing
 from trioserve.commands.serving import announce_serving, frontend_limits, server_tls, server_urls
-from trioserve.config import RouteConfig, engine_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.http.listener import open_listeners, open_shared_listeners
+from trioserve.options.router import RouterOptions
 from trioserve.proxy.peers.processes import ProcessPlace
 
 __all__ = [
@@ -61,11 +61,11 @@ SERVING = b"serving\n"
 class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """Start message from the parent to a process: one line of JSON."""
 
-    config: RouteConfig
+    config: RouterOptions
     inherited: InheritedPlace
 
 
-def check_processes(config: RouteConfig) -> None:
+def check_processes(config: RouterOptions) -> None:
     """Check that this router can run as several processes.
 
     Args:
@@ -236,7 +236,7 @@ def _signal_name(number: int) -> str:
 # --- the Trio shell ---
 
 
-def run_router_processes(config: RouteConfig) -> int:
+def run_router_processes(config: RouterOptions) -> int:
     """Run the processes of a router until Ctrl-C, SIGTERM, or the end of one process. Then stop all of them.
 
     Args:
@@ -253,14 +253,14 @@ def run_router_processes(config: RouteConfig) -> int:
         return trio.run(_run, config, signals)
 
 
-async def _run(config: RouteConfig, signals: StopSignals) -> int:
+async def _run(config: RouterOptions, signals: StopSignals) -> int:
     checked_routing(config)  # so that errors appear once, not once per process
     server_tls(config)
     limits = frontend_limits(config)
     count = config.router_processes
     states = ProcessStates(count)
     sender, events = trio.open_memory_channel[ProcessEvent](EVENTS_MAX)
-    settings = engine_settings(config)
+    settings = config.stopping_settings()
     stop_seconds_max = settings.drain_seconds_max + settings.grace_seconds_max + LATE_SECONDS
 
     async def report_late() -> None:
@@ -304,7 +304,7 @@ async def _run(config: RouteConfig, signals: StopSignals) -> int:
 
 
 def _starts(
-    config: RouteConfig, shared: list[list[trio.SocketListener]], doors: list[trio.SocketListener]
+    config: RouterOptions, shared: list[list[trio.SocketListener]], doors: list[trio.SocketListener]
 ) -> Iterator[ProcessStart]:
     ports = tuple(door.socket.getsockname()[1] for door in doors)
     run, secret = secrets.token_hex(4), secrets.token_hex(16)

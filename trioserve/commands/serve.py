@@ -12,7 +12,7 @@ import trio
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.routes import App
 from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
-from trioserve.commands.engine_app import engine_app, store_settings
+from trioserve.commands.engine_app import engine_app
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.profile import check_profile_directory, profiling
@@ -28,7 +28,7 @@ from trioserve.commands.serving import (
 )
 from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
-from trioserve.config import Config, engine_settings, make_config
+from trioserve.config import Config, make_config
 from trioserve.engine.engine import Engine
 from trioserve.http.server import FrontendServer
 from trioserve.model.diffusion.directory import is_image_model
@@ -108,7 +108,7 @@ async def serve_configured(
     async with open_places(config, limits) as (listeners, urls), AsyncExitStack() as scopes:
         bar = None if opened else scopes.enter_context(contextlib.closing(LoadingBar(config.model)))
         tracing = await scopes.enter_async_context(open_tracing(config))
-        store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), store_settings(config)))
+        store = await scopes.enter_async_context(open_store(optional_path(config.data_dir), config.store_settings()))
         engine = opened
         if bar is not None:
             with_engine = open_engine(config, on_progress=bar.progress, on_loaded=bar.loaded)
@@ -138,7 +138,7 @@ async def serve_configured(
         handler = around_app(app, config)
         front_end = chosen_front_end(app, handler, listeners, config, ssl_context, metrics)
         stoppable = _WorkerWithBackgroundWork(worker, engines_app, engine)
-        service = Service(stoppable, front_end, engine_settings(config), wait_for_rest=stoppable.wait_until_idle)
+        service = Service(stoppable, front_end, config.stopping_settings(), wait_for_rest=stoppable.wait_until_idle)
         engine.on_fault = service.pass_on_fault
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:

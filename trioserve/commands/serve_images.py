@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from typing import Protocol
 
-import msgspec
 import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
@@ -28,10 +27,11 @@ from trioserve.commands.serving import (
 )
 from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
-from trioserve.config import Config, engine_settings
+from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.images import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
+from trioserve.options.option import options_of
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.service import Service
 
@@ -121,7 +121,7 @@ async def serve_images(
         show_dropped_lines(engine.metrics)
         handler = around_app(app, config)
         front_end = chosen_front_end(app, handler, listeners, config, ssl_context, engine.metrics)
-        service = Service(engine, front_end, engine_settings(config), wait_for_rest=engine.wait_until_idle)
+        service = Service(engine, front_end, config.stopping_settings(), wait_for_rest=engine.wait_until_idle)
         engine.on_fault = service.pass_on_fault
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
@@ -138,7 +138,7 @@ def check_options(config: Config) -> None:
     Raises:
         StartupError: names the refused options.
     """
-    given = {field.name for field in msgspec.structs.fields(Config) if getattr(config, field.name) != field.default}
+    given = {name for name, option in options_of(Config).items() if getattr(config, name) != option.default}
     refused = sorted(given.intersection(REFUSED))
     if refused:
         raise StartupError(

@@ -24,7 +24,7 @@ from trioserve.api.gate import checked_host_names, is_loopback_host
 from trioserve.api.page.settings import PageSettings
 from trioserve.commands.log_lines import announce, logging_to
 from trioserve.commands.program_end import StopSignals
-from trioserve.config import Config, ServerConfig
+from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.http.counter_metrics import show_counters
 from trioserve.http.cross_origin import CrossOrigin, checked_origins
@@ -34,6 +34,7 @@ from trioserve.http.listener import addresses, open_listeners, open_unix_listene
 from trioserve.http.root_path import RootPath, checked_root_path
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
+from trioserve.options.server import ServerOptions
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interpreter import connections_within, freeze_loaded_objects, prepare_interpreter
 
@@ -71,7 +72,7 @@ Calls the second argument with the URLs as soon as it accepts requests.
 
 
 def run_until_signal(
-    config: ServerConfig, serve: Serve, *, what: str, on_serving: Callable[[], None] | None = None
+    config: ServerOptions, serve: Serve, *, what: str, on_serving: Callable[[], None] | None = None
 ) -> int:
     """Serve until Ctrl-C or SIGTERM, then drain.
 
@@ -92,7 +93,7 @@ def run_until_signal(
 
 
 async def _serve_until_signal(
-    serve: Serve, signals: StopSignals, what: str, config: ServerConfig, on_serving: Callable[[], None] | None
+    serve: Serve, signals: StopSignals, what: str, config: ServerOptions, on_serving: Callable[[], None] | None
 ) -> int:
     sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
     is_serving = trio.Event()
@@ -127,7 +128,7 @@ async def _serve_until_signal(
     return exit_code
 
 
-def announce_serving(what: str, urls: list[str], config: ServerConfig) -> None:
+def announce_serving(what: str, urls: list[str], config: ServerOptions) -> None:
     """Print the URLs on stderr, and a warning if clients without a key may use the server.
 
     Args:
@@ -179,7 +180,7 @@ class NativeFrontEnd:
     """
 
     def __init__(
-        self, server: FrontendServer, listeners: list[trio.SocketListener], metrics: Metrics, config: ServerConfig
+        self, server: FrontendServer, listeners: list[trio.SocketListener], metrics: Metrics, config: ServerOptions
     ) -> None:
         self._server = server
         self._listeners = listeners
@@ -243,7 +244,7 @@ def _file_stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
     return [stamp(path) for path in paths]
 
 
-def access_rules(config: ServerConfig) -> AccessRules:
+def access_rules(config: ServerOptions) -> AccessRules:
     """Return the rules for callers that follow from the options, except for the API keys themselves.
 
     Args:
@@ -270,19 +271,19 @@ def access_rules(config: ServerConfig) -> AccessRules:
     )
 
 
-def _own_names(config: ServerConfig) -> tuple[str, ...]:
+def _own_names(config: ServerOptions) -> tuple[str, ...]:
     """Return the host names that other machines may use for this server: `--host` and the machine's name."""
     if is_loopback_host(config.host):
         return ()
     return tuple(filter(None, (config.host.strip("[]").lower(), socket.gethostname().lower())))
 
 
-def _is_reached_by_others(config: ServerConfig) -> bool:
+def _is_reached_by_others(config: ServerOptions) -> bool:
     """Return True if the server listens at an address that other machines can reach."""
     return config.uds is None and not is_loopback_host(config.host)
 
 
-def strangers_warning(config: ServerConfig) -> str | None:
+def strangers_warning(config: ServerOptions) -> str | None:
     """Return a warning that lists the rights of clients without a key.
 
     Args:
@@ -305,11 +306,11 @@ def strangers_warning(config: ServerConfig) -> str | None:
     )
 
 
-def page_settings(config: ServerConfig) -> PageSettings:
+def page_settings(config: ServerOptions) -> PageSettings:
     return PageSettings(is_shown=config.ui)
 
 
-def frontend_limits(config: ServerConfig) -> FrontendLimits:
+def frontend_limits(config: ServerOptions) -> FrontendLimits:
     """Return the limits of the front end. The process's limit of open files also bounds the connections.
 
     Args:
@@ -332,7 +333,7 @@ def frontend_limits(config: ServerConfig) -> FrontendLimits:
     )
 
 
-def _files_each(config: ServerConfig) -> int:
+def _files_each(config: ServerOptions) -> int:
     """Return how many open files one client needs: its connection, and those opened for its request."""
     if not isinstance(config, Config):
         return 2  # a router, with a connection to an endpoint
@@ -349,7 +350,7 @@ def _files_each(config: ServerConfig) -> int:
 
 
 @asynccontextmanager
-async def open_places(config: ServerConfig, limits: FrontendLimits) -> AsyncIterator[Places]:
+async def open_places(config: ServerOptions, limits: FrontendLimits) -> AsyncIterator[Places]:
     """Listen at the configured address, and close the listeners at the end.
 
     Clients that connect before the server accepts connections wait in the backlog.
@@ -374,7 +375,7 @@ async def open_places(config: ServerConfig, limits: FrontendLimits) -> AsyncIter
             _remove(config.uds)
 
 
-def server_urls(config: ServerConfig, listeners: Sequence[trio.SocketListener]) -> list[str]:
+def server_urls(config: ServerOptions, listeners: Sequence[trio.SocketListener]) -> list[str]:
     """Return one URL per listener.
 
     Args:
@@ -389,7 +390,7 @@ def _remove(path: str) -> None:
     Path(path).unlink(missing_ok=True)
 
 
-def around_app(app: BaseApp[Any], config: ServerConfig) -> Handler:
+def around_app(app: BaseApp[Any], config: ServerOptions) -> Handler:
     """Wrap an app in the handlers for CORS and the root path, if the options ask for them.
 
     Args:
@@ -403,7 +404,7 @@ def around_app(app: BaseApp[Any], config: ServerConfig) -> Handler:
     return RootPath(handler, prefix) if prefix else handler
 
 
-def check_front(config: ServerConfig) -> None:
+def check_front(config: ServerOptions) -> None:
     """Check options of the front end before a model is loaded.
 
     Args:
@@ -417,7 +418,7 @@ def check_front(config: ServerConfig) -> None:
     checked_root_path(config.root_path)
 
 
-def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
+def server_tls(config: ServerOptions) -> ssl.SSLContext | None:
     """Load the TLS certificates and keys.
 
     Args:
@@ -445,7 +446,7 @@ def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
     )
 
 
-def tls_files(config: ServerConfig) -> list[Path]:
+def tls_files(config: ServerOptions) -> list[Path]:
     """Return the files that `server_tls` reads.
 
     Args:

@@ -15,8 +15,8 @@ from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.trio_tools.worker_thread import call_abandonable
 
 if TYPE_CHECKING:
-    from trioserve.config import ServerConfig
     from trioserve.metrics.registry import Metrics
+    from trioserve.options.server import ServerOptions
     from trioserve.tracing.otel import SpanCounts
 
 __all__ = ["Tracing", "open_tracing"]
@@ -57,7 +57,7 @@ class _Exported(Tracing):
 
 
 @asynccontextmanager
-async def open_tracing(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> AsyncIterator[Tracing]:
+async def open_tracing(config: ServerOptions, environment: Mapping[str, str] = os.environ) -> AsyncIterator[Tracing]:
     """Send spans of requests to the collector inside of the scope, if tracing is on.
 
     Leaving the scope waits up to CLOSE_SECONDS_MAX until the last spans are sent. A cancelled scope drops them.
@@ -92,7 +92,7 @@ async def open_tracing(config: ServerConfig, environment: Mapping[str, str] = os
             logger.warning("the last spans were not sent: the collector did not accept them in %g s", CLOSE_SECONDS_MAX)
 
 
-def _is_on(config: ServerConfig, environment: Mapping[str, str]) -> bool:
+def _is_on(config: ServerOptions, environment: Mapping[str, str]) -> bool:
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if config.otlp_endpoint is not None:

@@ -1,0 +1,333 @@
+"""Options of engines, for text and for images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from trioserve.connectors.settings import connector_settings
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.image_generation import ImageRequestLimits
+from trioserve.contracts.images import ImageLimits
+from trioserve.core.settings import CoreSettings, check_overlap
+from trioserve.engine.settings import RESTARTS_MAX
+from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
+from trioserve.model.loading.settings import generation_settings, lora_modules
+from trioserve.model.settings import (
+    BLOCK_SIZE_MAX,
+    THREADS_MAX,
+    CpuKernelsName,
+    DeviceName,
+    DtypeName,
+    GpuKernelsName,
+    KvCacheDtypeName,
+    ModelSettings,
+    QuantizationName,
+)
+from trioserve.options.option import about
+from trioserve.options.ranks import RankOptions
+from trioserve.options.router import ChatOptions
+from trioserve.options.server import QueueOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    TextOrPath = str | Path
+else:
+    TextOrPath = str  # a path is converted before the options are checked
+
+__all__ = ["STEP_PIXELS", "ComputeOptions", "EngineOptions", "ImageEngineOptions", "ImageOptions"]
+
+STEP_PIXELS = 8 * 2**20  # eight rows of a megapixel: 20 GiB of activations in a network such as SDXL's, in 16 bits
+
+MODEL = ModelSettings()
+CORE = CoreSettings(block_count=2**20, context_tokens_max=1)
+"""Settings whose defaults are the defaults of options. The number of blocks and the context have no default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions(QueueOptions):
+    """Options of every engine, for text or images."""
+
+    # fmt: off
+    served_model_name: Annotated[tuple[str, ...], about(
+        "model names that requests may use; default: the last part of --model", "NAME")] = ()
+    dtype: Annotated[DtypeName, about(
+        "data type of weights and KV cache; auto uses the checkpoint's")] = MODEL.dtype
+    device: Annotated[DeviceName, about(
+        "device that computes; auto uses a GPU if there is one")] = MODEL.device
+    threads: Annotated[Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None, about(
+        "CPU threads of a forward pass; default: one per core", "N")] = None
+    max_num_seqs: Annotated[int, about("sequences that run at a time", "N", ge=1, le=4096)] = CORE.max_num_seqs
+    step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, about(
+        "longest time of one step in seconds; during a longer step /ready fails and new requests are refused, and "
+        "after five times as long /health fails, too; 0: no limit; default: 60, or ten times the longest step so far "
+        "if that is more", "SECONDS")] = None
+    engine_restarts: Annotated[int, about(
+        "how often within ten minutes the engine is reopened after a fault; its streams pause and resume; 0: the first "
+        "fault ends the server", "N", ge=0, le=RESTARTS_MAX)] = 3
+    seed: Annotated[int | None, about(
+        "source of the seeds of requests that set none: equal requests in equal order get equal seeds; default: random",
+        "N")] = None
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(ComputeOptions):
+    """Options of an engine that generates images."""
+
+    # fmt: off
+    max_image_pixels: Annotated[int, about(
+        "highest width times height of a generated image", "PIXELS", ge=1)] = ImageRequestLimits().pixels_max
+    max_image_steps: Annotated[int, about(
+        "highest number of denoising steps of a request for images", "N", ge=1)] = ImageRequestLimits().steps_max
+    max_images: Annotated[int, about(
+        "highest number of images (n) of a request", "N", ge=1)] = ImageRequestLimits().n_max
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEngineOptions(ImageOptions):
+    """Parameters of `trioserve.open_image_engine`."""
+
+    # fmt: off
+    model: Annotated[TextOrPath, about(
+        "directory in the format of diffusers' save_pretrained", "MODEL")] = field(kw_only=False)
+    kept_slots: Annotated[int | None, about(
+        "further images whose latents are kept while requests with a lower priority number use their slots; default: "
+        "max_num_seqs", "N")] = None
+    step_pixels: Annotated[int, about(
+        "most pixels of all rows of one forward pass; an image with guidance has two rows; this limits the memory of a "
+        "step, and how long an abort waits", "PIXELS")] = STEP_PIXELS
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
+    """Options of an engine for text. They are also the parameters of `trioserve.open_engine`.
+
+    The defaults fit a small machine without a GPU.
+    """
+
+    # fmt: off
+    model: Annotated[str, about(
+        "model to serve: smollm2, a directory with safetensors, a .gguf file, or a hub name", "MODEL",
+        )] = field(default="smollm2", kw_only=False)
+    tokenizer: Annotated[str | None, about(
+        "tokenizer and chat template to use: a directory, a .gguf file or a hub name; default: the model's own",
+        "MODEL")] = None
+    revision: Annotated[str | None, about(
+        "branch, tag or commit of a hub model; default: its main branch", "NAME")] = None
+    chat_template: Annotated[str | None, about(
+        "file with a chat template, or the template itself, to use instead of the model's; default: the model's",
+        "FILE")] = None
+    cpu_kernels: Annotated[CpuKernelsName, about(
+        "kernels for the CPU; auto uses native kernels, compiled at the first start, if possible")] = MODEL.cpu_kernels
+    gpu_kernels: Annotated[GpuKernelsName, about(
+        "kernels for the GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet",
+        )] = MODEL.gpu_kernels
+    quantization: Annotated[QuantizationName, about(
+        "how native kernels store weights: file keeps the bits of a quantized file, int8 and int4 quantize any "
+        "checkpoint, none uses --dtype; auto uses file if possible, otherwise none")] = MODEL.quantization
+    kv_cache_dtype: Annotated[KvCacheDtypeName, about(
+        "data type of keys and values; int8 and fp8 (e4m3) store twice as many tokens in the same memory; auto uses "
+        "--dtype")] = MODEL.kv_cache_dtype
+    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, about(
+        "most tokens of prompt and response together, such as 8192, 32k or 32K; auto and default: as many as the model "
+        "supports and the KV cache holds", "TOKENS")] = None
+    max_num_batched_tokens: Annotated[int, about(
+        "tokens computed in one step; longer prompts are computed in chunks", "TOKENS", ge=1)] = CORE.step_tokens_max
+    wide_prompt_stretch: Annotated[float, about(
+        "how much longer a step may take while it computes a part of a long prompt and other requests get tokens: a "
+        "smaller factor gives these a steadier pace, a larger factor computes the prompt sooner",
+        "FACTOR", gt=1, le=1000)] = CORE.wide_prompt_stretch
+    block_size: Annotated[int, about(
+        "tokens in one KV block", "TOKENS", ge=1, le=BLOCK_SIZE_MAX)] = CORE.block_size
+    kv_cache_memory: Annotated[Annotated[float, Meta(gt=0)] | None, about(
+        "memory for the KV cache in GiB; default: at most 4 on a CPU, the free memory on a GPU", "GIB")] = None
+    gpu_memory_utilization: Annotated[float, about(
+        "share of the GPU's memory for weights and KV cache, above 0 and up to 1", "SHARE", gt=0, le=1,
+        )] = MODEL.memory_share
+    enforce_eager: Annotated[bool, about(
+        "launch every kernel of a step separately, without CUDA graphs; saves their memory, and seconds at the start",
+        )] = False
+    batch_invariant: Annotated[bool, about(
+        "make the bits of a response depend only on its own tokens and the weights, not on other requests of the "
+        "batch; the server refuses to start if this is not possible")] = False
+    enable_prefix_caching: Annotated[bool, about(
+        "keep full blocks, so that prompts with the same beginning share them")] = CORE.enable_prefix_caching
+    overlap_steps: Annotated[bool, about(
+        "plan the next step while one is computed; shortens the gap between two forward passes, but the end of a "
+        "response is noticed one step later; not with --speculative-ngram; with --pipeline-parallel-size, two steps of "
+        "different requests are computed at a time")] = False
+    speculative_ngram: Annotated[int, about(
+        "draft tokens per request and step that are taken from the request's own text; speeds up a few streams that "
+        "repeat parts of their prompts; 0: off", "TOKENS", ge=0, le=DRAFT_TOKENS_MAX)] = 0
+    speculative_model: Annotated[str | None, about(
+        "small model with the same vocabulary that proposes draft tokens, which the model verifies in a step; named as "
+        "--model, or mtp for the model's own prediction layer; default: none", "NAME")] = None
+    speculative_tokens: Annotated[int, about(
+        "draft tokens per request and step; fewer or none are drafted if more do not pay off",
+        "TOKENS", ge=1, le=DRAFT_TOKENS_MAX)] = 4
+    speculative_quantization: Annotated[QuantizationName, about(
+        "how the weights of --speculative-model are stored, as --quantization")] = MODEL.quantization
+    speculative_config: Annotated[str | dict[str, Any] | None, about(
+        """JSON as in vLLM, instead of the other --speculative flags, such as {"model": "NAME", """
+        """"num_speculative_tokens": 4}; default: none""", "JSON")] = None
+    tool_call_parser: Annotated[str, about(
+        "format in which the model writes tool calls: auto uses the format of its chat template, none leaves tool "
+        "calls as text, otherwise a family, such as hermes, mistral or llama3_json", "NAME")] = "auto"
+    tool_call_leniency: Annotated[Literal["strict", "lenient"], about(
+        "texts that are read as tool calls: strict reads those that the model's format marks; lenient also reads bare "
+        "or fenced JSON if the response contains nothing else, for models that forget the marks; then an example that "
+        "a user asks for may run as a call", "NAME")] = "strict"
+    reasoning_parser: Annotated[str, about(
+        "format in which the model writes its reasoning: auto uses the format of its chat template, none leaves "
+        "reasoning in the text, otherwise a family, such as qwen3 or deepseek_r1", "NAME")] = "auto"
+    generation_config: Annotated[str, about(
+        "sampling options of requests that set none: auto uses the recommendation of the model's makers, vllm the "
+        "neutral temperature 1, otherwise a directory with a generation_config.json, whose max_new_tokens also limits "
+        "every request", "DIR")] = "auto"
+    override_generation_config: Annotated[str | dict[str, Any] | None, about(
+        """JSON with fields of the generation config to replace, such as {"temperature": 0.5}; default: none""",
+        "JSON")] = None
+    allowed_media_domains: Annotated[tuple[str, ...], about(
+        "hosts, with all their subdomains, from which the server fetches images that a request names by an http or "
+        "https URL; default: nothing is fetched", "HOST")] = ()
+    limit_mm_per_prompt: Annotated[str | dict[str, int] | None, about(
+        """JSON as in vLLM: most images per prompt, for models that read images, such as {"image": 4}; default: 8""",
+        "JSON")] = None
+    image_decode_timeout: Annotated[float, about(
+        "longest time in seconds to decode one image of a request; after that the request fails with 400, and the "
+        "decoding process is killed", "SECONDS", gt=0, le=3600)] = ImageLimits().decode_seconds_max
+    enable_lora: Annotated[bool, about(
+        "accept LoRA adapters, which requests choose by their model name; on if --lora-modules is set")] = False
+    lora_modules: Annotated[tuple[str, ...], about(
+        """adapters to load at the start, as NAME=PATH or as JSON: {"name": NAME, "path": PATH}; PATH is a directory """
+        "in the format of peft; default: none", "NAME=PATH")] = ()
+    max_loras: Annotated[int, about(
+        "adapters that may be loaded; one step may use any number of them", "N", ge=1, le=4096)] = 64
+    max_cpu_loras: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, about(
+        "vLLM's other name for --max-loras: the larger of both applies, because adapters are not kept in two kinds of "
+        "memory here; default: --max-loras", "N")] = None
+    max_lora_rank: Annotated[int, about("highest rank of an adapter", "N", ge=1, le=1024)] = 256
+    kv_events: Annotated[bool, about(
+        "publish at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
+    kv_transfer_config: Annotated[str | dict[str, Any] | None, about(
+        """JSON as in vLLM: how KV blocks move to and from other engines, such as {"kv_connector": "tcp", "kv_role": """
+        """"kv_both"}; default: no transfer""", "JSON")] = None
+    role: Annotated[Literal["prefill", "decode", "both"], about(
+        "role of this engine, for routers; prefill or decode without --kv-transfer-config uses the connector tcp",
+        )] = "both"
+    kv_hold_timeout: Annotated[float, about(
+        "seconds that KV blocks of a finished request are held for another engine that does not contact this one",
+        "SECONDS", gt=0, le=3600)] = CORE.hold_seconds_max
+    kv_load_timeout: Annotated[float, about(
+        "seconds that a request waits for KV from another engine, before kv_load_failure_policy of "
+        "--kv-transfer-config applies", "SECONDS", gt=0, le=3600)] = CORE.remote_kv_seconds_max
+    kv_held_share: Annotated[float, about(
+        "share of the KV cache that may be held for other engines; above it, responses have no kv_transfer_params",
+        "SHARE", gt=0, le=1)] = CORE.held_share_max
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        self.check_engine()
+
+    def check_engine(self, *, node_rank: int = 0, headless: bool = False) -> None:
+        """Check combinations of options, before the model is loaded.
+
+        Args:
+            node_rank: number of this machine among `nnodes`.
+            headless: True if this machine has only ranks.
+
+        Raises:
+            StartupError: options cannot be combined, or have a wrong format.
+        """
+        drafts = self.drafts()
+        self.check_ranks(drafts, node_rank=node_rank, headless=headless)
+        if drafts is not None:
+            check_overlap(self.overlap_steps, drafts.token_count, "head" if drafts.source == "mtp" else drafts.source)
+        connector_settings(self.kv_transfer_config, self.role)
+        generation_settings(self.generation_config, self.override_generation_config)
+        self.image_limits()
+        lora_modules(self.lora_modules)
+
+    @property
+    def ranks_at_once(self) -> int:
+        """Number of ranks on one machine that compute at the same time: all of them, or those of one stage."""
+        here = self.rank_count // self.nnodes
+        return here if self.overlap_steps else min(here, self.tensor_parallel_size)
+
+    @property
+    def adapter_directories(self) -> tuple[str, ...]:
+        """Directories from which the admin of a server may load adapters. Empty: any directory."""
+        return ()
+
+    def drafts(self) -> DraftSettings | None:
+        """Return the settings of draft tokens.
+
+        Returns:
+            The settings, or None if there are no draft tokens.
+
+        Raises:
+            StartupError: the options cannot be combined.
+        """
+        return draft_settings(
+            ngram=self.speculative_ngram,
+            model=self.speculative_model,
+            token_count=self.speculative_tokens,
+            quantization=self.speculative_quantization,
+            given=self.speculative_config,
+        )
+
+    def image_limits(self) -> ImageLimits:
+        """Return the limits of images in prompts.
+
+        Raises:
+            StartupError: `limit_mm_per_prompt` has a wrong format.
+        """
+        given: object = self.limit_mm_per_prompt
+        seconds = self.image_decode_timeout
+        if given is None:
+            return ImageLimits(decode_seconds_max=seconds)
+        if isinstance(given, str):
+            try:
+                given = msgspec.json.decode(given)
+            except msgspec.DecodeError as error:
+                raise StartupError(
+                    f"""--limit-mm-per-prompt is not JSON ({error}): write it like {{"image": 4}}"""
+                ) from None
+        count = given.get("image") if isinstance(given, Mapping) and set(given) == {"image"} else None
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise StartupError(
+                f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4}}: images are the """
+                "only media here"
+            )
+        return ImageLimits(images_max=count, decode_seconds_max=seconds)
+
+    def model_settings(self) -> ModelSettings:
+        """Return the settings that decide how the model is computed.
+
+        Raises:
+            StartupError: a value is out of range, or values contradict each other.
+        """
+        return ModelSettings(
+            dtype=self.dtype,
+            device=self.device,
+            block_size=self.block_size,
+            kv_cache_bytes=None if self.kv_cache_memory is None else int(self.kv_cache_memory * 2**30),
+            memory_share=self.gpu_memory_utilization,
+            threads=self.threads,
+            cpu_kernels=self.cpu_kernels,
+            gpu_kernels=self.gpu_kernels,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_num_seqs=self.max_num_seqs,
+            context_tokens_max=self.max_model_len,
+            enforce_eager=self.enforce_eager,
+            batch_invariant=self.batch_invariant,
+        )
