@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from trioserve_kernels import pick_kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (pip install trioserve[gpu])")
+TESTS_OF_TRITON = Path(__file__).with_name("triton")
 # In triton 3.6 with numpy 2.4 or newer, the interpreter fails at any loop whose bounds were loaded.
 INTERPRETS = HAS_TRITON and tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 7)
 
@@ -36,15 +38,28 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+def interpreted_parts() -> list[str]:
+    """Return the Triton tests in parts: each file, and each test of the file with whole models."""
+    parts = []
+    for path in sorted(TESTS_OF_TRITON.glob("test_*.py")):
+        if path.name == "test_whole_model.py":
+            names = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            parts += [f"{path.name}::{name}" for name in names]
+        else:
+            parts.append(path.name)
+    return parts
+
+
 @pytest.mark.slow
 @NEEDS_TRITON
 @pytest.mark.skipif(
     HAS_TRITON and not INTERPRETS, reason="the interpreter of this triton does not work with newer numpy"
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: tests/kernels/triton runs on it")
-@pytest.mark.timeout(1800)  # runs all Triton tests: eight minutes alone, more beside other tests
-def test_results_in_the_interpreter() -> None:
-    output = run("pytest", "-q", str(Path(__file__).with_name("triton")), TRITON_INTERPRET="1")
+@pytest.mark.timeout(1800)  # all parts together take eight minutes, and several times that beside other programs
+@pytest.mark.parametrize("part", interpreted_parts())
+def test_results_in_the_interpreter(part: str) -> None:
+    output = run("pytest", "-q", "--numprocesses", "0", f"{TESTS_OF_TRITON}/{part}", TRITON_INTERPRET="1")
     assert " passed" in output
 
 
