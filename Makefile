@@ -113,9 +113,10 @@ lint: setup
 	$(BIN)/mypy trioserve kernels
 
 # Tests start the program as hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile it again.
+# pytest also keeps its compiled tests: later runs collect in half the time.
 pytest: setup
 	$(BIN)/python -m compileall -q trioserve kernels
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:
 	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
