@@ -24,6 +24,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("untimed")
 
+HERE = Path(__file__).parent
+
 # Files and folders that take longest run first. Each test process takes one file at a time, so a long file at the end
 # would keep one process busy while the other processes have no work.
 FIRST = (
@@ -36,30 +38,6 @@ FIRST = (
     "model",
     "sim",
 )
-
-
-# Files in which most tests take longer than half a second: all of their tests are slow.
-SLOW = frozenset(
-    {
-        "api/test_resume.py",
-        "bench/inside/test_router_scale.py",
-        "cancellation/test_interrupts.py",
-        "model/parallel/test_ranks.py",
-        "model/parallel/test_torch_collectives.py",
-        "model/test_vision_served.py",
-        "model/test_weights_sent.py",
-        "ranks/test_engine_in_ranks.py",
-        "ranks/test_engine_in_stages.py",
-        "ranks/test_engine_that_sleeps.py",
-        "ranks/test_failures.py",
-        "ranks/test_other_machines.py",
-        "ranks/test_placed.py",
-        "ranks/test_weights_in_ranks.py",
-        "text/test_template_bounds.py",
-        "vision/test_picture_file.py",
-    }
-)
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,9 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = item.path.relative_to(HERE).as_posix()
         return next((rank for rank, name in enumerate(FIRST) if place.startswith(name)), len(FIRST))
 
-    for item in items:
-        if item.path.relative_to(HERE).as_posix() in SLOW:
-            item.add_marker(pytest.mark.slow)
+    assert all((HERE / name).exists() for name in FIRST), "FIRST names a file that was moved"
     items.sort(key=rank)
     share = config.getoption("slow_share")
     if share > 1:

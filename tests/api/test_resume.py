@@ -15,10 +15,12 @@ import trio
 from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
 from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
+from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
 
 from .resume_client import ASKED, USAGE, groups_of, merged_message, merged_response, resume_after, said
+
+pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

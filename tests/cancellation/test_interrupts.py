@@ -24,6 +24,8 @@ from trioserve.commands.random_checkpoint import run_random_checkpoint
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.fake_engine import open_fake_engine
 
+pytestmark = pytest.mark.slow
+
 INTERRUPTS = int(os.environ.get("TRIOSERVE_INTERRUPTS", "28"))
 """How many interrupts each test tries, evenly spread over the program. 0 interrupts at every possible instruction."""
 

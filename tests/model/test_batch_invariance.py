@@ -30,6 +30,8 @@ from trioserve_kernels import reference_invariant
 from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 from trioserve_kernels.native import Library, NoNativeKernels
 
+pytestmark = pytest.mark.slow
+
 LEVELS = supported_levels()
 BLOCK_SIZE = 5  # divides no tile size
 BLOCK_COUNT = 200

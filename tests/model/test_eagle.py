@@ -32,6 +32,7 @@ def tapped_of(reference: Any, tokens: list[int]) -> torch.Tensor:
     return torch.cat([states[layer][0] for layer in range(3)], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"own_embedding": True}, {"draft_vocab_size": 320}, {"norm_before_residual": True}],

@@ -21,6 +21,8 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.testing.invariants import check_idle
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("glm4-moe", "deepseek-v3")
 GREEDY = SamplingParams(temperature=0.0)
 

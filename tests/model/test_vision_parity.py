@@ -128,6 +128,7 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, image_size", [("idefics3", 32), ("smolvlm", 32), ("smolvlm", 48)])
 def test_images_prompts_and_tokens_equal_transformers(
     kind: str,

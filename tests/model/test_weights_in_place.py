@@ -32,6 +32,8 @@ from trioserve.model.weight_replacement import SEGMENTS, StoredWeights
 from trioserve.model.weights import fill_slots
 from trioserve.rollouts import publish_weights
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ([3, 5, 8, 13, 21, 34, 55, 89, 144, 233], [7] * 40, [9])
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"kv_cache_memory": 0.02, "max_model_len": 256, "threads": 1}

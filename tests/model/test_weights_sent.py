@@ -27,6 +27,8 @@ from trioserve.model.weight_replacement import ArrivingWeights
 from trioserve.ranks.host import free_port
 from trioserve.rollouts import described_weights
 
+pytestmark = pytest.mark.slow
+
 TRAINER = """
 import sys
 from safetensors.torch import load_file

@@ -22,6 +22,8 @@ from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.model.device import take_gpu
 from trioserve.model.settings import ModelSettings
 
+pytestmark = pytest.mark.slow
+
 SECONDS_MAX = 120.0
 PROMPTS = ["Once upon a time", "One, two, three", "The sea"]
 

@@ -22,6 +22,8 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 
+pytestmark = pytest.mark.slow
+
 SECONDS_MAX = 120.0
 PROMPTS = ["Once upon a time", "One, two, three", "The sea"]
 LONG = "The sea is large and the ships on it are small, and each of them has a name, and each of them has a way. "

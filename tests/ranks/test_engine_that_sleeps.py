@@ -15,6 +15,8 @@ import trio
 import trioserve
 from trioserve import InvalidRequest, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SECONDS_MAX = 120.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
 MEMORY_SCRIPT = Path(__file__).parent / "sleep_memory.py"

@@ -27,7 +27,10 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 SECONDS_MAX = 60.0  # for a test that hangs. Each needs a few
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are Linux's")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are Linux's"),
+]
 
 
 def step(index: int = 0, *, count: int = 8, start: int = 0) -> StepPlan:

@@ -18,6 +18,8 @@ import trioserve
 from trioserve import SamplingParams
 from trioserve.ranks.headless import keep_ranks
 
+pytestmark = pytest.mark.slow
+
 SECONDS_MAX = 180.0
 KEY = "a key that nobody guesses"
 SAMPLING = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)

@@ -27,6 +27,8 @@ from trioserve.ranks.group import RankGroup
 from trioserve.ranks.messages import CheckWeights, ConfirmWeights, PutWeights, WriteWeights
 from trioserve.rollouts import publish_weights
 
+pytestmark = pytest.mark.slow
+
 SECONDS_MAX = 120.0
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 

@@ -410,6 +410,7 @@ def test_planted_bug_is_found(file, planted_runs):
         warnings.warn(f"{name_of(file)} is found by seed {seed}, not by {noted}: note_seeds() is due", stacklevel=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.stem)
 def test_history_of_a_bug_passes_without_the_bug(history, copy):
     ran = simulate(copy, "--replay", str(history), *MODES[history.parent.name])

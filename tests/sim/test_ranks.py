@@ -56,6 +56,7 @@ PLAN = RanksPlan(
 )
 
 
+@pytest.mark.slow
 def test_seeds_pass_and_reach_every_phase() -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEED_COUNT):

@@ -12,6 +12,8 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 # memory of all values that a template may keep, plus the largest value in the widest characters
 MEMORY_BYTES_MAX = 260_000_000
 

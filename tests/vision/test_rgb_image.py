@@ -19,6 +19,8 @@ from trioserve.vision.rgb_image import (
     encoded_image,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMITS = ImageLimits(pixels_max=4096, side_max=1024, image_bytes_max=100_000)
 SIZE = (8, 4)
 

@@ -19,6 +19,8 @@ from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
 from trioserve.simulation.routers.world import RoutersWorld
 
+pytestmark = pytest.mark.slow
+
 NOW = 100.0
 
 

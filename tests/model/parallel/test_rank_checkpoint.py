@@ -38,6 +38,7 @@ def numbers(tensor: StoredTensor) -> Float32Array:
     return dequantize(tensor.block_type, tensor.read_blocks()).reshape(tensor.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_tensors_of_every_family_have_the_shapes_of_the_share(

@@ -31,6 +31,8 @@ from trioserve.model.settings import ModelSettings
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve_kernels import reference_fused
 
+pytestmark = pytest.mark.slow
+
 Checkpoints = Callable[..., Path]
 
 

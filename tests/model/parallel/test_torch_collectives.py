@@ -18,6 +18,8 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.parallel.torch_collectives import TorchCollectives
 from trioserve.model.runner import ModelRunner
 
+pytestmark = pytest.mark.slow
+
 Checkpoints = Callable[..., Path]
 PROCESS_SECONDS_MAX = 120.0
 SCRIPT = Path(__file__).with_name("gloo_rank.py")
