@@ -11,8 +11,8 @@ import pytest
 
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
 from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
+from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
 
 USER = {"role": "user", "content": "Weather in Oslo, please"}
 TOOL = {

@@ -17,7 +17,7 @@ from trioserve.contracts.events import AbortOutcome, FinishReason, IterativePhas
 from trioserve.contracts.image_generation import ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_image_executor import FakeImageExecutor
+from trioserve.testing.fake_iterative_executor import FakeImageExecutor
 from trioserve.testing.memory_server import open_memory_image_server
 
 GENERATIONS = "/v1/images/generations"

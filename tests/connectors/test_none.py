@@ -14,9 +14,9 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.scripted_connector import FakeConnector
 
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 

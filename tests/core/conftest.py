@@ -44,9 +44,9 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.simulation.reference_engine import ReferenceEngine
-from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.scripted_connector import FakeConnector
 
 ARRIVAL = re.compile(
     r"(?P<name>\w):(?:(?P<other>\w)(?P<shared>\d+)\+)?(?P<own>\d+)(?:<(?P<remote>\d+))?"

@@ -26,9 +26,9 @@ from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.simulation.core.expected import ResidencyBook
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
-from trioserve.testing.fake_connector import FakeConnector, FakeLoad
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.scripted_connector import FakeConnector, FakeLoad
 
 pytestmark = pytest.mark.slow
 

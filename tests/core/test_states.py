@@ -12,8 +12,8 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.scripted_connector import FakeConnector
 
 SLOTS = {"state_slot_count": 4, "snapshot_slot_count": 4, "step_tokens_max": 16}
 

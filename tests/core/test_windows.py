@@ -24,9 +24,9 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.prefix_cache import PrefixCache, PrefixChain
 from trioserve.core.settings import CoreSettings
-from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_core, check_idle
+from trioserve.testing.scripted_connector import FakeConnector
 
 WINDOW, BLOCK_SIZE = 10, 4
 

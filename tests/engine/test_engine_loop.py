@@ -18,10 +18,10 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.lifecycle.engine_loop import EngineLoop
-from trioserve.testing.controlled_steps import ControlledSteps
-from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_idle
+from trioserve.testing.scripted_connector import FakeConnector
+from trioserve.testing.stepped_by_hand import ControlledSteps
 
 A = RequestId("a")
 

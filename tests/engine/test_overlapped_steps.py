@@ -19,10 +19,10 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_ab
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.lifecycle.engine_loop import EngineLoop, ThreadedExecutor
-from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_idle
+from trioserve.testing.stepped_by_hand import ControlledSteps
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 TEXT = "one two three four five six seven"

@@ -15,7 +15,7 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.thinking import ReasoningOutcome
 from trioserve.testing import open_fake_engine
-from trioserve.testing.inline_texts import InlineTexts
+from trioserve.testing.inline_work import InlineTexts
 from trioserve.text.grammar_compiler import GrammarCompiler
 
 PERSON = {

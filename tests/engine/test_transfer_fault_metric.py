@@ -12,8 +12,8 @@ from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.stepped_by_hand import ControlledSteps
 
 
 def engine_around(core: EngineCore) -> Engine:

@@ -15,7 +15,7 @@ from trioserve.store.full_disk import RESERVE_BYTES, RESERVE_FILE_NAME, UNWRITTE
 from trioserve.store.settings import StoreSettings
 from trioserve.store.store import open_store
 from trioserve.store.stored_objects import AppendBlob, DeleteObject, PutObject, Quota, QuotaExceeded, ReplaceObject
-from trioserve.testing.inline_store import open_inline_store
+from trioserve.testing.inline_work import open_inline_store
 
 NOW = 1000.0
 FILL = b"x" * 4000

@@ -21,8 +21,8 @@ from trioserve.contracts.errors import StartupError
 from trioserve.engine.engine import Engine
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
 from trioserve.testing.scripted_chat import FAMILIES, Rule, ScriptedChat, chat_template
+from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
 
 __all__ = ["run_scripted", "scripted_engine"]
 

@@ -31,19 +31,14 @@ from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.settings import lora_modules as read_lora_modules
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
-from trioserve.testing.controlled_steps import ControlledSteps
-from trioserve.testing.fake_cache_release import FakeCacheRelease
+from trioserve.testing.fake_engine_options import next_own_seed, options_named
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeExecutor, FakeModel
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES, FakeImageEncoder
-from trioserve.testing.fake_weights import FakeWeightTarget
-from trioserve.testing.gated_core import GatedCore
-from trioserve.testing.inline_images import InlineDecoder
-from trioserve.testing.inline_texts import InlineTexts
+from trioserve.testing.fake_weights import FakeCacheRelease, FakeWeightTarget
+from trioserve.testing.inline_work import InlineDecoder, InlineTexts
 from trioserve.testing.invariants import check_idle
-from trioserve.testing.option_names import options_named
-from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
-from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
+from trioserve.testing.stepped_by_hand import ControlledSteps, GatedCore, InjectedFault, SteppedByHand
 from trioserve.testing.waits import WATCH
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory

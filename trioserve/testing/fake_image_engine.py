@@ -20,14 +20,11 @@ from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import assert_all_free
-from trioserve.testing.controlled_steps import ControlledSteps
-from trioserve.testing.fake_cache_release import FakeCacheRelease
-from trioserve.testing.fake_image_executor import FakeImageExecutor, image_after
-from trioserve.testing.gated_core import GatedImageCore
+from trioserve.testing.fake_engine_options import next_own_seed, options_named
+from trioserve.testing.fake_iterative_executor import FakeImageExecutor, image_after
+from trioserve.testing.fake_weights import FakeCacheRelease
 from trioserve.testing.iterative_invariants import check_iterative_idle
-from trioserve.testing.option_names import options_named
-from trioserve.testing.own_seeds import next_own_seed
-from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
+from trioserve.testing.stepped_by_hand import ControlledSteps, GatedImageCore, InjectedFault, SteppedByHand
 from trioserve.testing.waits import WATCH
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import opened_once

@@ -1,8 +1,9 @@
-"""A fake iterative model and its executor, which checks the content of the latent slots.
+"""Fake iterative models and their executors, which check the content of the latent slots.
 
 A latent is a number that depends only on its request and on the number of denoising steps done. So every schedule must
 give the same output. The executor writes the latent to its slot after each step and reads it back before the next one.
-So the next read finds a slot that has two owners, was freed too early, or was moved to a wrong place.
+So the next read finds a slot that has two owners, was freed too early, or was moved to a wrong place. The fake image
+model shows a latent as an image of one colour.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import msgspec
 
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.image_generation import ImageTask, RGBImage
 from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 
-__all__ = ["FakeIterativeExecutor", "denoised", "latent_after"]
+__all__ = ["FakeImageExecutor", "FakeIterativeExecutor", "denoised", "image_after", "latent_after"]
 
 
 def latent_after(request: IterativeRequest, steps_done: int) -> int:
@@ -127,3 +129,39 @@ class FakeIterativeExecutor:
             latent: its latent.
         """
         return latent
+
+
+def image_after(request: IterativeRequest, steps_done: int) -> RGBImage:
+    """Return the image of a request after a number of steps. It does not depend on other requests.
+
+    Args:
+        request: a request whose task is an ImageTask.
+        steps_done: number of denoising steps.
+    """
+    return _image(request, denoised(request, _encoded_task(request), steps_done))
+
+
+class FakeImageExecutor(FakeIterativeExecutor):
+    """Executor of a fake image model.
+
+    Like FakeIterativeExecutor, it raises AssertionError if a slot has wrong content.
+    """
+
+    def encoded(self, request: IterativeRequest) -> int:
+        return _encoded_task(request)
+
+    def shown(self, request: IterativeRequest, latent: int) -> RGBImage:
+        return _image(request, latent)
+
+
+def _encoded_task(request: IterativeRequest) -> int:
+    task = request.task
+    assert isinstance(task, ImageTask), f"{request.id} does not request an image"
+    asked = msgspec.msgpack.encode((request.seed, request.step_count, request.is_guided, task))
+    return zlib.crc32(asked)
+
+
+def _image(request: IterativeRequest, latent: int) -> RGBImage:
+    task = request.task
+    assert isinstance(task, ImageTask)
+    return RGBImage(task.width, task.height, latent.to_bytes(4, "big")[1:] * (task.width * task.height))

@@ -1,8 +1,10 @@
-"""Fake weights of an engine without weights: a number that changes every token."""
+"""Fake weights of an engine without weights: a number that changes every token. A sleep frees nothing."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import trio
 
@@ -10,7 +12,26 @@ from trioserve.contracts.errors import InvalidRequest, ModelLoadError
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, SharedWeights, WeightGroup, WeightSource
 from trioserve.testing.fake_executor import FakeExecutor
 
-__all__ = ["FakeWeightTarget"]
+__all__ = ["FakeCacheRelease", "FakeWeightTarget"]
+
+PartsT = TypeVar("PartsT")
+
+
+class FakeCacheRelease(Generic[PartsT]):
+    """Frees nothing at sleep, since the engine has no weights.
+
+    Args:
+        make_again: makes the parts of the engine when it wakes up.
+    """
+
+    def __init__(self, make_again: Callable[[], Awaitable[PartsT]]) -> None:
+        self._make_again = make_again
+
+    async def release_cache(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def rebuild_parts(self) -> PartsT:
+        return await self._make_again()
 
 
 class FakeWeightTarget:

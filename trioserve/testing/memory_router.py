@@ -32,7 +32,7 @@ from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings, SilenceSettings
-from trioserve.testing.inline_texts import InlineTexts
+from trioserve.testing.inline_work import InlineTexts
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.text.tokenizer import Tokenizer

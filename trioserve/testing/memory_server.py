@@ -24,8 +24,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.store.settings import StoreSettings
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
-from trioserve.testing.inline_images import InlineDecoder, InlineImages, JobGate
-from trioserve.testing.inline_store import InlineStore, open_inline_store
+from trioserve.testing.inline_work import InlineDecoder, InlineImages, InlineStore, JobGate, open_inline_store
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 from trioserve.trio_tools.own_run import opened_once

@@ -1,19 +1,305 @@
-"""A KV connector for an engine without weights. The test decides when and how each transfer ends."""
+"""KV connectors without weights: FakeConnector, which a script controls, and ScriptedConnector, which a test controls.
+
+FakeConnector checks the calls of the core. It moves KV between the slots of a FakeExecutor. At each call of `work`, an
+open load writes garbage to all positions that it may write to, and a send compares its blocks with their content at its
+beginning. So a block that the core uses too early is found. The script makes the reports and gives them to the core.
+They may come late, twice, never, or for an unknown request. Or they wait in `outbox` until the core asks for progress.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import trio
 
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.kv_transfer import Started, TransferEvent
+from trioserve.contracts.ids import NO_BLOCK, BlockIndex, RequestId
+from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released, Started, StillRead, TransferEvent
+from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
-from trioserve.testing.fake_connector import FakeConnector
 from trioserve.testing.fake_executor import FakeExecutor
 
-__all__ = ["ScriptedConnector"]
+__all__ = ["FakeConnector", "FakeLoad", "FakeSend", "ScriptedConnector"]
+
+
+class FakeLoad(msgspec.Struct):
+    """A load that may still write.
+
+    Attributes:
+        request: the request.
+        block_table: its blocks.
+        start: first position to load.
+        token_count: number of positions to load.
+        is_abandoned: True if the request no longer waits for the load.
+    """
+
+    request: EngineRequest
+    block_table: tuple[BlockIndex, ...]
+    start: int
+    token_count: int
+    is_abandoned: bool = False
+
+
+class FakeSend(msgspec.Struct):
+    """A send that may still read.
+
+    Attributes:
+        request: the request.
+        block_table: its blocks.
+        tokens: its tokens.
+        content: content of its blocks when the send began.
+        is_aborted: True if the request was aborted after its end.
+    """
+
+    request: EngineRequest
+    block_table: tuple[BlockIndex, ...]
+    tokens: tuple[int, ...]
+    content: tuple[object, ...]
+    is_aborted: bool = False
+
+
+class FakeConnector:
+    """A KVConnector (contracts.kv_transfer) under the control of a script.
+
+    Args:
+        executor: the executor with the KV blocks.
+        matched_count: function from the request and the computed count to the result of num_matched_tokens. It may be
+            changed at any time.
+        holds: function from the request and its end to the result of request_finished.
+
+    Attributes:
+        raises: names of calls that raise. They raise until the name is removed.
+        loads: open loads by request.
+        sends: open sends by request.
+        outbox: functions that make the events which the core gets when it asks for progress.
+        finished: reason of every request that ended.
+        asked: requests whose transfer parameters were read.
+        params: transfer parameters of all sends, also of sends that have ended.
+        expired: holds that expired, oldest first.
+        violations: calls of the core that break the contract. `check` asserts that there are none. They are kept here,
+            since the core only counts exceptions of a connector.
+        calls: number of calls by name.
+        raised_count: number of calls that raised on purpose.
+    """
+
+    def __init__(
+        self,
+        executor: FakeExecutor,
+        *,
+        matched_count: Callable[[EngineRequest, int], int] = lambda request, computed_count: 0,
+        holds: Callable[[EngineRequest, FinishReason], bool] = lambda request, reason: False,
+    ) -> None:
+        self.executor = executor
+        self.matched_count = matched_count
+        self.holds = holds
+        self.raises: set[str] = set()
+        self.loads: dict[RequestId, FakeLoad] = {}
+        self.sends: dict[RequestId, FakeSend] = {}
+        self.outbox: list[Callable[[], TransferEvent]] = []
+        self.finished: dict[RequestId, FinishReason] = {}
+        self.asked: set[RequestId] = set()
+        self.params: dict[RequestId, KVTransferParams] = {}
+        self.expired: list[tuple[RequestId, HoldKind]] = []
+        self.violations: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self.raised_count = 0
+
+    # --- calls of the script ---
+
+    def loaded(self, request_id: RequestId, token_count: int | None = None) -> Loaded:
+        """End a load with success, and return the report for the core.
+
+        Args:
+            request_id: the request. If it has no open load, nothing is written.
+            token_count: number of tokens that arrive. Default: all.
+        """
+        load = self.loads.pop(request_id, None)
+        if load is None:
+            return Loaded(request_id, 1 if token_count is None else token_count)
+        self._scribble(load)
+        count = load.token_count if token_count is None else token_count
+        arrived_count = max(0, min(count, load.token_count))
+        self.executor.write_prompt(load.request, load.block_table, load.start, arrived_count)
+        return Loaded(request_id, count)
+
+    def load_failed(self, request_id: RequestId) -> LoadFailed:
+        """End a load with garbage in its blocks, and return the report for the core.
+
+        Args:
+            request_id: the request. If it has no open load, only the report is made.
+        """
+        load = self.loads.pop(request_id, None)
+        if load is not None:
+            self._scribble(load)
+        return LoadFailed(request_id, "the other side is gone")
+
+    def released(self, request_id: RequestId) -> Released:
+        """End a send, and return the report for the core.
+
+        Args:
+            request_id: the request. If it has no open send, only the report is made.
+        """
+        send = self.sends.pop(request_id, None)
+        if send is not None:
+            self._compare(send)
+        return Released(request_id)
+
+    def still_read(self, request_id: RequestId) -> StillRead:
+        """Return a report that a send is still being read.
+
+        Args:
+            request_id: the request. If it has no open send, only the report is made.
+        """
+        send = self.sends.get(request_id)
+        if send is not None:
+            self._compare(send)
+        return StillRead(request_id)
+
+    def work(self) -> None:
+        """Do all that a connector may do at this moment: write to the blocks of loads, and read the blocks of sends."""
+        for load in self.loads.values():
+            self._scribble(load)
+        for send in self.sends.values():
+            self._compare(send)
+
+    def check(self) -> None:
+        """Assert that the core has kept the contract so far."""
+        self.work()
+        assert not self.violations, self.violations
+
+    # --- calls of the core ---
+
+    def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
+        self._note("num_matched_tokens")
+        self._expect(request.id not in self.finished, f"{request.id} was matched after it had finished")
+        self._expect(request.id not in self.loads, f"{request.id} was matched while it is being loaded")
+        self._expect(computed_count % self.executor.block_size == 0, f"{request.id}: {computed_count} tokens computed")
+        return self.matched_count(request, computed_count)
+
+    def start_load(
+        self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
+    ) -> None:
+        known_count = len(request.known_token_ids)
+        self._expect(request.id not in self.loads, f"{request.id} got a second load while the first is open")
+        self._expect(request.id not in self.finished, f"{request.id} got a load after it had finished")
+        self._expect(
+            0 <= computed_count < computed_count + token_count < known_count,
+            f"{request.id}: a load of {token_count} tokens from {computed_count} on, but only {known_count} are known",
+        )
+        size = self.executor.block_size
+        self._expect(computed_count % size == 0, f"{request.id}: a load from {computed_count} on")
+        self._expect(
+            len(block_table) * size >= computed_count + token_count, f"{request.id}: {len(block_table)} blocks"
+        )
+        end = computed_count + token_count
+        self._expect_blocks(request.id, block_table, end, end)
+        load = FakeLoad(request, tuple(block_table), computed_count, token_count)
+        self.loads[request.id] = load
+        self._note("start_load")
+        self._scribble(load)
+
+    def load_abandoned(self, request_id: RequestId) -> None:
+        load = self.loads.get(request_id)
+        if load is None:
+            self._expect(False, f"{request_id} has no load that could be abandoned")
+            return
+        self._expect(not load.is_abandoned, f"the load of {request_id} is abandoned twice")
+        load.is_abandoned = True
+        self._note("load_abandoned")
+
+    def request_finished(
+        self,
+        request: EngineRequest,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        reason: FinishReason,
+    ) -> bool:
+        name, load = request.id, self.loads.get(request.id)
+        self._expect(name not in self.finished, f"{name} has finished twice")
+        self._expect(load is None or load.is_abandoned, f"{name} has finished, but its load is not abandoned")
+        block_count = -(-len(tokens) // self.executor.block_size)
+        self._expect(len(block_table) == block_count, f"{name}: {len(tokens)} tokens in {len(block_table)} blocks")
+        self._expect_blocks(name, block_table, max(0, len(tokens) - 1), len(tokens))
+        self.finished[name] = reason
+        self._note("request_finished")
+        if not self.holds(request, reason):
+            return False
+        content = self.executor.content(block_table)
+        self.sends[name] = FakeSend(request, tuple(block_table), tuple(tokens), content)
+        return True
+
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        self._expect(request_id in self.sends, f"{request_id}: transfer parameters were read, but nothing is held")
+        self._expect(request_id not in self.asked, f"{request_id}: transfer parameters were read twice")
+        self.asked.add(request_id)
+        self._note("transfer_params")
+        self.params[request_id] = KVTransferParams(do_remote_prefill=True, remote_request_id=request_id)
+        return self.params[request_id]
+
+    def progress(self) -> Iterable[TransferEvent]:
+        """Return the events of the outbox. If this call raises, they stay in the outbox."""
+        self._note("progress")
+        made, self.outbox = self.outbox, []
+        return [make() for make in made]
+
+    def request_aborted_after_finish(self, request_id: RequestId) -> None:
+        send = self.sends.get(request_id)
+        if send is None:
+            self._expect(False, f"{request_id} is aborted after its end, but has no open send")
+            return
+        self._expect(not send.is_aborted, f"{request_id} is aborted twice after its end")
+        send.is_aborted = True
+        self._note("request_aborted_after_finish")
+
+    def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
+        self.expired.append((request_id, kind))
+        if kind is HoldKind.SEND:
+            send = self.sends.pop(request_id, None)
+            self._expect(send is not None, f"a send of {request_id} expires, but there is none")
+            if send is not None:
+                self._compare(send)
+        else:
+            load = self.loads.pop(request_id, None)
+            self._expect(
+                load is not None and load.is_abandoned, f"a load of {request_id} expires, but no abandoned load is open"
+            )
+            if load is not None:
+                self._scribble(load)
+        self._note("hold_expired")
+
+    # --- helpers ---
+
+    def _note(self, call: str) -> None:
+        self.calls[call] += 1
+        if call in self.raises:
+            self.raised_count += 1
+            raise RuntimeError(f"{call} is broken")
+
+    def _expect(self, holds: bool, violation: str) -> None:
+        if not holds:
+            self.violations.append(violation)
+
+    def _expect_blocks(self, name: RequestId, block_table: Sequence[BlockIndex], position: int, end: int) -> None:
+        """Check that every index of a block table before position `end` that the token at `position` attends to has a
+        block.
+        """
+        size, window = self.executor.block_size, self.executor.window_tokens
+        first = 0 if window is None else max(0, position - window + 1) // size
+        table = block_table[first : -(-end // size)]
+        self._expect(
+            NO_BLOCK not in table,
+            f"{name}: {end} tokens in {list(block_table)}, where only the first {first} may be missing",
+        )
+
+    def _scribble(self, load: FakeLoad) -> None:
+        self.executor.spoil(load.block_table, load.start, load.token_count)
+
+    def _compare(self, send: FakeSend) -> None:
+        is_same = self.executor.content(send.block_table) == send.content
+        self._expect(is_same, f"a block of {send.request.id} was overwritten while it is being sent")
 
 
 class ScriptedConnector(FakeConnector):

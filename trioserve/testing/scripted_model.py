@@ -1,15 +1,19 @@
-"""Fake models whose output a test writes: as a text, as a function of the prompt, or as a function of the token ids."""
+"""Fake models whose output a test writes: as a text, as a function of the prompt or of the token ids, or as a preferred
+text that is written as far as a grammar allows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID
-from trioserve.testing.fake_executor import FakeModel
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 
-__all__ = ["Response", "NextToken", "answering", "following"]
+__all__ = ["NextToken", "PreferringModel", "Response", "UncheckedExecutor", "answering", "following"]
 
 Response = str | Callable[[str], str]
 """The text of every response, or a function from the prompt's text to it. A chat's prompt is its rendered template."""
@@ -72,3 +76,138 @@ class _ScriptedModel(FakeModel):
 
     def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
         return self._choose(request, tokens)
+
+
+REQUESTS_KEPT_MAX = 256  # Texts of this many requests are remembered. Those of older requests are made again.
+SPACE = b" \n\t\r"
+# The tokens that end a value, an object or an array come first, and those that begin one come last. So the output ends
+# soon.
+OUTSIDE_TEXTS = b'}],:"tfn1234567890-{[ \n'
+INSIDE_TEXTS = b'"aeinorstlcdu1024-.:/ @ATZx'
+FILLING = b"text"
+REASONING_MARKS = ((b"<think>", b"</think>"), (b"[THINK]", b"[/THINK]"))
+
+
+class PreferringModel(FakeModel):
+    """A model with preferred texts. Without a grammar it writes the first one.
+
+    Args:
+        drafts: function from the prompt's text to the preferred texts, best first.
+    """
+
+    def __init__(self, drafts: Callable[[str], Sequence[str]]) -> None:
+        super().__init__(vocab_size=BYTE_VOCAB_SIZE)
+        self._drafts_of = drafts
+        self._drafts: OrderedDict[str, tuple[bytes, ...]] = OrderedDict()
+
+    def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
+        return self.chosen_token_id(request, tokens, digest, None) or 0
+
+    def chosen_token_id(
+        self, request: EngineRequest, tokens: Sequence[int], digest: int, is_allowed: Callable[[int], bool] | None
+    ) -> int | None:
+        """Return the most preferred token that is allowed, or None if no token is allowed.
+
+        Args:
+            request: the request.
+            tokens: prompt and output so far.
+            digest: ignored.
+            is_allowed: returns True for an allowed token id. None: all are allowed.
+        """
+        written = bytes(token_id for token_id in tokens[len(request.prompt_token_ids) :] if token_id < 256)
+        for token_id in self._by_preference(request, written):
+            if is_allowed is None or is_allowed(token_id):
+                return token_id
+        return None
+
+    def _by_preference(self, request: EngineRequest, written: bytes) -> Iterator[int]:
+        """Yield every token, the most preferred one first."""
+        for draft in self._drafts_for(request):
+            if draft.startswith(written):
+                yield draft[len(written)] if len(written) < len(draft) else END_TOKEN_ID
+        for begin, end in REASONING_MARKS:
+            _before, opening, reasoning = written.rpartition(begin)
+            if opening and end not in reasoning:  # reasoning that a grammar made the model begin
+                yield from _rest_of(end, reasoning)
+            written = written.rpartition(end)[2]
+        for draft in self._drafts_for(request):
+            yield from _beside(draft, written)
+        is_inside, text = _open_text(written)
+        if is_inside:
+            if len(text) < len(FILLING) and FILLING.startswith(text):
+                yield FILLING[len(text)]
+            yield from INSIDE_TEXTS
+        yield END_TOKEN_ID
+        yield from OUTSIDE_TEXTS
+        yield from range(256)
+
+    def _drafts_for(self, request: EngineRequest) -> tuple[bytes, ...]:
+        if request.id not in self._drafts:
+            prompt = bytes(token_id for token_id in request.prompt_token_ids if token_id < 256)
+            self._drafts[request.id] = tuple(
+                draft.encode() for draft in self._drafts_of(prompt.decode(errors="replace"))
+            )
+            if len(self._drafts) > REQUESTS_KEPT_MAX:
+                self._drafts.popitem(last=False)
+        return self._drafts[request.id]
+
+
+class UncheckedExecutor(FakeExecutor):
+    """An executor that does not check the content of blocks.
+
+    With a prompt of 50,000 tokens, the check takes longer than a client waits.
+    """
+
+    def _check_plan(self, plan: StepPlan, chunks: object) -> None:
+        pass
+
+    def _write(self, chunk: ScheduledChunk) -> None:
+        pass
+
+    def _spoil(self, chunk: ScheduledChunk) -> None:
+        pass
+
+    def _read(self, chunk: ScheduledChunk) -> list[int]:
+        # Log probabilities depend on this result: here only on the token before.
+        return [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
+
+
+def _rest_of(text: bytes, written: bytes) -> Iterator[int]:
+    """Yield the next byte of a text whose beginning may already be written."""
+    for length in range(len(text) - 1, -1, -1):
+        if written.endswith(text[:length]):
+            yield text[length]
+            return
+
+
+def _beside(draft: bytes, written: bytes) -> Iterator[int]:
+    """Yield the next byte of a draft, if the output so far is its beginning apart from white space.
+
+    A grammar may require other white space between the same words.
+    """
+    position = 0
+    for byte in written.translate(None, SPACE):
+        while position < len(draft) and draft[position] in SPACE:
+            position += 1
+        if position == len(draft) or draft[position] != byte:
+            return
+        position += 1
+    while position < len(draft) and draft[position] in SPACE:
+        if written[-1:] not in (b" ", b"\n"):
+            yield draft[position]
+        position += 1
+    yield draft[position] if position < len(draft) else END_TOKEN_ID
+
+
+def _open_text(written: bytes) -> tuple[bool, bytes]:
+    """Return True and the content so far if the output ends inside of quotation marks, otherwise False and an empty
+    text.
+    """
+    is_inside, begin, position = False, 0, 0
+    while position < len(written):
+        if is_inside and written[position] == ord("\\"):
+            position += 1
+        elif written[position] == ord('"'):
+            is_inside, begin = not is_inside, position + 1
+        position += 1
+    return is_inside, written[begin:] if is_inside else b""

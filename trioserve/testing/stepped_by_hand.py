@@ -1,24 +1,173 @@
-"""Control over an engine's steps: a test can run single steps, hold a forward pass open, or make it fail."""
+"""Control over an engine's steps: a test can run single steps, hold a forward pass open, or make it fail.
+
+The gate of a paused core is in `schedule`, where a step begins. So no plan is in flight between two steps, and an abort
+frees blocks at once, as between two steps of a running engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
+import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trioserve.contracts.guide import MaskMaker
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.iterative import IterativePlan
+from trioserve.contracts.kv_transfer import KVConnector
+from trioserve.contracts.step import IsAbandoned, StepPlan, never_abandoned
+from trioserve.core.engine import EngineCore
+from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.settings import CoreSettings, IterativeSettings
 from trioserve.engine.lifecycle.requests_by_id import RequestsById
-from trioserve.engine.lifecycle.stepped_core import AnyPlan
-from trioserve.testing.controlled_steps import ControlledSteps
-from trioserve.testing.gated_core import GatedSteps
+from trioserve.engine.lifecycle.stepped_core import AnyPlan, ComputesPlans
 
-__all__ = ["InjectedFault", "SteppedByHand"]
+__all__ = ["ControlledSteps", "GatedCore", "GatedImageCore", "GatedSteps", "InjectedFault", "SteppedByHand"]
+
+Plan = TypeVar("Plan", bound=AnyPlan)
+Result = TypeVar("Result")
+
+
+class ControlledSteps(Generic[Plan, Result]):
+    """A StepRunner that runs steps in the event loop, so that Trio's autojump clock does not advance during a step.
+
+    Args:
+        executor: computes the steps.
+        seconds: seconds of each step, by the clock of the Trio program.
+
+    Attributes:
+        fault: exception that the next step raises. Steps that were submitted after that step are not computed.
+        plan: plan of the step that runs now, or None.
+        step_count: steps that have ended.
+        handed_over_at: time at which the engine submitted the running step. With overlapping steps, that is before it
+            began.
+    """
+
+    def __init__(self, executor: ComputesPlans[Plan, Result], *, seconds: float = 0.0) -> None:
+        self.executor = executor
+        self.seconds = seconds
+        self.fault: Exception | None = None
+        self.plan: Plan | None = None
+        self.step_count = 0
+        self.handed_over_at = 0.0
+        self._is_broken = False
+        self._gate: trio.Event | None = None
+        self._begun = trio.Event()
+
+    def hold(self) -> None:
+        self._gate = trio.Event()
+        self._begun = trio.Event()
+
+    def release(self) -> None:
+        assert self._gate is not None, "no step is held"
+        self._gate.set()
+        self._gate = None
+
+    @property
+    def is_held(self) -> bool:
+        """True if a step has begun since hold()."""
+        return self._gate is not None and self._begun.is_set()
+
+    async def entered(self) -> Plan:
+        """Wait until a step is held open, and return its plan."""
+        await self._begun.wait()
+        assert self.plan is not None
+        return self.plan
+
+    def run_step(self, plan: Plan, is_abandoned: IsAbandoned = never_abandoned) -> Coroutine[Any, Any, Result | None]:
+        return self._run(plan, is_abandoned, trio.current_time())
+
+    async def _run(self, plan: Plan, is_abandoned: IsAbandoned, handed_over_at: float) -> Result | None:
+        if self._is_broken:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return None
+        self.plan, self.handed_over_at = plan, handed_over_at
+        self._begun.set()
+        gate = self._gate
+        # Like a real forward pass, the step cannot be cancelled. The deadline ends a test that forgot to release the
+        # step.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
+            if gate is not None:
+                await gate.wait()
+            await trio.sleep(self.seconds)
+        self.plan = None
+        self.step_count += 1
+        self._is_broken = True
+        if self.fault is not None:
+            raise self.fault
+        result = self.executor.execute(plan, is_abandoned)
+        self._is_broken = False
+        return result
+
+
+class GatedSteps:
+    """Gate before each step of a core.
+
+    Args:
+        is_paused: if True, `schedule` returns no plan, except for one call after each `give_step`.
+    """
+
+    def __init__(self, *, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        self._has_step = False
+        self._asked = trio.Event()
+
+    def may_schedule(self) -> bool:
+        """Return True if the step loop may begin a step now."""
+        self._asked.set()
+        if self.is_paused and not self._has_step:
+            return False
+        self._has_step = False
+        return True
+
+    def give_step(self) -> None:
+        self._has_step = True
+
+    def take_back_step(self) -> None:
+        self._has_step = False
+
+    async def asked_again(self) -> None:
+        """Wait until the step loop asks for a plan.
+
+        By then the step in flight has ended and its results are delivered.
+        """
+        self._asked = trio.Event()
+        await self._asked.wait()
+
+
+class GatedCore(GatedSteps, EngineCore):
+    """An EngineCore with a gate. While it is paused, it plans no step ahead."""
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        *,
+        is_paused: bool,
+        connector: KVConnector | None = None,
+        mask_maker: MaskMaker | None = None,
+    ) -> None:
+        GatedSteps.__init__(self, is_paused=is_paused)
+        EngineCore.__init__(self, settings, connector=connector, mask_maker=mask_maker)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        return super().schedule(now) if self.may_schedule() else None
+
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        return None if self.is_paused else super().schedule_ahead(now)
+
+
+class GatedImageCore(GatedSteps, IterativeCore):
+    def __init__(self, settings: IterativeSettings, *, is_paused: bool) -> None:
+        GatedSteps.__init__(self, is_paused=is_paused)
+        IterativeCore.__init__(self, settings)
+
+    def schedule(self, now: float) -> IterativePlan | None:
+        return super().schedule(now) if self.may_schedule() else None
+
 
 STEPS_IN_FLIGHT_MAX = 2
-
-PlanT = TypeVar("PlanT", bound=AnyPlan)
 
 
 class InjectedFault(Exception):
@@ -35,7 +184,7 @@ class FailsRequests(Protocol):
     errors: dict[RequestId, str]
 
 
-class SteppedByHand(Generic[PlanT]):
+class SteppedByHand(Generic[Plan]):
     """Mixin that gives a test control over an engine's steps. It must be the first base class, before the engine.
 
     Attributes:
@@ -46,7 +195,7 @@ class SteppedByHand(Generic[PlanT]):
     """
 
     core: GatedSteps
-    steps: ControlledSteps[PlanT, Any]
+    steps: ControlledSteps[Plan, Any]
     executor: FailsRequests
     broken_openings = 0
     wake: Any  # method of the engine
@@ -63,7 +212,7 @@ class SteppedByHand(Generic[PlanT]):
         self.core.is_paused = False
         self.wake()
 
-    async def step(self, count: int = 1) -> PlanT | None:
+    async def step(self, count: int = 1) -> Plan | None:
         """Run one or more steps: schedule, forward pass, aborts, update, deliver. The engine must be paused.
 
         Before and after each step, waits until all other tasks are idle.
@@ -96,7 +245,7 @@ class SteppedByHand(Generic[PlanT]):
             await wait_all_tasks_blocked()
 
     @asynccontextmanager
-    async def held_step(self) -> AsyncIterator[PlanT]:
+    async def held_step(self) -> AsyncIterator[Plan]:
         """Begin the next step, and hold its forward pass open inside of the `async with`.
 
         Inside, the step reads the blocks of its requests. At the end of the context the forward pass runs, and the step
@@ -114,7 +263,7 @@ class SteppedByHand(Generic[PlanT]):
             raise
         await self._end_held_step()
 
-    async def _begin_held_step(self) -> PlanT | None:
+    async def _begin_held_step(self) -> Plan | None:
         """Begin a step and hold it. Return None, and hold nothing, if there is nothing to compute."""
         await wait_all_tasks_blocked()
         self.steps.hold()

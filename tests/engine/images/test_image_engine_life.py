@@ -20,7 +20,7 @@ from trioserve.contracts.events import FinishReason
 from trioserve.contracts.image_generation import ImageParams
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
-from trioserve.testing.fake_image_executor import FakeImageExecutor
+from trioserve.testing.fake_iterative_executor import FakeImageExecutor
 from trioserve.testing.stepped_by_hand import InjectedFault
 
 ASKED = ImageParams(steps=4)

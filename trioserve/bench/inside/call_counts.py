@@ -25,7 +25,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from trioserve.core.engine import EngineCore
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 from trioserve.testing.memory_stream import MemoryEnd
-from trioserve.testing.scripted_endpoints import open_scripted_endpoints
+from trioserve.testing.scripted_endpoint import open_scripted_endpoints
 from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["FLOWS", "CallCounts", "add_arguments", "counted", "run"]

@@ -16,8 +16,8 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.core.engine import EngineCore
 from trioserve.simulation.core.expected import ExpectedSequence
 from trioserve.simulation.core.history import Arrive, Break, Report, World
-from trioserve.testing.fake_connector import FakeConnector, FakeLoad
 from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.scripted_connector import FakeConnector, FakeLoad
 
 __all__ = ["TransferWatch"]
 

@@ -71,7 +71,7 @@ from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_engine import byte_form_compiler, fake_adapter_digest
-from trioserve.testing.inline_texts import InlineTexts
+from trioserve.testing.inline_work import InlineTexts
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.task_order import seeded_schedule
 from trioserve.text.guide_factory import GuideFactory

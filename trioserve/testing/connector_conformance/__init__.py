@@ -24,8 +24,7 @@ one act at each moment of a load: after 0, 1, 2, ... passes of Trio's loop, unti
 from __future__ import annotations
 
 from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
-from trioserve.testing.connector_conformance.pair import PairConformance
-from trioserve.testing.connector_conformance.sender import SenderConformance
+from trioserve.testing.connector_conformance.pair import PairConformance, SenderConformance
 from trioserve.testing.connector_conformance.stage import TOKENS, Offered, Stage
 from trioserve.testing.connector_conformance.store import StoreConformance
 

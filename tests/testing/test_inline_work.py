@@ -8,7 +8,7 @@ import trio
 from trioserve import SamplingParams, StructuredOutput
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
 from trioserve.testing import open_fake_engine
-from trioserve.testing.inline_texts import InlineTexts
+from trioserve.testing.inline_work import InlineTexts
 
 TEXT = "long " * 5_000
 DEEP = '{"type": "array", "items": ' * 40 + "{}" + "}" * 40

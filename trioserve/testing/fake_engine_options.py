@@ -1,14 +1,17 @@
-"""Replaces the names of settings in error messages by the names of the test kit's options."""
+"""Options that all fake engines share: their names in error messages, and seeds that are the same in every run."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
+
+import trio
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["options_named"]
+__all__ = ["next_own_seed", "options_named"]
 
 OPTION_OF = {
     "context_tokens_max": "max_model_len",
@@ -43,3 +46,15 @@ def options_named() -> Iterator[None]:
         message = _SETTING.sub(lambda found: OPTION_OF[found[0]], str(error))
         message = _FLAG.sub(lambda found: found[1].replace("-", "_"), message)
         raise StartupError(message.replace("give the KV cache more memory", "raise block_count")) from None
+
+
+_COUNTS: trio.lowlevel.RunVar[count[int]] = trio.lowlevel.RunVar("trioserve.testing.fake_engine_options")
+
+
+def next_own_seed() -> int:
+    """Return a number that no other engine of this Trio run has, so that two open engines draw different seeds."""
+    try:
+        counter = _COUNTS.get()
+    except LookupError:
+        _COUNTS.set(counter := count())
+    return next(counter)

@@ -1,0 +1,191 @@
+"""Work in the event loop that a server does in threads and processes: text, images and the store.
+
+Real threads and processes would take no virtual time and would end in random order. A test can hold image work back,
+and make the disk of the store full.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import trio
+
+from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.text_threads import TextThreads
+from trioserve.api.images.encoding_threads import EncodingThreads
+from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
+from trioserve.contracts.images import ImageLimits
+from trioserve.metrics.registry import Metrics
+from trioserve.store.database import FILE_NAME, StoreDatabase
+from trioserve.store.settings import StoreSettings
+from trioserve.store.store import Store
+from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
+from trioserve.trio_tools.worker_thread import LongJob
+from trioserve.vision.decoding_process import DecodeJob, DecodeReply, decode
+
+__all__ = ["InlineDecoder", "InlineImages", "InlineStore", "InlineTexts", "JobGate", "open_inline_store"]
+
+T = TypeVar("T")
+
+
+class InlineTexts(TextThreads):
+    """TextThreads without threads: each job runs in the event loop, after the other tasks have had a turn.
+
+    No thread runs beside the event loop, so a clock that jumps cannot advance while a job runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_left = False
+
+    async def __aenter__(self) -> InlineTexts:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_left = True
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
+        """Run a job in the event loop.
+
+        Args:
+            function: the job.
+            size: ignored.
+            tenant: ignored.
+        """
+        return await self.run_cancellable(function)
+
+    async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
+        if self._is_left:
+            raise AlreadyEnded("this job cannot run: its engine is closed")
+        await trio.lowlevel.checkpoint()
+        return function(*arguments)
+
+    async def run_compile(self, function: Callable[[Callable[[], None]], T], *, tenant: str | None) -> T:
+        return await self.run_cancellable(_in_deep_stack, function, LongJob().check)
+
+    async def _run_aside(self, function: Callable[[], T], owner: str | None) -> T:
+        return await self.run_cancellable(function)
+
+
+def _in_deep_stack(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread with a large stack. The event loop waits for it."""
+    usual_bytes = threading.stack_size(COMPILE_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1, "form") as thread:
+            return thread.submit(function, *arguments).result()
+    finally:
+        threading.stack_size(usual_bytes)
+
+
+class JobGate:
+    """Gate that each job passes before it runs. A test can close it.
+
+    Attributes:
+        run_count: jobs that have passed the gate.
+        held_count: jobs that wait at the gate.
+    """
+
+    def __init__(self) -> None:
+        self.run_count = 0
+        self.held_count = 0
+        self._opened: trio.Event | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Close the gate inside of the context. Jobs wait until the context ends, or until they are cancelled."""
+        self._opened = trio.Event()
+        try:
+            yield
+        finally:
+            self._opened.set()
+            self._opened = None
+
+    async def enter(self) -> None:
+        """Give every other task a turn, then wait until the gate is open."""
+        self.held_count += 1
+        try:
+            await trio.lowlevel.checkpoint()
+            if self._opened is not None:
+                await self._opened.wait()
+        finally:
+            self.held_count -= 1
+        self.run_count += 1
+
+
+class InlineImages(EncodingThreads):
+    """Encodes images in the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = JobGate()
+
+    async def run(self, function: Callable[[], T], *, tenant: str) -> T:
+        await self.gate.enter()
+        return function()
+
+
+class InlineDecoder(ImageDecoder):
+    """Decodes images in the event loop, and starts no process."""
+
+    def __init__(self, limits: ImageLimits, metrics: Metrics) -> None:
+        super().__init__(limits, metrics)
+        self.gate = JobGate()
+
+    async def _decoded(self, job: DecodeJob, content: bytes, size: int) -> tuple[DecodeReply, bytes | memoryview]:
+        await self.gate.enter()
+        reply, pixels = decode(job, content)
+        if reply.error is not None:
+            raise InvalidRequest(reply.error, param=job.place)
+        return reply, pixels
+
+
+class _InlineRunner:
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        # As with a thread: other tasks have a turn before and after the call, and cancellation does not interrupt the
+        # call.
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        result = function(*arguments)
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return result
+
+    async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
+        await trio.lowlevel.checkpoint()
+        return function(*arguments)
+
+
+class InlineStore(Store):
+    """A store in the event loop. `open_inline_store` makes it."""
+
+    def set_disk_full(self, is_full: bool) -> None:
+        """Make SQLite refuse new pages with SQLITE_FULL, or accept them again.
+
+        Args:
+            is_full: True: the disk is full from now on.
+        """
+        self._database.set_pages_max(1 if is_full else None)
+
+
+@contextmanager
+def open_inline_store(directory: Path | None = None, settings: StoreSettings | None = None) -> Iterator[InlineStore]:
+    """Open a store whose time is the clock of the Trio program.
+
+    Args:
+        directory: existing folder for the database file. None: the database is in memory.
+        settings: limits of the store.
+    """
+    path = None if directory is None else directory / FILE_NAME
+    database = StoreDatabase(path, settings or StoreSettings(), now=trio.current_time())
+    try:
+        yield InlineStore(_InlineRunner(), database, trio.current_time)
+    finally:
+        database.close()
