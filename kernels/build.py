@@ -122,9 +122,7 @@ def build_library(
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(library.with_suffix(".lock"), watch("waiting for another process that compiles the CPU kernels")):
             if not library.is_file():
-                _compile(
-                    compiler, flags, library, watch(f"compiling the CPU kernels for {level} (once, some ten seconds)")
-                )
+                _compile(compiler, flags, library, watch(f"compiling the CPU kernels for {level} (once)"))
     except OSError as error:
         raise CannotBuild(f"{folder} cannot be written: {error.strerror}") from None
     return library

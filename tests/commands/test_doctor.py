@@ -10,6 +10,7 @@ from typing import Any
 
 from trioserve.commands import doctor
 from trioserve.commands.processor import processor_name
+from trioserve.contracts.extras import install_command
 from trioserve_kernels import build
 
 
@@ -28,7 +29,7 @@ def test_missing_part_is_reported_with_advice(monkeypatch: Any):
     assert "no-such-compiler" in found("compiler").what
     assert (found("compiler").state, found("compiler").mend) == ("absent", "apt install g++")
     monkeypatch.setattr(doctor, "_version", lambda package: None)
-    assert found("huggingface_hub").mend == "pip install 'trioserve[hub]'"
+    assert found("huggingface_hub").mend == install_command("hub")
     assert found("torch").state == "absent"
     assert found("compiler").state == "missing"
     assert doctor.run_doctor(as_json=False) == 1

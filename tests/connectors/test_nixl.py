@@ -344,7 +344,7 @@ async def test_failed_start_is_reported_in_one_sentence(monkeypatch):
 
 def test_missing_package_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: None)
-    with pytest.raises(StartupError, match=r"trioserve\[nixl\]"):
+    with pytest.raises(StartupError, match=r"pip install .*\[nixl\]"):
         Engine("there")
 
 

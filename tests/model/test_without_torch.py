@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.model import device
 from trioserve.model.settings import ModelSettings
 
@@ -18,11 +19,11 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_required_cuda_device_needs_torch() -> None:
-    with pytest.raises(StartupError, match=r"device cuda needs torch.*pip install 'trioserve\[torch\]'"):
+    with pytest.raises(StartupError, match=r"device cuda needs torch.*pip install .*\[torch\]'"):
         device.pick_device(ModelSettings(device="cuda"))
 
 
 def test_gpu_is_not_used_without_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(device, "_has_cuda_driver", lambda: True)
     assert device.pick_device(ModelSettings()) == "cpu"
-    assert "trioserve[gpu]" in caplog.text
+    assert install_command("gpu") in caplog.text

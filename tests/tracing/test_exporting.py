@@ -108,7 +108,7 @@ def test_invalid_trace_context_begins_a_new_trace(otel, collector, traceparent):
 
 async def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "trioserve.tracing.otel", None)
-    with pytest.raises(StartupError, match=r"trioserve\[otel\]"):
+    with pytest.raises(StartupError, match=r"pip install .*\[otel\]"):
         async with open_tracing(Config(otlp_endpoint="http://127.0.0.1:1"), {}):
             pass
     async with open_tracing(Config(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}) as tracing:

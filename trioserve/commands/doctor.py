@@ -16,13 +16,14 @@ import msgspec
 
 from trioserve import __version__
 from trioserve.commands.processor import processor_name
+from trioserve.contracts.extras import Extra, install_command
 from trioserve.model.loading.default_model import find_default_model
 
 __all__ = ["Finding", "findings", "run_doctor"]
 
 PORT = 8000
 MEMORY_BYTES_MIN = 2 * 2**30  # the bundled model with a small KV cache takes less than 1 GiB
-EXTRAS = {
+EXTRAS: dict[str, tuple[str, Extra]] = {
     "huggingface_hub": ("models by their hub names", "hub"),
     "hypercorn": ("the front end hypercorn, and mounting as ASGI", "asgi"),
     "triton": ("triton kernels on a GPU", "gpu"),
@@ -79,7 +80,7 @@ def findings() -> Iterator[Finding]:
     for package, (what, extra) in EXTRAS.items():
         found = _version(package)
         if found is None:
-            yield Finding(package, "absent", f"for {what}", f"pip install 'trioserve[{extra}]'")
+            yield Finding(package, "absent", f"for {what}", install_command(extra))
         else:
             yield Finding(package, "ok", f"{found}: {what}")
     yield _port()
@@ -113,7 +114,7 @@ def _kernels() -> Finding:
 def _torch() -> Finding:
     found = _version("torch")
     if found is None:
-        return Finding("torch", "absent", "models run only with native kernels", "pip install 'trioserve[torch]'")
+        return Finding("torch", "absent", "models run only with native kernels", install_command("torch"))
     return Finding("torch", "ok", found)
 
 

@@ -11,6 +11,7 @@ import msgspec
 from trioserve.commands.feed_state import BLOCK_STATES, FeedState
 from trioserve.commands.remote import RemoteServer, ServerFailed
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +47,7 @@ def run_top(server: RemoteServer, *, interval: float, as_json: bool) -> int:
     try:
         from rich.live import Live
     except ImportError:
-        raise StartupError("`top` draws with rich: pip install 'trioserve[top]', or use `top --json`") from None
+        raise StartupError(f"`top` draws with rich: {install_command('top')}, or use `top --json`") from None
     with Live(screen=True, auto_refresh=False) as live, closing(states(server, interval)) as seen:
         for state in seen:
             live.update(view(state, server.url), refresh=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.trio_tools.worker_thread import call_abandonable
 
@@ -77,9 +78,9 @@ async def open_tracing(config: ServerOptions, environment: Mapping[str, str] = o
     except ImportError as error:
         if config.otlp_endpoint is not None:
             raise StartupError(
-                f"--otlp-endpoint is set, and {error.name} is not installed: pip install 'trioserve[otel]'"
+                f"--otlp-endpoint is set, and {error.name} is not installed: {install_command('otel')}"
             ) from None
-        logger.warning("requests are not traced: %s is not installed (pip install 'trioserve[otel]')", error.name)
+        logger.warning("requests are not traced: %s is not installed (%s)", error.name, install_command("otel"))
         yield Tracing()
         return
     otel = OtelTracing(endpoint=config.otlp_endpoint, sample=config.trace_sample)

@@ -49,6 +49,7 @@ from trioserve.connectors.stream.transfers import Load
 from trioserve.connectors.stream.transport import StreamTransport
 from trioserve.connectors.stream.wire import MayNot, Wire
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import ConnectorSetup, Started
 
@@ -508,5 +509,5 @@ def make_connector(setup: ConnectorSetup) -> NixlConnector:
     """
     options = read_options(NixlOptions, setup.options)
     if find_spec("nixl") is None:
-        raise StartupError('the connector "nixl" needs the package nixl: pip install "trioserve[nixl]"')
+        raise StartupError(f'the connector "nixl" needs the package nixl: {install_command("nixl")}')
     return NixlConnector(setup, options)

@@ -6,6 +6,7 @@ import pkgutil
 from importlib.metadata import entry_points
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import Extra, install_command
 from trioserve.contracts.kv_transfer import ConnectorFactory
 
 __all__ = ["CONNECTOR_ENTRY_POINTS", "OWN_CONNECTORS", "find_connector"]
@@ -24,7 +25,7 @@ pyproject.toml declares the same entry points. A source tree that was never inst
 this copy. "none" is not in it: with "none", the engine has no connector and makes no calls.
 """
 
-EXTRAS = {"nixl": "nixl"}
+EXTRAS: dict[str, Extra] = {"nixl": "nixl"}
 """Extras of this package that install what a connector needs, by connector."""
 
 
@@ -50,7 +51,7 @@ def find_connector(name: str) -> ConnectorFactory:
         if name in EXTRAS:
             raise StartupError(
                 f'the connector "{name}" needs packages that are not installed ({error}): '
-                f"pip install 'trioserve[{EXTRAS[name]}]'"
+                + install_command(EXTRAS[name])
             ) from error
         raise StartupError(f'the connector "{name}" ({places[name]}) cannot be imported: {error}') from error
     except AttributeError as error:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.model.kv_format import KvFormat, head_bytes, kv_format_of
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
@@ -68,7 +69,7 @@ def torch_now(purpose: str = "this") -> ModuleType:
         StartupError: torch is not installed.
     """
     if not has_torch():
-        raise StartupError(f"{purpose} needs torch, which is not installed: pip install 'trioserve[torch]'")
+        raise StartupError(f"{purpose} needs torch, which is not installed: {install_command('torch')}")
     # OpenMP reads this when torch is first imported. Waiting threads then stop spinning soon, so a busy event loop on
     # another core slows a step only a little.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -104,7 +105,7 @@ def pick_device(settings: ModelSettings) -> DeviceType:
         return "cuda"
     is_wanted = settings.device == "auto" and _has_cuda_driver()
     if is_wanted and not has_torch():
-        logger.warning("a GPU may be present but is not used: to use it, pip install 'trioserve[gpu]'")
+        logger.warning("a GPU may be present but is not used: to use it, %s", install_command("gpu"))
         return "cpu"
     return "cuda" if is_wanted and torch_now().cuda.is_available() else "cpu"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.extras import install_command
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.pooling import PoolingResult
@@ -752,7 +753,7 @@ def load_vision(
         return None
     if not has_torch():
         logger.warning(
-            "images are not served: torch, which encodes them, is not installed: pip install 'trioserve[torch]'"
+            "images are not served: torch, which encodes them, is not installed: %s", install_command("torch")
         )
         return None
     torch = torch_now()
@@ -829,8 +830,8 @@ def _make_model(
         )
     if not has_torch():
         raise StartupError(
-            f"the native kernels cannot be used: {reason}. torch, which would compute instead, is not installed: pip "
-            "install 'trioserve[torch]'"
+            f"the native kernels cannot be used: {reason}. torch, which would compute instead, is not installed: "
+            + install_command("torch")
         )
     torch_now()
     from trioserve.model.torch_step_model import TorchStepModel

@@ -13,6 +13,7 @@ from torch import Tensor
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.extras import install_command
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
@@ -408,8 +409,8 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
         return pick_kernels(name, batch_invariant=settings.batch_invariant)
     except ModuleNotFoundError as error:
         raise StartupError(
-            f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
-            "use gpu_kernels torch"
+            f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): {install_command('gpu')}, "
+            "or use gpu_kernels torch"
         ) from error
 
 

@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.extras import install_command
 from trioserve.vision.image_header import ImageHeader, scan_header
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def why_no_images() -> str | None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        return "Pillow, which decodes images, is not installed: pip install 'trioserve[vision]'"
+        return f"Pillow, which decodes images, is not installed: {install_command('vision')}"
     return None
 
 

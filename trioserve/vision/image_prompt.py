@@ -95,8 +95,8 @@ class ImageReader:
         Raises:
             InvalidRequest: a source is not an image, or the image is too large.
         """
-        if sources and (reason := why_no_images()) is not None:
-            raise InvalidRequest(f"this server cannot read images: {reason}", param=sources[0].place)
+        if sources and why_no_images() is not None:  # that reason is for operators: it may name a path
+            raise InvalidRequest("this server cannot read images: Pillow is not installed", param=sources[0].place)
         read = []
         for source in sources:
             content = content_of(source, self.limits)

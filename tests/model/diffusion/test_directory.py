@@ -264,7 +264,7 @@ def test_directory_without_a_readable_index_is_refused(tmp_path):
 
 def test_error_of_a_missing_extra_names_the_command_to_install(monkeypatch):
     monkeypatch.setattr(directory_file.importlib.util, "find_spec", lambda name: None if name == "diffusers" else name)
-    with pytest.raises(StartupError, match=r"needs diffusers.*pip install 'trioserve\[image\]'"):
+    with pytest.raises(StartupError, match=r"needs diffusers.*pip install .*\[image\]'"):
         check_image_extra()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 
 __all__ = ["Judge", "Verdict"]
 
@@ -35,7 +36,7 @@ class Judge:
         try:
             self._jsonschema: Any = importlib.import_module("jsonschema")
         except ModuleNotFoundError:
-            raise StartupError("judging responses needs jsonschema: install trioserve[bench]") from None
+            raise StartupError(f"judging responses needs jsonschema: {install_command('bench')}") from None
         self._bytes = LLTokenizer("byte")
 
     def judge(self, schema: Any, text: str, *, is_cut: bool) -> tuple[Verdict, str]:

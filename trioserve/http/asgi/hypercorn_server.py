@@ -14,6 +14,7 @@ from pathlib import Path
 import trio
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import ClientCertificates
@@ -65,7 +66,7 @@ async def serve_with_hypercorn(
         from hypercorn.config import Config
     except ImportError:
         raise StartupError(
-            "the hypercorn front end needs Hypercorn, which is not installed: pip install 'trioserve[asgi]'"
+            f"the hypercorn front end needs Hypercorn, which is not installed: {install_command('asgi')}"
         ) from None
     limits = limits or FrontendLimits()
     logger.warning("the HTTP front end is Hypercorn. Its limitations: %s", "; ".join(HYPERCORN_LIMITS))

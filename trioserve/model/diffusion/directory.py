@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.model.diffusion.registry import Pipeline, find_pipeline
 from trioserve.model.loading.file_tensor import STORAGE_BYTES, FileTensor
 from trioserve.model.loading.safetensors import tensors_in_file
@@ -59,9 +60,7 @@ def check_image_extra() -> None:
     """
     for package in ("torch", "diffusers", "transformers", "PIL"):
         if importlib.util.find_spec(package) is None:
-            raise StartupError(
-                f"an image model needs {package}, which is not installed: pip install 'trioserve[image]'"
-            )
+            raise StartupError(f"an image model needs {package}, which is not installed: {install_command('image')}")
 
 
 class ImageDirectory:

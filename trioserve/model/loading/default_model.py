@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.extras import install_command
 from trioserve.model.loading.packaged_model import PACKAGED_MODELS, Progress, find_packaged, pull_packaged
 
 __all__ = [
@@ -169,7 +170,7 @@ def download_from_hub(
     except ImportError:
         raise ModelLoadError(
             f"there is no directory {name!r}, and to download it from the hub huggingface_hub is needed: "
-            "pip install 'trioserve[hub]', or fetch it yourself and name the directory"
+            f"{install_command('hub')}, or fetch it yourself and name the directory"
         ) from None
     try:
         return Path(

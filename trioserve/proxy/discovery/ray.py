@@ -19,13 +19,13 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import StartupError
+from trioserve.contracts.extras import install_command
 from trioserve.proxy.discovery.source import EndpointReceiver, EndpointTemplate, report_endpoints
 
-__all__ = ["RAY_MISSING", "SIGN_SECONDS", "GroupReport", "RaySource", "check_ray_is_installed"]
+__all__ = ["SIGN_SECONDS", "GroupReport", "RaySource", "check_ray_is_installed"]
 
 logger = logging.getLogger(__name__)
 
-RAY_MISSING = 'Ray is not installed: python -m pip install "trioserve[ray]"'
 SIGN_SECONDS = 2.0  # maximum time between two lines, also without changes
 FIRST_SECONDS_MAX = 60.0  # time to the first line: importing Ray and finding the cluster on a busy machine
 SILENCE_SECONDS_MAX = 15.0  # longer silence means that the process hangs in a call of Ray
@@ -168,4 +168,4 @@ def check_ray_is_installed() -> None:
         StartupError: Ray is not installed. The message says how to install it.
     """
     if importlib.util.find_spec("ray") is None:
-        raise StartupError(RAY_MISSING)
+        raise StartupError(f"Ray is not installed: {install_command('ray')}")
