@@ -21,10 +21,15 @@ def no_virtual_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, direct_url: str | None, *, is_there: bool = True) -> None:
-    """Pretend that trioserve was installed in a certain way."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, direct_url: str | None, *, is_there: bool = True, folder: str = "/site-packages"
+) -> None:
+    """Pretend that trioserve was installed in a certain way, with its metadata in a folder."""
 
     class Installed:
+        def locate_file(self, name: str) -> Path:
+            return Path(folder, name)
+
         def read_text(self, _name: str) -> str | None:
             return direct_url
 
@@ -41,6 +46,8 @@ def test_checkout_installs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, '{"url": "file:///elsewhere", "dir_info": {"editable": true}}')
     assert install_command("vision") == expected
     install(monkeypatch, None, is_there=False)
+    assert install_command("vision") == expected
+    install(monkeypatch, None, folder=str(ROOT))
     assert install_command("vision") == expected
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import Distribution, PackageNotFoundError
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,12 +29,14 @@ def install_command(extra: Extra) -> str:
 
 def _checkout() -> str | None:
     """Return the folder of the checkout that this program runs from. None if it runs from an installed copy."""
+    checkout = __file__.rsplit("/", 3)[0]
     try:
-        origin = Distribution.from_name("trioserve").read_text("direct_url.json")  # see PEP 610
+        installed = Distribution.from_name("trioserve")
     except PackageNotFoundError:
-        return __file__.rsplit("/", 3)[0]  # never installed, so this file is in a source tree
-    if origin is None:
-        return None
-    url = msgspec.json.decode(origin)
-    is_editable = url.get("dir_info", {}).get("editable", False)
-    return __file__.rsplit("/", 3)[0] if is_editable else None
+        return checkout
+    beside: Any = installed.locate_file("pyproject.toml")  # a pathlib.Path
+    if beside.is_file():
+        return checkout  # setuptools leaves metadata in a source tree, which hides those of the installation
+    origin = installed.read_text("direct_url.json")  # see PEP 610
+    is_editable = origin is not None and msgspec.json.decode(origin).get("dir_info", {}).get("editable", False)
+    return checkout if is_editable else None
