@@ -166,6 +166,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
     doctor = subparsers.add_parser("doctor", help="show what this machine supports, and what is missing for more")
     doctor.add_argument("--json", action="store_true", help="for scripts (default: off)")
+    doctor.add_argument(
+        "--model",
+        help="compute the memory that a model needs, and how many tokens and streams fit: a path on this machine, or "
+        "smollm2 (default: check the machine)",
+    )
 
     random_checkpoint = subparsers.add_parser(
         "random-checkpoint", help="write a checkpoint of a real model's shape with random weights, for measuring"
@@ -461,7 +466,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from trioserve.commands.doctor import run_doctor
 
-    return run_doctor(as_json=arguments.json)
+    return run_doctor(as_json=arguments.json, model=arguments.model)
 
 
 def _top(arguments: argparse.Namespace) -> int:

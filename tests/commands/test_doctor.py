@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from trioserve.cli import main
 from trioserve.commands import doctor
 from trioserve.commands.processor import processor_name
+from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.extras import install_command
+from trioserve.model import device
+from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve_kernels import build
+
+SIZING = Path(__file__).parents[2] / "docs" / "guides" / "sizing.md"
 
 
 def found(name: str) -> doctor.Finding:
@@ -66,3 +75,40 @@ def test_processor_has_the_name_from_cpuinfo(tmp_path: Path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some  CPU @ 2 GHz\n")
     assert processor_name(tmp_path / "cpuinfo").startswith("Some CPU @ 2 GHz, ")
     assert " core" in processor_name(tmp_path / "none")
+
+
+def model_lines(name: str) -> dict[str, str]:
+    return {finding.name: finding.what for finding in doctor.model_findings(name)}
+
+
+def test_memory_of_the_default_model_is_that_of_the_sizing_guide(monkeypatch: Any, capsys: Any):
+    monkeypatch.setattr(doctor, "free_host_bytes", lambda: 17 * 2**30)
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 17 * 2**30)
+    monkeypatch.setattr(build, "supported_levels", lambda: ("avx2",))
+    assert doctor.run_doctor(as_json=False, model="smollm2") == 0
+    assert capsys.readouterr().out in SIZING.read_text(encoding="utf-8")
+
+
+def test_memory_of_a_model_is_computed_without_its_weights(tmp_path: Path, monkeypatch: Any):
+    assert main(["random-checkpoint", "tiny", str(tmp_path / "tiny")]) == 0
+    [weights] = (tmp_path / "tiny").glob("*.safetensors")
+    content = weights.read_bytes()
+    header_bytes = 8 + int.from_bytes(content[:8], "little")
+    weights.write_bytes(content[:header_bytes])
+    os.truncate(weights, len(content))  # zeros that take no space
+    monkeypatch.setattr(doctor, "free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 2**30)
+    config = open_checkpoint(tmp_path / "tiny").config
+    tokens = 2**28 // device.kv_block_bytes(config, 16, "bfloat16") * 16
+    assert f"{tokens:,} tokens" in model_lines(str(tmp_path / "tiny"))["by default"]
+
+
+def test_model_that_does_not_fit_is_reported(monkeypatch: Any):
+    monkeypatch.setattr(doctor, "free_host_bytes", lambda: 2**28)
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 2**28)
+    assert doctor.run_doctor(as_json=True, model="smollm2") == 1
+
+
+def test_model_that_is_not_here_is_refused(tmp_path: Path):
+    with pytest.raises(ModelLoadError, match="is not on this machine"):
+        model_lines(str(tmp_path / "none"))

@@ -1,8 +1,12 @@
-"""`trioserve doctor`: checks this machine and lists missing parts. It imports no torch and loads no model."""
+"""`trioserve doctor`: checks this machine and lists missing parts, or computes the memory that a model needs.
+
+It imports no torch and loads no weights.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import platform
 import socket
@@ -16,13 +20,24 @@ import msgspec
 
 from trioserve import __version__
 from trioserve.commands.processor import processor_name
+from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.extras import Extra, install_command
+from trioserve.model.device import cache_size, free_host_bytes, kv_block_bytes, pick_dtype
+from trioserve.model.diffusion.directory import is_image_model
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
+from trioserve.model.loading.encoder_directory import opened_encoder
+from trioserve.model.model_config import ModelConfig
+from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.quantization import settle_quantization
+from trioserve.model.settings import ModelSettings
 
-__all__ = ["Finding", "findings", "run_doctor"]
+__all__ = ["Finding", "findings", "model_findings", "run_doctor"]
 
 PORT = 8000
 MEMORY_BYTES_MIN = 2 * 2**30  # the bundled model with a small KV cache takes less than 1 GiB
+PROGRAM_BYTES = 256 * 2**20  # program, tokenizer, small buffers: 105 to 227 MiB in docs/benchmarks/startup.md
+STREAM_TOKENS = 2_000  # prompt and response of the example in docs/guides/sizing.md, rounded up
 EXTRAS: dict[str, tuple[str, Extra]] = {
     "huggingface_hub": ("models by their hub names", "hub"),
     "hypercorn": ("the front end hypercorn, and mounting as ASGI", "asgi"),
@@ -48,16 +63,20 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str | None = None
 
 
-def run_doctor(*, as_json: bool) -> int:
+def run_doctor(*, as_json: bool, model: str | None = None) -> int:
     """Print the results of all checks.
 
     Args:
         as_json: True prints JSON instead of a table.
+        model: model whose memory is computed, instead of checks of the machine. None: the machine.
 
     Returns:
-        1 if a part is missing without which nothing can be served, otherwise 0.
+        1 if a part is missing without which nothing can be served, or if the model does not fit, otherwise 0.
+
+    Raises:
+        ModelLoadError: the model is not on this machine, or is damaged.
     """
-    found = list(findings())
+    found = list(findings() if model is None else model_findings(model))
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -84,6 +103,87 @@ def findings() -> Iterator[Finding]:
         else:
             yield Finding(package, "ok", f"{found}: {what}")
     yield _port()
+
+
+def model_findings(name: str) -> Iterator[Finding]:
+    """Compute the memory that a model needs on the CPU, from its configuration and the headers of its files.
+
+    Args:
+        name: packaged model, directory or .gguf file on this machine.
+
+    Raises:
+        ModelLoadError: the model is not on this machine, or is damaged.
+    """
+    path = find_default_model(name) or Path(name)
+    if not path.exists():
+        raise ModelLoadError(f"{name} is not on this machine: name a path that `trioserve models` or `pull` prints")
+    if is_image_model(str(path)):
+        raise ModelLoadError(f"{name} generates images and has no KV cache: name a model for text")
+    settings, free_bytes = ModelSettings(device="cpu"), free_host_bytes()
+    encoder = opened_encoder(path)
+    if encoder is not None:
+        yield Finding("model", "ok", f"{name}: an encoder ({encoder.config.family}), without a KV cache")
+        yield from _fixed_memory(encoder.weight_bytes, "", PROGRAM_BYTES, free_bytes)
+        return
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    fixed_bytes = PROGRAM_BYTES + settings.max_num_seqs * config.vocab_size * VALUE_BYTES["float32"]
+    dtype = pick_dtype(config, settings, "cpu")
+    weight_bytes, how = _weights(checkpoint, settings, dtype)
+    context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
+    yield Finding("model", "ok", f"{name}: {config.family}, {context}")
+    yield from _fixed_memory(weight_bytes, how, fixed_bytes, free_bytes)
+    plain, small = (kv_block_bytes(config, 1, dtype, kind) for kind in ("plain", "int8"))
+    yield Finding(
+        "KV cache",
+        "ok",
+        f"{_gib(1000 * plain)} per 1,000 tokens in {dtype}, {_gib(1000 * small)} with --kv-cache-dtype int8",
+    )
+    if config.state_bytes:
+        yield Finding("states", "ok", f"{_gib(config.state_bytes)} per running stream, in the memory of the KV cache")
+    yield _fitting("by default", config, settings, dtype)
+    most = int((free_bytes - weight_bytes - fixed_bytes) / 2**30)
+    if most >= 1:
+        largest = msgspec.structs.replace(settings, kv_cache_bytes=most * 2**30)
+        yield _fitting("at most", config, largest, dtype, f", with --kv-cache-memory {most}")
+
+
+def _weights(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype) -> tuple[int, str]:
+    """Return the bytes of the weights in memory, and how they are stored."""
+    from trioserve_kernels.build import supported_levels
+
+    tensors = list(checkpoint.tensors())
+    block_types = {tensor.name: tensor.block_type for tensor in tensors if tensor.block_type is not None}
+    if supported_levels() and settle_quantization(settings.quantization, block_types, dtype=dtype) == "file":
+        return sum(file.stat().st_size for file in checkpoint.files), ", as in the file"
+    return sum(math.prod(tensor.shape) for tensor in tensors) * VALUE_BYTES[dtype], f" in {dtype}"
+
+
+def _fixed_memory(weight_bytes: int, how: str, fixed_bytes: int, free_bytes: int) -> Iterator[Finding]:
+    fits = weight_bytes + fixed_bytes < free_bytes
+    advice = None if fits else f"{_gib(free_bytes)} are free: use a smaller model, or --quantization int8 or int4"
+    yield Finding("weights", "ok" if fits else "missing", f"{_gib(weight_bytes)}{how}", advice)
+    yield Finding("workspace", "ok", f"{_gib(fixed_bytes)} for the program, its tokenizer and the buffers of a step")
+
+
+def _fitting(name: str, config: ModelConfig, settings: ModelSettings, dtype: Dtype, option: str = "") -> Finding:
+    """Return how many tokens and streams fit into the KV cache that the settings give."""
+    try:
+        size = cache_size(config, settings, "cpu", dtype)
+    except StartupError as error:
+        return Finding(name, "missing", str(error))
+    tokens = size.block_count * settings.block_size
+    kv_bytes = size.block_count * kv_block_bytes(config, settings.block_size, dtype)
+    kv_bytes += (size.state_slot_count + size.snapshot_slot_count) * config.state_bytes
+    streams = tokens // STREAM_TOKENS
+    if config.state_bytes:
+        streams = min(streams, size.state_slot_count)
+    what = f"{_gib(kv_bytes)} of KV cache: {tokens:,} tokens, or {streams:,} streams of {STREAM_TOKENS:,} tokens"
+    return Finding(name, "ok", what + option)
+
+
+def _gib(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.3g} GiB"
 
 
 def _processor() -> Finding:
