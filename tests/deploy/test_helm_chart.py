@@ -29,7 +29,7 @@ from trioserve.options.router import RouterOptions
 from trioserve.proxy import router_app
 from trioserve.proxy.discovery.kubernetes import KubernetesSource
 from trioserve.proxy.fleet import EndpointSpec
-from trioserve.proxy.peers.peer_list import parse_peers
+from trioserve.proxy.peers.peer_watch import parse_peers
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"

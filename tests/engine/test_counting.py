@@ -8,7 +8,7 @@ import trio
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.router.drain_rate import DrainRate
+from trioserve.router.queues import DrainRate
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.invariants import check_idle
 

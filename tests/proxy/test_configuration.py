@@ -13,7 +13,7 @@ from trioserve.commands.route import serve_router
 from trioserve.config import add_arguments, config_from
 from trioserve.contracts.errors import StartupError
 from trioserve.options.router import RouterOptions
-from trioserve.proxy.discovery.file import read_endpoints
+from trioserve.proxy.discovery.source import read_endpoints
 from trioserve.router.policies import RoundRobin
 
 ENDPOINT = ["--endpoint", "http://127.0.0.1:9"]

@@ -24,8 +24,8 @@ from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import StartupError
 from trioserve.proxy.discovery.dns import DnsSource
-from trioserve.proxy.discovery.file import FileSource, read_endpoints
 from trioserve.proxy.discovery.kubernetes import KubernetesSource, in_cluster
+from trioserve.proxy.discovery.source import FileSource, read_endpoints
 from trioserve.proxy.fleet import EndpointSpec, Fleet
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 from trioserve.router.policies import POLICIES

@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.proxy.line_streams import LineSplitter
+from trioserve.proxy.event_splitter import LineSplitter
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.testing.httpx_transport import MemoryTransport
 

@@ -12,9 +12,7 @@ from trioserve.api.form import FormPart, form_parts
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
 from trioserve.http.http1.chunk_sizes import ChunkSizes
 from trioserve.proxy.continued_stream import ContinuedStream
-from trioserve.proxy.event_lines import BrokenEvents, EventLines
-from trioserve.proxy.event_splitter import EventSplitter
-from trioserve.proxy.line_streams import LineSplitter
+from trioserve.proxy.event_splitter import BrokenEvents, EventLines, EventSplitter, LineSplitter
 from trioserve.proxy.response_reader import BadResponse, ResponseReader
 
 SHORT, GROWTH = 10_000, 4

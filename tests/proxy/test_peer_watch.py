@@ -13,8 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.errors import StartupError
 from trioserve.proxy.endpoint_watch import WatchSettings
-from trioserve.proxy.peers.peer_list import PEERS_MAX, PeerList, parse_peers
-from trioserve.proxy.peers.peer_watch import LOST_LATELY_SECONDS
+from trioserve.proxy.peers.peer_watch import LOST_LATELY_SECONDS, PEERS_MAX, PeerList, parse_peers
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

@@ -8,7 +8,7 @@ import trio
 from trioserve.admission.recent_requests import KEPT_SECONDS, SentTimes
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.proxy.endpoint_watch import WatchSettings
-from trioserve.proxy.pushed_load import ANCHOR_SECONDS, SILENT_SECONDS, PushedLoad
+from trioserve.proxy.pushed_reports import ANCHOR_SECONDS, SILENT_SECONDS, PushedLoad
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 A = EndpointId("a")

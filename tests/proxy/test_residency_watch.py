@@ -13,8 +13,13 @@ import trio
 from trioserve.contracts.block_hash import HASH_SCHEME
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, ResidencySnapshot
+from trioserve.proxy.pushed_reports import (
+    RESIDENCY_RETRY_SECONDS_MAX,
+    RETRY_SECONDS_MIN,
+    STALE_SECONDS,
+    watch_residency,
+)
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
-from trioserve.proxy.residency_watch import RETRY_SECONDS_MAX, RETRY_SECONDS_MIN, STALE_SECONDS, watch_residency
 from trioserve.router.policies import KvAware
 from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
@@ -210,7 +215,7 @@ async def test_unreachable_endpoint_is_asked_with_growing_intervals(autojump_clo
         pauses = [late - early for early, late in zip(endpoint.connected_at, endpoint.connected_at[1:], strict=False)]
         assert pauses == sorted(pauses)
         assert pauses[0] == pytest.approx(2 * RETRY_SECONDS_MIN)
-        assert pauses[-1] == pytest.approx(RETRY_SECONDS_MAX)
+        assert pauses[-1] == pytest.approx(RESIDENCY_RETRY_SECONDS_MAX)
         endpoint.scripts = [[HEAD, snapshot("a")]]
-        await trio.sleep(RETRY_SECONDS_MAX)
+        await trio.sleep(RESIDENCY_RETRY_SECONDS_MAX)
         assert endpoint.known() == "a"

@@ -7,7 +7,7 @@ import pytest
 
 from trioserve.api.form import PARTS_MAX, form_boundary, form_parts
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.proxy.routed_form import RoutedForm
+from trioserve.proxy.routed_body import RoutedForm
 
 TYPE = 'multipart/form-data; boundary="a b"'
 FILE = bytes(range(256)) + b"\r\n--a \r\n\r\n--"

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trioserve.api.error_responses import Refusal
+from trioserve.api.streams.cursors import CHOICES_NUMBERED_MAX, Position, PositionKeeper, parse_position
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.proxy.peers.client_events import NotTheSame, NumberedEvents
-from trioserve.proxy.peers.stream_position import CHOICES_NUMBERED_MAX, Position, PositionKeeper, parse_position
+from trioserve.proxy.client_events import NumberedEvents
 
 
 def group(text: str, id: str) -> bytes:
@@ -88,13 +89,13 @@ def test_different_response_is_never_sent_as_the_rest(other, what):
             continue
         if what == "over before" and known.startswith("1~"):
             continue
-        with pytest.raises(NotTheSame):
+        with pytest.raises(Refusal):
             told(other, known)
 
 
 def test_the_same_token_of_another_choice_is_another_response():
     one = ids(told([group("a", "0:5"), group("b", "1:6")]))[-1]
-    with pytest.raises(NotTheSame):
+    with pytest.raises(Refusal):
         told([group("b", "0:6"), group("a", "1:5")], one)
 
 

@@ -15,8 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.proxy.peers import retries
-from trioserve.proxy.peers.client_left import ClientLeftNotice, ClientLeftNotices
-from trioserve.proxy.peers.kept_stream import Found, KeptStream
+from trioserve.proxy.peers.kept_stream import ClientLeftNotice, ClientLeftNotices, Found, KeptStream
 from trioserve.testing.memory_client import ConnectionLost
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server

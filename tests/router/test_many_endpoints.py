@@ -12,10 +12,10 @@ from itertools import islice
 import pytest
 
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
+from trioserve.router.candidates import Ring
 from trioserve.router.core import RouterCore
 from trioserve.router.endpoint_state import EndpointState
 from trioserve.router.policies import LOOKS_MAX, POLICIES, Candidate, LeastLoaded, Policy
-from trioserve.router.ring import Ring
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import TicketState
 

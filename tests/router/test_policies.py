@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.router.continuation import RetryBudget
 from trioserve.router.policies import POLICIES, Candidate
-from trioserve.router.prefix_index import PrefixIndex
-from trioserve.router.retry_budget import RetryBudget
+from trioserve.router.residency import PrefixIndex
 
 
 def candidates(**loads: float | None) -> list[Candidate]:

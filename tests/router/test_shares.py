@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.router.shares import lease_share
+from trioserve.router.peer_shares import lease_share
 
 E = EndpointId("e")
 names = st.sets(st.text(max_size=6), min_size=1, max_size=20)

@@ -39,18 +39,15 @@ from trioserve.http.listener import inherited_listener
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.options.router import RouterOptions
-from trioserve.proxy.discovery.file import FileSource, read_endpoints
 from trioserve.proxy.discovery.kubernetes import in_cluster
 from trioserve.proxy.discovery.ray import RaySource, check_ray_is_installed
-from trioserve.proxy.discovery.source import Source
+from trioserve.proxy.discovery.source import FileSource, Source, read_endpoints
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
-from trioserve.proxy.peers.client_left import ClientLeftNotices
-from trioserve.proxy.peers.peer_list import parse_peers
-from trioserve.proxy.peers.peer_metrics import show_peers
-from trioserve.proxy.peers.peer_watch import PeerWatch
+from trioserve.proxy.peers.kept_stream import ClientLeftNotices
+from trioserve.proxy.peers.peer_watch import PeerWatch, parse_peers
 from trioserve.proxy.peers.processes import OneProcess, OtherProcesses, ProcessDoor, ProcessPeers, ProcessPlace
-from trioserve.proxy.peers.retries import NoPeers, PeerStreams
+from trioserve.proxy.peers.retries import NoPeers, PeerStreams, show_peers
 from trioserve.proxy.router_app import RouterApp
 from trioserve.proxy.router_context import RoutingRules
 from trioserve.router.policies import POLICIES, PolicyFactory

@@ -1,8 +1,13 @@
-"""Aborts of requests by id: in the queue, at an endpoint, or in another process of this router.
+"""Aborts of requests by id, and hand-overs: the router asks an endpoint to end a request early.
 
-For a partial result, the router asks the endpoint that runs the request. The endpoint ends the request and returns the
-partial result, also to the client of the request. If the endpoint does not answer in time, the router closes the
-connection, as in all other cases.
+A request is aborted in the queue, at an endpoint, or in another process of this router. For a partial result, the
+router asks the endpoint that runs the request. The endpoint ends the request and returns the partial result, also to
+the client of the request. If the endpoint does not answer in time, the router closes the connection, as in all other
+cases.
+
+A stream is handed over when its endpoint is being drained. The endpoint ends the stream between two steps, after a
+complete group of tokens, and keeps the KV for the next endpoint if it can. Otherwise the next endpoint computes the
+prompt again.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import msgspec
 import trio
@@ -28,7 +34,15 @@ if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteEndpoint
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["ABORTS_PATH", "abort_left", "abort_for_vllm", "abort_one_or_all", "abort_request", "abort_requests"]
+__all__ = [
+    "ABORTS_PATH",
+    "abort_for_vllm",
+    "abort_left",
+    "abort_one_or_all",
+    "abort_request",
+    "abort_requests",
+    "hand_over",
+]
 
 ABORTS_PATH = "/v1/requests/abort"
 OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
@@ -266,3 +280,36 @@ def _aborts_in(status: int, body: bytes) -> list[_Aborted]:
         return msgspec.json.decode(body, type=_Aborts).data
     except msgspec.DecodeError:
         return []
+
+
+HAND_OVER_SECONDS_MAX = 5.0  # time for a step and its report; the stream continues at the old endpoint meanwhile
+RESPONSE_BYTES_MAX = 64 * 1024
+
+
+async def hand_over(remote: RemoteEndpoint, admission: AdmissionScope) -> None:
+    """Ask an endpoint to hand over a request, and end the attempt there.
+
+    The endpoint normally ends the stream, which ends the attempt. Otherwise, the router withdraws the request from the
+    endpoint. The function returns after either, or when the request has ended.
+
+    Args:
+        remote: Endpoint that runs the request.
+        admission: Admission of the request. Its id is not None.
+    """
+    assert admission.id is not None
+    attempt = admission.attempts
+    with trio.move_on_after(HAND_OVER_SECONDS_MAX):
+        path = f"/v1/requests/{quote(admission.id, safe='')}/hand-over"
+        if await _is_handed_over(remote, path, admission.headers()):
+            await admission.wait_for_end(attempt)
+    if admission.attempts == attempt:
+        admission.withdraw()
+
+
+async def _is_handed_over(remote: RemoteEndpoint, path: str, headers: list[tuple[str, str]]) -> bool:
+    try:
+        async with remote.request("POST", path, headers, b"") as response:
+            await response.whole(RESPONSE_BYTES_MAX)
+            return response.status < 300
+    except (EndpointLost, InvalidRequest):
+        return False

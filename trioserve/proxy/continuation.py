@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from trioserve.admission.dispatch import Fault, Withdrawn
+from trioserve.api.streams.cursors import FINGERPRINT_HEADER, RESUMABLE_HEADER, RESUME_HEADER
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
 from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
-    "RESUMABLE_HEADER",
     "DEATH_CODES",
-    "RESUME_HEADER",
     "CannotResume",
     "Continuation",
     "HandedOver",
@@ -52,9 +51,6 @@ CONTINUED_PATHS = frozenset(
 RESUME = "resume"
 END_REASONING = "end_thinking"
 
-RESUMABLE_HEADER = "x-trioserve-resumable"
-RESUME_HEADER = "x-trioserve-resume"
-FINGERPRINT_HEADER = "x-trioserve-fingerprint"
 EXACT = "+exact"  # suffix of a fingerprint: endpoints with equal fingerprints compute equal tokens
 CONTINUED = "x-trioserve-continued"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from trioserve.api.streams.cursors import GROUP_ID
 from trioserve.contracts.errors import EndpointLost
 from trioserve.proxy.event_splitter import EVENT_BYTES_MAX, EventSplitter, is_comment
 
@@ -29,7 +30,6 @@ _ID_LINE = b"\nid: "
 _ID = re.compile(rb"^id:[ ]?([^\n]*)\n", re.MULTILINE)
 _OVER = b"."
 _HANDED_OVER = b">"
-_TOKENS = re.compile(rb"(\d{1,9}):((?:\d{1,9}(?:,\d{1,9})*)?)(!?)(?: ([^\r\n]*))?")
 
 
 class WhyNot:
@@ -267,7 +267,7 @@ class ContinuedStream:
         finished = [False] * self._choice_count
         state: bytes | None = None
         for id in self._log.splitlines():
-            match = _TOKENS.fullmatch(id)
+            match = GROUP_ID.fullmatch(id)
             if match is None or int(match[1]) >= self._choice_count:
                 return None
             choice = int(match[1])

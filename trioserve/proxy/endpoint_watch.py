@@ -16,7 +16,7 @@ from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad
 from trioserve.contracts.errors import EndpointLost, StartupError
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.proxy.pushed_load import PushedLoad
+from trioserve.proxy.pushed_reports import PushedLoad
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, Unreachable
 from trioserve.proxy.response_shape import InvalidAnswer, check_head, check_whole, is_error
 

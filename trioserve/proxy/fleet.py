@@ -14,11 +14,10 @@ from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.proxy.aborts import abort_left
+from trioserve.proxy.aborts import abort_left, hand_over
 from trioserve.proxy.endpoint_watch import MODELS_PATH, PeerReports, ServedModels, WatchSettings, watch_endpoint
-from trioserve.proxy.hand_over import hand_over
+from trioserve.proxy.pushed_reports import watch_residency
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
-from trioserve.proxy.residency_watch import watch_residency
 from trioserve.router.settings import SilenceSettings
 from trioserve.router.silence import LOOK_SECONDS
 

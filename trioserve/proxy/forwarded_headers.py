@@ -6,8 +6,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, INSTANCE_HEADER
+from trioserve.api.streams.cursors import KEEP_HEADER, KEPT_HEADER, RESUME_HEADER, SEED_HEADER
 from trioserve.contracts.endpoint import Stage
-from trioserve.proxy.continuation import RESUME_HEADER
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
@@ -25,54 +25,40 @@ STAGE_HEADER = "x-trioserve-stage"
 
 KEY_HEADERS = ("authorization", "x-api-key")
 TRACE_HEADERS = frozenset(["traceparent", "tracestate"])
-# Headers that concern one connection only (RFC 9110, 7.6.1), that the router sets itself, or that it has processed.
-NOT_FORWARDED = frozenset(
-    [
-        "accept-encoding",
-        "authorization",
-        "connection",
-        "content-encoding",
-        "content-length",
-        "expect",
-        "forwarded",
-        "host",
-        "keep-alive",
-        "origin",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "x-api-key",
-        "x-request-id",
-        "x-trioserve-keep",
-        "x-trioserve-seed",
-        "x-queue-timeout",
-        "x-ttft-timeout",
-        "x-request-timeout",
-        STAGE_HEADER,
-        HEARTBEAT_HEADER,
-    ]
-)
-NOT_RETURNED = frozenset(
+# Headers that concern one connection only (RFC 9110, 7.6.1), or that the router sets itself, in both directions.
+OF_ONE_CONNECTION = frozenset(
     [
         "connection",
         "content-length",
-        "date",
         "keep-alive",
-        "proxy-authenticate",
-        "server",
         "te",
         "trailer",
         "transfer-encoding",
         "upgrade",
         "x-request-id",
-        "x-trioserve-kept",
         HEARTBEAT_HEADER,
-        INSTANCE_HEADER,
     ]
 )
+# Further headers that the router sets itself or has processed.
+NOT_FORWARDED = OF_ONE_CONNECTION | {
+    "accept-encoding",
+    "authorization",
+    "content-encoding",
+    "expect",
+    "forwarded",
+    "host",
+    "origin",
+    "proxy-authorization",
+    "proxy-connection",
+    "x-api-key",
+    "x-queue-timeout",
+    "x-ttft-timeout",
+    "x-request-timeout",
+    KEEP_HEADER,
+    SEED_HEADER,
+    STAGE_HEADER,
+}
+NOT_RETURNED = OF_ONE_CONNECTION | {"date", "proxy-authenticate", "server", KEPT_HEADER, INSTANCE_HEADER}
 
 
 def owner_of(context: RouterContext) -> str | None:

@@ -1,23 +1,26 @@
-"""Computation of block names of a prompt at the router, equal to the names that an engine computes.
+"""Block names of the prompt in a request body, equal to the names that an engine computes.
 
-Names only improve the choice of an endpoint. A prompt that cannot be named in time is routed without names. An invalid
-prompt is refused by the endpoint.
+Names only improve the choice of an endpoint. A prompt that cannot be named in time is routed without names. A body that
+an engine would refuse has no names: the endpoint reports the error to the client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import trio
 
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
+from trioserve.api.openai.chat_prompt import chat_prompt
+from trioserve.api.openai.request_types import ChatBody, CompletionBody, GenerationBody, decode_body
+from trioserve.contracts.adapter import adapter_salt
 from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.prompt import Prompt
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["PROMPT_TOKENS_MAX", "PromptBlocks", "block_names"]
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "PROMPT_TOKENS_MAX", "PromptBlocks", "block_names", "named_blocks"]
 
 PROMPT_TOKENS_MAX = 262_144  # about a second of tokenizing; a longer prompt gets no names
 # leading tokens that get names: 100 KB of names for blocks of 16; later blocks hardly influence the choice
@@ -107,3 +110,68 @@ def block_names(token_ids: Sequence[int], block_size: int, salt: str | None) -> 
         name = hash_block(name, token_ids[begin : begin + block_size])
         names.append(name)
     return tuple(names)
+
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+
+async def named_blocks(
+    naming: PromptBlocks,
+    path: str,
+    raw: bytes,
+    block_sizes: Collection[int],
+    adapter_digest: str | None = None,
+    *,
+    tenant: str | None = None,
+) -> dict[int, tuple[BlockHash, ...]]:
+    """Compute the names of a prompt's leading blocks, for each block size.
+
+    Args:
+        naming: Tokenizes the prompt and names its blocks.
+        path: Path of the request. Only chat and text completions have names.
+        raw: Body of the request.
+        block_sizes: Block sizes of the endpoints, in tokens.
+        adapter_digest: Digest of the LoRA adapter that computes the request. None without an adapter.
+        tenant: Tenant of the request, for a fair share of the tokenizer threads.
+
+    Returns:
+        Names in order, by block size. Empty if the names cannot be computed, or if no cached block could be used.
+    """
+    try:
+        body: GenerationBody
+        if path == CHAT_PATH:
+            chat = body = decode_body(raw, ChatBody)
+            prompt: Prompt | None = _chat(chat)
+            adds_special_tokens = False
+        elif path == COMPLETIONS_PATH:
+            completion = body = decode_body(raw, CompletionBody)
+            prompt = _first(completion)
+            adds_special_tokens = completion.add_special_tokens is not False
+        else:
+            return {}
+    except InvalidRequest:
+        return {}
+    # prompt log probabilities need every token computed, also cached ones
+    if prompt is None or body.prompt_logprobs is not None:
+        return {}
+    salt = adapter_salt(body.cache_salt, adapter_digest)
+    return await naming.names(prompt, block_sizes, salt=salt, add_special_tokens=adds_special_tokens, tenant=tenant)
+
+
+def _chat(body: ChatBody) -> Prompt | None:
+    # A template from the request may run for any length of time. The router does not know whether the engine trusts it.
+    return None if body.chat_template is not None else chat_prompt(body, trust_chat_template=False)
+
+
+def _first(body: CompletionBody) -> Prompt | None:
+    """Return the first prompt of the body, or None if there is none that the prefix cache can serve."""
+    if body.echo and body.logprobs is not None:
+        return None
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return prompt
+    first = prompt[0] if prompt else None
+    if isinstance(first, int):
+        return prompt if all(type(item) is int for item in prompt) else None  # type: ignore[return-value]
+    return first or None

@@ -7,6 +7,9 @@ connection to the endpoint is closed, in this order and at once.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -16,28 +19,33 @@ import trio
 
 from trioserve.api.caller import check_model
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.error_responses import Refusal
+from trioserve.api.error_responses import Refusal, deadline_refusal
 from trioserve.api.openai.request_types import decode_body
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded
 from trioserve.contracts.tracing import Span
+from trioserve.proxy.client_events import ClientLines, wants_lines
 from trioserve.proxy.continuation import Continuation
-from trioserve.proxy.disaggregated_body import can_be_disaggregated
-from trioserve.proxy.disaggregated_request import serve_disaggregated
+from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_disaggregated
 from trioserve.proxy.forwarded_headers import request_headers
 from trioserve.proxy.kept_request import check_references, endpoint_of_response
-from trioserve.proxy.line_streams import ClientLines, ollama_body, wants_lines
+from trioserve.proxy.prompt_blocks import named_blocks
 from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field, sent_body
-from trioserve.proxy.request_clock import RequestClock
-from trioserve.proxy.routed_body import RoutedBody, prefix_of, without_transfer_params
-from trioserve.proxy.routed_form import EDITS_PATH, read_form
-from trioserve.proxy.routed_prompt import named_blocks
+from trioserve.proxy.routed_body import (
+    EDITS_PATH,
+    RoutedBody,
+    ollama_body,
+    prefix_of,
+    read_form,
+    without_transfer_params,
+)
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 
 if TYPE_CHECKING:
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["forward"]
+__all__ = ["RequestClock", "forward"]
 
 IMAGE_PATHS = frozenset({"/v1/images/generations", EDITS_PATH})
 HAS_NO_BLOCKS = frozenset(
@@ -243,3 +251,89 @@ def _routed(
         ),
         running_at=context.stream.running_at,
     )
+
+
+class RequestClock:
+    """Deadlines of one request, counted from its arrival at the router.
+
+    Args:
+        deadlines: Time limits of the request.
+        now: Arrival of the request, in seconds of Trio's clock.
+        grace_seconds: Extra time before the router ends a running request. The endpoint has the same deadlines and can
+            report the end in this time.
+        limits: Server limits that have shortened the deadlines, for the error message.
+    """
+
+    def __init__(
+        self, deadlines: Deadlines, now: float, *, grace_seconds: float = 0.0, limits: Deadlines = NO_DEADLINES
+    ) -> None:
+        self._limits = limits
+        self._grace_seconds = grace_seconds
+        self._deadlines = deadlines
+        self._moments: dict[Deadline, float] = {}
+        if deadlines is not NO_DEADLINES:
+            for deadline in Deadline:
+                seconds = deadlines.seconds(deadline)
+                if seconds is not None:
+                    self._moments[deadline] = now + seconds
+        self._scope = trio.CancelScope()
+        self._first_token_is_due = deadlines.ttft_timeout is not None
+        self._has_token = False
+
+    def at(self, deadline: Deadline) -> float:
+        return self._moments.get(deadline, math.inf)
+
+    def first(self) -> tuple[Deadline, float]:
+        """Return the deadline that passes first for a queued request, and its time."""
+        return min(self._moments.items(), key=lambda entry: entry[1], default=(Deadline.QUEUE, math.inf))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Apply the deadlines to the block.
+
+        Raises:
+            Refusal: The deadline for the first token or for the whole request has passed.
+        """
+        if not self._moments:  # most requests have no deadlines and need no scope
+            yield
+            return
+        self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL)) + self._grace_seconds
+        with self._scope:
+            yield
+        if self._scope.cancelled_caught:
+            passed = Deadline.TOTAL
+            if self._first_token_is_due and self.at(Deadline.FIRST_TOKEN) <= self.at(Deadline.TOTAL):
+                passed = Deadline.FIRST_TOKEN
+            seconds = self._deadlines.seconds(passed)
+            raise deadline_refusal(passed, passed_message(passed, seconds or 0.0, self._limits))
+
+    def stop_first_token(self) -> None:
+        self._has_token = True
+        if self._first_token_is_due:
+            self._first_token_is_due = False
+            self._scope.deadline = self.at(Deadline.TOTAL) + self._grace_seconds
+
+    def note_served(self, seconds: float) -> None:
+        """Extend the queue deadline of a request that is queued again, by the time that an endpoint served it.
+
+        Args:
+            seconds: Time at the endpoint.
+        """
+        if Deadline.QUEUE in self._moments:
+            self._moments[Deadline.QUEUE] += seconds
+
+    def left(self) -> dict[str, object]:
+        """Return the remaining times as deadline fields of a request body."""
+        if not self._moments:
+            return {}
+        now = trio.current_time()
+        return {
+            deadline.value: max(0.001, moment - now)
+            for deadline, moment in self._moments.items()
+            if deadline is Deadline.TOTAL or not self._has_token
+        }
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Names of the deadline fields that no longer apply, because the first token has arrived."""
+        return (Deadline.QUEUE.value, Deadline.FIRST_TOKEN.value) if self._has_token else ()

@@ -13,6 +13,7 @@ from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, deadline_refusal
 from trioserve.api.ollama.surface import LINES_TYPE
+from trioserve.api.streams.cursors import RESUMABLE_HEADER, RESUME_HEADER
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import (
     Draining,
@@ -24,8 +25,6 @@ from trioserve.contracts.errors import (
 )
 from trioserve.proxy.continuation import (
     DEATH_CODES,
-    RESUMABLE_HEADER,
-    RESUME_HEADER,
     HandedOver,
     NotResumed,
     StreamFailed,
@@ -34,10 +33,10 @@ from trioserve.proxy.continuation import (
     reason_of,
 )
 from trioserve.proxy.continued_stream import ContinuedStream
+from trioserve.proxy.event_splitter import LineSplitter
 from trioserve.proxy.foreign_stream import COMPLETIONS_PATH, ForeignStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, object_id_in
-from trioserve.proxy.line_streams import LineSplitter
 from trioserve.proxy.response_shape import (
     EventCheck,
     InvalidAnswer,
@@ -54,8 +53,8 @@ from trioserve.trio_tools.fair_slots import STAGE_FULL
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
     from trioserve.proxy.peers.kept_stream import EndpointRequest
+    from trioserve.proxy.proxied_request import RequestClock
     from trioserve.proxy.remote_endpoint import RemoteResponse
-    from trioserve.proxy.request_clock import RequestClock
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [

@@ -26,7 +26,15 @@ from trioserve.router.settings import SilenceSettings
 from trioserve.router.silence import AwaitedResponse, Loss, SilenceWatch
 from trioserve.trio_tools.tcp_stream import TcpStream, connect_tcp
 
-__all__ = ["EndpointAddress", "EndpointSilent", "RemoteEndpoint", "RemoteRequest", "RemoteResponse", "Unreachable"]
+__all__ = [
+    "PATH_CHARACTERS",
+    "EndpointAddress",
+    "EndpointSilent",
+    "RemoteEndpoint",
+    "RemoteRequest",
+    "RemoteResponse",
+    "Unreachable",
+]
 
 CONNECT_SECONDS_MAX = 5.0
 IDLE_CONNECTIONS_MAX = 128  # covers the connections of a burst; each costs a socket at both ends
@@ -47,6 +55,7 @@ LOSSES = {
 # The kernel got no acknowledgement for too long, or has no route to the machine.
 VANISHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
+PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # characters that a path may contain unescaped (RFC 3986, 3.3)
 _TARGET = re.compile(r"[!-~]+")
 _FIELDS = re.compile(r"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]+: [^\0\r\n]*\r\n)*")
 

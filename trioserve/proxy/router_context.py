@@ -14,13 +14,13 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.proxy.client_events import ClientEvents, not_the_same
 from trioserve.proxy.continuation import Continuation, LiveStreams
 from trioserve.proxy.kept_objects import KeptObjects
-from trioserve.proxy.peers.client_events import ClientEvents, NotTheSame
 from trioserve.proxy.peers.kept_stream import Stream
-from trioserve.proxy.peers.not_the_same import not_the_same
 from trioserve.proxy.peers.processes import OneProcess
 from trioserve.proxy.peers.retries import NoPeers
+from trioserve.proxy.remote_endpoint import PATH_CHARACTERS
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
     from trioserve.proxy.relay import Refused
-    from trioserve.proxy.routed_form import RoutedForm
+    from trioserve.proxy.routed_body import RoutedForm
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
 
-PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # characters that a path may contain unescaped (RFC 3986, 3.3)
 ENDPOINT_PARAMETER = "id"
 """Query parameter that pins a request to one endpoint."""
 
@@ -243,10 +242,7 @@ class RouterContext(Responder):
         Raises:
             Refusal: The stream differs from the part that the client has received (409).
         """
-        try:
-            new = self.client_events.convert(events)
-        except NotTheSame as difference:
-            raise not_the_same(difference) from None
+        new = self.client_events.convert(events)
         if not self.client_events.is_behind:
             await self._release_head()
         if new:

@@ -31,22 +31,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, KeysView
 
+import msgspec
+
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import NoEndpoint, TrioserveError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
-from trioserve.router.continuation import Continuations
+from trioserve.router.continuation import Continuations, RetryBudget
 from trioserve.router.disaggregation import Disaggregation, stage_fault
 from trioserve.router.endpoint_state import DEATHS, LOST, EndpointHealth, EndpointState, Fault
 from trioserve.router.endpoints import Endpoints
+from trioserve.router.moments import QueueDeadlines
 from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
-from trioserve.router.queue_deadlines import QueueDeadlines
 from trioserve.router.queues import ModelQueues, Queue, Queues
 from trioserve.router.refusals import Refusals
-from trioserve.router.retry_budget import RetryBudget
 from trioserve.router.settings import RouterSettings
-from trioserve.router.stats import RouterStats
 from trioserve.router.ticket import Lease, Ticket, TicketState
 
 __all__ = ["Fault", "RouterCore", "RouterStats"]
@@ -975,3 +975,37 @@ class RouterCore:
             pinned = self._fleet.serves(request.pinned, request.model)
             back_at = None if pinned is None else pinned.ejected_until
         return refusals.no_endpoint(request, back_at, now)
+
+
+class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the router's counters. Totals count since the start of the router.
+
+    Attributes:
+        waiting: requests in the queue, and requests whose body is being read before they enter.
+        waiting_prompt_tokens: prompt tokens of the requests in the queue.
+        leases: sequences that have a slot, by endpoint.
+        health: health of each endpoint.
+        admissions_total: leases that were granted.
+        retries_total: requests that waited again after an endpoint failed them before their first token.
+        rejections_total: refused requests, by reason.
+        continuing: streams that wait to resume at another endpoint. They are included in `waiting`.
+        continuations_total: streams that got a lease to resume with.
+        continuations_refused_total: streams that were not allowed to resume, by reason.
+        moving: streams that run at an endpoint that is being emptied, and wait for a slot at another endpoint.
+        moves_total: streams that got a lease to move to.
+        pairs_total: requests that should have been disaggregated, by outcome.
+    """
+
+    waiting: int
+    waiting_prompt_tokens: int
+    leases: dict[EndpointId, int]
+    health: dict[EndpointId, EndpointHealth]
+    admissions_total: int
+    retries_total: int
+    rejections_total: dict[str, int]
+    continuing: int
+    continuations_total: int
+    continuations_refused_total: dict[str, int]
+    moving: int
+    moves_total: int
+    pairs_total: dict[PairOutcome, int]

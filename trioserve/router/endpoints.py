@@ -15,10 +15,9 @@ from trioserve.contracts.errors import StartupError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.candidates import Rng
 from trioserve.router.endpoint_state import EndpointHealth, EndpointState, OwnPart
-from trioserve.router.model_endpoints import Filing, Kind, ModelEndpoints, counts_of, kinds_for, kinds_of
+from trioserve.router.model_endpoints import Filing, Kind, ModelEndpoints, Search, counts_of, kinds_for, kinds_of
 from trioserve.router.moments import Moments
 from trioserve.router.policies import Policy
-from trioserve.router.search import Search
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
 

@@ -17,8 +17,7 @@ from typing import Any
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS, EndpointId, RoutedRequest
 from trioserve.router.candidates import Candidate, Candidates, Rng, looked_at
-from trioserve.router.prefix_index import PrefixIndex
-from trioserve.router.residency import ResidencyIndex
+from trioserve.router.residency import PrefixIndex, ResidencyIndex
 
 __all__ = ["LOOKS_MAX", "POLICIES", "Candidate", "Candidates", "Policy", "PolicyFactory", "Rng", "looked_at"]
 
@@ -225,7 +224,7 @@ class PowerOfTwo(Policy):
 
 
 class Session(Policy):
-    """Keeps a session at its endpoint, by consistent hashing (see ring) with bounded load.
+    """Keeps a session at its endpoint, by consistent hashing (see Ring) with bounded load.
 
     An endpoint with more than LOAD_FACTOR times the average load is skipped, unless its load is below LOAD_FREE. A
     request goes to the least loaded endpoint if it has no session, or if the first LOOKS_MAX endpoints of its session

@@ -1,16 +1,145 @@
 """The queues of each model. There is one queue for each stage that a request may wait for. Does not decide whether a
-request may be served.
+request may be served, and does not know which endpoints have free slots.
 """
 
 from __future__ import annotations
 
-from trioserve.contracts.endpoint import Stage
-from trioserve.router.continued_queue import ContinuedQueue
-from trioserve.router.drain_rate import DrainRate
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.router.ticket import Ticket
 from trioserve.router.waiting_queue import FairQueue
 
-__all__ = ["ModelQueues", "Queue", "Queues"]
+__all__ = ["ContinuedQueue", "DrainRate", "ModelQueues", "Queue", "Queues"]
+
+Line = tuple[bool, int, EndpointId | None, frozenset[EndpointId], tuple[tuple[EndpointId, int], ...]]
+
+
+class ContinuedQueue:
+    """The requests of one model that had an endpoint and wait for another.
+
+    Requests that failed at the same endpoints can go to the same other endpoints. So these requests share a line, and
+    the router looks for an endpoint only for the first request of each line. If an endpoint with hundreds of requests
+    fails, a single search shows that no other endpoint has a free slot. Requests on trial have lines of their own, and
+    the router searches no endpoint for them.
+
+    Cost:
+        `add` and `remove` are O(1), except for a request that waited in another queue before.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self._lines: dict[Line, OrderedDict[int, Ticket]] = {}
+        self._line_of: dict[int, Line] = {}
+
+    def __len__(self) -> int:
+        return len(self._line_of)
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket.index in self._line_of
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Yield all requests, in no order."""
+        for tickets in self._lines.values():
+            yield from tickets.values()
+
+    def add(self, ticket: Ticket) -> None:
+        line = (
+            ticket.is_on_trial,
+            ticket.request.priority,
+            ticket.prefilled_by,
+            ticket.failed_by,
+            tuple(ticket.tried.items()),
+        )
+        self._line_of[ticket.index] = line
+        tickets = self._lines.setdefault(line, OrderedDict())
+        is_early = bool(tickets) and next(reversed(tickets.values())).again_index > ticket.again_index
+        tickets[ticket.index] = ticket
+        if is_early:  # the ticket waited in another queue before
+            ordered = sorted(tickets.values(), key=lambda ticket: ticket.again_index)
+            self._lines[line] = OrderedDict((ticket.index, ticket) for ticket in ordered)
+        self.prompt_tokens += ticket.request.prompt_tokens
+
+    def remove(self, ticket: Ticket) -> None:
+        line = self._line_of.pop(ticket.index)
+        tickets = self._lines[line]
+        del tickets[ticket.index]
+        if not tickets:
+            del self._lines[line]
+        self.prompt_tokens -= ticket.request.prompt_tokens
+
+    def heads(self) -> list[Ticket]:
+        """Return the first request of each line, in no order, without requests on trial."""
+        return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
+
+    def lines(self) -> list[list[Ticket]]:
+        """Return the lines. In each line, the requests are in the order in which they are served."""
+        return [list(tickets.values()) for tickets in self._lines.values()]
+
+    def on_trial(self) -> list[Ticket]:
+        """Return the requests on trial, in the order in which their trials began."""
+        found = [ticket for line, tickets in self._lines.items() if line[0] for ticket in tickets.values()]
+        return sorted(found, key=lambda ticket: ticket.again_index)
+
+
+ENDINGS_MAX = 64  # enough for a steady estimate, few enough to follow a change of load
+RETRY_SECONDS_MIN = 1.0
+RETRY_SECONDS_MAX = 60.0  # an estimate beyond a minute is too inaccurate to be useful
+RETRY_SECONDS_UNKNOWN = 5.0  # used if no request has ended yet
+
+
+class DrainRate:
+    """The rate at which requests end, not counting the time in which no request runs. Used for `Retry-After`.
+
+    Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._ended_at: deque[float] = deque(maxlen=ENDINGS_MAX)  # in seconds of busy time
+        self._idle_seconds = 0.0
+        self._idle_since: float | None = None
+
+    def note(self, now: float) -> None:
+        """Record that a request ended.
+
+        Args:
+            now: time in seconds.
+        """
+        self._ended_at.append(now - self._idle_seconds)
+
+    def note_idle(self, now: float) -> None:
+        """Record that no request runs any more.
+
+        Args:
+            now: time in seconds.
+        """
+        self._idle_since = now
+
+    def note_begin(self, now: float) -> None:
+        """Record that a request starts.
+
+        Args:
+            now: time in seconds.
+        """
+        if self._idle_since is not None:
+            self._idle_seconds += now - self._idle_since
+            self._idle_since = None
+
+    def seconds_for(self, count: int, now: float) -> float:
+        """Estimate the seconds until more requests have ended, at the rate of the last requests.
+
+        Args:
+            count: number of requests that have to end.
+            now: time in seconds.
+
+        Returns:
+            1 to 60 seconds. 5 seconds if fewer than two requests have ended.
+        """
+        if len(self._ended_at) < 2:
+            return RETRY_SECONDS_UNKNOWN
+        seconds_each = (now - self._idle_seconds - self._ended_at[0]) / len(self._ended_at)
+        return min(RETRY_SECONDS_MAX, max(RETRY_SECONDS_MIN, count * seconds_each))
 
 
 class Queue:

@@ -22,9 +22,8 @@ from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
-from trioserve.proxy.peers.client_left import ClientLeftNotices
-from trioserve.proxy.peers.peer_list import Peer
-from trioserve.proxy.peers.peer_watch import PeerWatch
+from trioserve.proxy.peers.kept_stream import ClientLeftNotices
+from trioserve.proxy.peers.peer_watch import Peer, PeerWatch
 from trioserve.proxy.peers.retries import PeerStreams
 from trioserve.proxy.prompt_blocks import PromptBlocks
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint

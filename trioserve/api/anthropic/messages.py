@@ -11,9 +11,9 @@ from trioserve.api.anthropic.surface import ResumableSurface, event, own_statuse
 from trioserve.api.anthropic.turn import counted_turn, message_turn
 from trioserve.api.generation import PARTIAL_FINISH
 from trioserve.api.request_context import RequestContext
-from trioserve.api.resumption import Resumption
 from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
 from trioserve.api.sse import KEEP_ALIVE
+from trioserve.api.streams.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.contracts.output import Delta
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from trioserve.api.openai.request_types import Int32
-from trioserve.api.resume_body import ResumeBody
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import RefusedField, generation_fields
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.api.resume_body import ResumeBody
+from trioserve.api.streams.cursors import ResumeBody
 
 __all__ = [
     "ContentBlockDelta",

@@ -11,9 +11,10 @@ from trioserve.api.ollama.request_types import OLLAMA_RANGES, OllamaAnswerBody, 
 from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.ollama.turn import chat_request, text_request
 from trioserve.api.request_context import RequestContext
-from trioserve.api.resumption import DETACH_HEADER, Resumption
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import KEEP_ALIVE, data_event
+from trioserve.api.streams.cursors import DETACH_HEADER
+from trioserve.api.streams.resumption import Resumption
 from trioserve.api.surface import OPENAI
 from trioserve.api.turn.chat_turn import chat_turn
 from trioserve.contracts.output import Delta

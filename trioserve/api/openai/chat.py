@@ -19,8 +19,9 @@ from trioserve.api.openai.chat_response import whole_response
 from trioserve.api.openai.prompt_fields import prompt_cut
 from trioserve.api.openai.request_types import GENERATION_RANGES, ChatBody
 from trioserve.api.request_context import RequestContext
-from trioserve.api.resumption import GroupIds, Resumption
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
+from trioserve.api.streams.cursors import GroupIds
+from trioserve.api.streams.resumption import Resumption
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.api.whole_response import LargeJson, ResponseShape

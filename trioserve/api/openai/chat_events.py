@@ -30,7 +30,7 @@ from trioserve.text.response_parts import (
 )
 
 if TYPE_CHECKING:
-    from trioserve.api.resumption import Resumption
+    from trioserve.api.streams.resumption import Resumption
     from trioserve.api.turn.chat_turn import ChatTurn
     from trioserve.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from trioserve.api.turn.turn_choice import CollectedChoice, TurnFinish
 from trioserve.api.whole_response import LargeJson
 
 if TYPE_CHECKING:
-    from trioserve.api.resumption import Resumption
+    from trioserve.api.streams.resumption import Resumption
     from trioserve.api.turn.chat_turn import ChatTurn
     from trioserve.text.tokenizer import Tokenizer
 

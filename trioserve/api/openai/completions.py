@@ -33,7 +33,6 @@ from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
 from trioserve.api.openai.request_types import GENERATION_RANGES, CompletionBody
 from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.request_context import RequestContext
-from trioserve.api.resumption import Resumption, skip_known
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.sse import (
     DONE,
@@ -45,6 +44,7 @@ from trioserve.api.sse import (
     transfer_field,
     versions_field,
 )
+from trioserve.api.streams.resumption import Resumption, skip_known
 from trioserve.api.whole_response import LargeJson, ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason, TokenLogprob

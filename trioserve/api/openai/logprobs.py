@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trioserve.api.resume_body import LOGPROB_MIN
+from trioserve.api.streams.cursors import LOGPROB_MIN
 from trioserve.contracts.events import TokenLogprob
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from trioserve.api.openai.structured_fields import StructuredFields
-from trioserve.api.resume_body import ResumeBody
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread, generation_fields
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.api.generation import Usage
-from trioserve.api.resume_body import ResumeBody
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.contracts.events import AbortOutcome, Phase
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.contracts.kv_transfer_params import KVTransferParams

@@ -12,8 +12,8 @@ from trioserve.api.caller import check_may_operate
 from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody
 from trioserve.api.operations.live_requests import checked_ids, respond_aborted
-from trioserve.api.resume_body import resume_body, shown_logprobs
 from trioserve.api.route_table import READS_BODY, Operation
+from trioserve.api.streams.cursors import resume_body, shown_logprobs
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome
 

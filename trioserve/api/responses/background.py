@@ -24,8 +24,8 @@ from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.response_object import response_error
 from trioserve.api.responses.response_run import Ended, ResponseRun
 from trioserve.api.responses.stored_responses import KIND, stored_bytes
-from trioserve.api.resumption import Resumption
 from trioserve.api.streams.event_log import EventLog, EventLogFull
+from trioserve.api.streams.resumption import Resumption
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import (
     InvalidRequest,

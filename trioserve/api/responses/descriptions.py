@@ -13,9 +13,9 @@ from msgspec import UNSET, UnsetType
 from trioserve.api.responses.request_types import RESPONSES_REFUSED, InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_run import count_input_tokens, create_response
 from trioserve.api.responses.stored_responses import cancel_response, delete_response, list_input_items, read_response
-from trioserve.api.resume_body import ResumeBody
 from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
 

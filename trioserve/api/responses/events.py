@@ -18,8 +18,8 @@ import msgspec
 from trioserve.api.generation import PARTIAL_FINISH, Usage
 from trioserve.api.responses.response_object import Item, ResponseHead, item_id, response_error, usage_object
 from trioserve.api.responses.tools import CallKind
-from trioserve.api.resume_body import ResumeBody
 from trioserve.api.sse import one_line_json
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.turn.turn_choice import TurnFinish
 from trioserve.contracts.output import Delta
 from trioserve.contracts.weights import WeightVersions

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from trioserve.api.openai.request_types import Int32, check_cache_salt
-from trioserve.api.resume_body import ResumeBody
+from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, generation_fields
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams

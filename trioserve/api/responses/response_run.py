@@ -18,8 +18,8 @@ from trioserve.api.responses.plan import PlannedResponse, plan_prompt, plan_resp
 from trioserve.api.responses.request_types import InputTokensBody, ResponsesBody
 from trioserve.api.responses.response_object import item_id, item_place, response_id
 from trioserve.api.responses.stored_responses import KIND, StoredResponse, stored_bytes
-from trioserve.api.resume_body import ResumeBody
-from trioserve.api.resumption import Resumption
+from trioserve.api.streams.cursors import ResumeBody
+from trioserve.api.streams.resumption import Resumption
 from trioserve.api.surface import OpenAISurface
 from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
 from trioserve.api.whole_response import LargeJson

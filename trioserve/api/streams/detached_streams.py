@@ -22,6 +22,7 @@ import trio
 
 from trioserve.api.error_responses import Refusal, coded_response, refusal
 from trioserve.api.limits import DetachSettings
+from trioserve.api.streams.cursors import DETACH_HEADER, KEEP_HEADER, KEPT_HEADER
 from trioserve.api.streams.detached_stream import DetachedStream, LoggedExchange
 from trioserve.contracts.errors import Draining, InvalidRequest, Overloaded
 from trioserve.store.stored_objects import is_id
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.http.exchange import Exchange, HeaderFields
 
-__all__ = ["KEEP_HEADER", "KEPT_HEADER", "DetachedStreams", "RouterStreams"]
+__all__ = ["DetachedStreams", "RouterStreams"]
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
-TIMEOUT_HEADER = "x-detach-timeout"
 STREAMS_FULL = "detached_full"
 """Reason of a refusal."""
 ENDED = coded_response("stream_ended", "the stream was ended before its response was complete")
@@ -149,7 +149,7 @@ class DetachedStreams:
             InvalidRequest: The headers are invalid.
         """
         headers = context.exchange.headers
-        timeout, session = headers.get(TIMEOUT_HEADER), headers.get(SESSION_HEADER)
+        timeout, session = headers.get(DETACH_HEADER), headers.get(SESSION_HEADER)
         if timeout is None or context.exchange.method != "POST":
             return None
         seconds_max = self._settings.seconds_max
@@ -355,12 +355,6 @@ class DetachedStreams:
         if self._streams.get((stream.owner, stream.id)) is stream:
             del self._streams[stream.owner, stream.id]
         stream.close()
-
-
-KEEP_HEADER = "x-trioserve-keep"
-"""Request header: name of the stream."""
-KEPT_HEADER = "x-trioserve-kept"
-"""Response header: seconds that the stream continues without a reader, and the number of this reader."""
 
 
 class RouterStreams(DetachedStreams):

@@ -10,6 +10,7 @@ from trioserve.api.error_responses import refusal
 from trioserve.api.queries import number_in, query_of
 from trioserve.api.route_table import Forwarding, Operation
 from trioserve.api.server_context import ServerContext
+from trioserve.api.streams.cursors import LAST_EVENT_ID
 from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ async def read_stream(context: ServerContext) -> None:
     """
     stream = context.server.detached.find(_stream_id(context), context.owner)
     query = query_of(context.exchange)
-    last_seen = context.exchange.headers.get("last-event-id")
+    last_seen = context.exchange.headers.get(LAST_EVENT_ID)
     if last_seen is not None:
         query = {"after": last_seen, **query}
     after = number_in(query, "after", 0, low=0, high=NUMBER_MAX)

@@ -29,7 +29,7 @@ from trioserve.api.generation import (
     usage_of,
     wait_until_begun,
 )
-from trioserve.api.resumption import Resumption, skip_known
+from trioserve.api.streams.resumption import Resumption, skip_known
 from trioserve.api.turn.turn_choice import CollectedChoice, TurnChoice
 from trioserve.api.turn.turn_request import TurnRequest
 from trioserve.api.whole_response import ResponseBound

@@ -1,34 +1,34 @@
 """Streamed request of a router that has peers: its endpoint keeps the stream, so that another router can resume it.
 
-When a client leaves, the router notifies the endpoint. A router that dies sends no notice. This is how the endpoint
-distinguishes both cases.
+When a client leaves, the router notifies the endpoint, so that no other router resumes the stream. A router that dies
+sends no notice. An endpoint that misses a notice ends the stream by itself some seconds later.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import trio
 
+from trioserve.api.streams.cursors import KEEP_HEADER, KEPT_HEADER, RESUMABLE_HEADER, SEED_HEADER
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.contracts.errors import Draining
-from trioserve.proxy.peers.client_left import ClientLeftNotice
+from trioserve.contracts.errors import Draining, TrioserveError
 from trioserve.proxy.peers.recomputed_start import RecomputedStart
 
 if TYPE_CHECKING:
-    from trioserve.proxy.peers.client_left import ClientLeftNotices
-    from trioserve.proxy.peers.stream_position import Position
+    from trioserve.api.streams.cursors import Position
+    from trioserve.http.exchange import HeaderFields
     from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteRequest, RemoteResponse
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
-    "KEEP_HEADER",
-    "KEPT_HEADER",
     "KEPT_STREAMS_PATH",
-    "RESUMABLE",
-    "SEED_HEADER",
+    "ClientLeftNotice",
+    "ClientLeftNotices",
     "EndpointRequest",
     "Found",
     "KeptRequest",
@@ -38,10 +38,96 @@ __all__ = [
     "stream_name",
 ]
 
-KEEP_HEADER = "x-trioserve-keep"
-KEPT_HEADER = "x-trioserve-kept"
-SEED_HEADER = "x-trioserve-seed"
-RESUMABLE = ("x-trioserve-resumable", "1")
+logger = logging.getLogger(__name__)
+
+PENDING_MAX = 4096  # more notices are dropped, and endpoints notice by themselves
+AT_ONCE_MAX = 64  # notices that are sent at a time
+SECONDS_MAX = 2.0  # later, the endpoint ends the stream by itself
+RESPONSE_BYTES_MAX = 4096
+
+
+class ClientLeftNotice(msgspec.Struct, frozen=True):
+    """Notice that a client has left.
+
+    Attributes:
+        endpoint: Client of the endpoint that keeps the stream.
+        name: Name of the stream, see stream_name.
+        reader: Number of this router's reader. The notice counts only if it is the last reader of the stream.
+        headers: Headers that identify the caller.
+    """
+
+    endpoint: RemoteEndpoint
+    name: str
+    reader: int
+    headers: HeaderFields
+
+
+class ClientLeftNotices:
+    """Sender of client-left notices.
+
+    Attributes:
+        sent_total: Notices that were accepted for sending.
+        dropped_total: Notices that were dropped, because too many were waiting.
+    """
+
+    def __init__(self) -> None:
+        self.sent_total = 0
+        self.dropped_total = 0
+        self._keepers: set[EndpointId] = set()
+        self._pending_count = 0
+        self._nursery: trio.Nursery | None = None
+        self._at_once = trio.CapacityLimiter(AT_ONCE_MAX)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Send notices until cancelled. Notices that are not sent by then are dropped.
+
+        Args:
+            task_status: Reports to the parent task that notices can be sent.
+        """
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+
+    def has_kept(self, id: EndpointId) -> bool:
+        """Return True if the endpoint has kept a stream before.
+
+        Args:
+            id: Endpoint of the fleet.
+        """
+        return id in self._keepers
+
+    def note_keeper(self, id: EndpointId) -> None:
+        self._keepers.add(id)
+
+    def send(self, notice: ClientLeftNotice) -> None:
+        """Send a notice in the background. This never waits.
+
+        Args:
+            notice: Notice.
+        """
+        if self._nursery is None or self._pending_count >= PENDING_MAX:
+            self.dropped_total += 1
+            return
+        self._pending_count += 1
+        self.sent_total += 1
+        self._nursery.start_soon(self._send, notice)
+
+    async def _send(self, notice: ClientLeftNotice) -> None:
+        path = f"/v1/kept_streams/{notice.name}?reader={notice.reader}"
+        try:
+            async with self._at_once:
+                with trio.move_on_after(SECONDS_MAX):
+                    async with notice.endpoint.request("DELETE", path, list(notice.headers), b"") as response:
+                        await response.whole(RESPONSE_BYTES_MAX)
+        except TrioserveError as error:
+            logger.debug("client-left notice lost endpoint=%s reason=%s", notice.endpoint.id, error)
+        finally:
+            self._pending_count -= 1
+
+
 KEPT_STREAMS_PATH = "/v1/kept_streams/"
 KEY_HEADERS = frozenset({"authorization", "x-api-key"})
 _READER = re.compile(r"[\d.]+;reader=(\d{1,9})")
@@ -181,7 +267,7 @@ class KeptStream(Stream):
                 have the rest, in which no position of the client is known.
         """
         seed = int.from_bytes(blake2b(self.name.encode(), digest_size=8, person=b"seed").digest(), "big")
-        return [RESUMABLE, (SEED_HEADER, str(seed)), *([] if is_begun else [(KEEP_HEADER, self.name)])]
+        return [(RESUMABLE_HEADER, "1"), (SEED_HEADER, str(seed)), *([] if is_begun else [(KEEP_HEADER, self.name)])]
 
 
 class KeptRequest:

@@ -22,11 +22,10 @@ from trioserve.http.exchange import Exchange, Handler
 from trioserve.proxy.fleet import EndpointSpec
 from trioserve.proxy.kept_objects import KeptObject, KeptObjects, may_be_id
 from trioserve.proxy.peers.retries import NoPeers
-from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
+from trioserve.proxy.remote_endpoint import PATH_CHARACTERS, EndpointAddress, RemoteEndpoint
 
 if TYPE_CHECKING:
-    from trioserve.proxy.peers.peer_list import Peer
-    from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
+    from trioserve.proxy.peers.peer_watch import Greeting, Peer, PeerWatch
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["Answer", "OneProcess", "OtherProcesses", "ProcessDoor", "ProcessPeers", "ProcessPlace"]
@@ -41,7 +40,6 @@ KEPT_PATH = "/process/kept/"
 ANSWER_SECONDS_MAX = 2.0
 ANSWER_BYTES_MAX = 32 * 1024 * 1024  # enough for a metrics page of many endpoints
 FORWARDED_HEADERS = ("authorization", "x-api-key", "content-type")
-PATH_CHARACTERS = "/:@!$&'()*+,;=~"
 
 
 class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):

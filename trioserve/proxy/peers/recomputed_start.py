@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from trioserve.api.streams.cursors import GROUP_ID, RESUME_HEADER, Position, PositionKeeper
 from trioserve.contracts.errors import EndpointLost
+from trioserve.proxy.client_events import NumberedEvents, not_the_same
 from trioserve.proxy.event_splitter import EventSplitter
-from trioserve.proxy.peers.client_events import NumberedEvents
-from trioserve.proxy.peers.not_the_same import not_the_same
-from trioserve.proxy.peers.stream_position import Position, PositionKeeper
 from trioserve.proxy.routed_body import rewritten
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RecomputedStart"]
 
-RESUME_HEADER = "x-trioserve-resume"
-_ID = re.compile(rb"^id: (\d{1,9}):(\d{1,9}(?:,\d{1,9})*)?(!?)(?: ([^\r\n]*))?\r?$", re.MULTILINE)
+_ID = re.compile(rb"^id: " + GROUP_ID.pattern + rb"\r?$", re.MULTILINE)
 _END = re.compile(rb"^id: \.\r?$", re.MULTILINE)
 
 

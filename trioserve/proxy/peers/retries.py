@@ -7,25 +7,39 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from trioserve.api.streams.cursors import (
+    CHOICES_NUMBERED_MAX,
+    END,
+    LAST_EVENT_ID,
+    RESUMABLE_HEADER,
+    Position,
+    parse_position,
+)
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
+from trioserve.proxy.client_events import NumberedEvents
 from trioserve.proxy.forwarded_headers import owner_of, request_headers
-from trioserve.proxy.peers.client_events import NumberedEvents
-from trioserve.proxy.peers.client_left import ClientLeftNotice, ClientLeftNotices
-from trioserve.proxy.peers.kept_stream import KEPT_STREAMS_PATH, Found, KeptStream, Stream, stream_name
+from trioserve.proxy.peers.kept_stream import (
+    KEPT_STREAMS_PATH,
+    ClientLeftNotice,
+    ClientLeftNotices,
+    Found,
+    KeptStream,
+    Stream,
+    stream_name,
+)
 from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
-from trioserve.proxy.peers.stream_position import CHOICES_NUMBERED_MAX, END, LAST_EVENT_ID, Position, parse_position
-from trioserve.router.shares import rendezvous_score
+from trioserve.router.peer_shares import rendezvous_score
 
 if TYPE_CHECKING:
+    from trioserve.metrics.registry import Metrics
     from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteRequest
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["NoPeers", "PeerStreams"]
+__all__ = ["NoPeers", "PeerStreams", "show_peers"]
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients that counts their retries."""
-RESUMABLE_HEADER = "x-trioserve-resumable"
 SEARCHED_MAX = 1024  # endpoints that are asked for one stream, in the order of their scores for the stream's name
 AT_ONCE_MAX = 32  # endpoints that are asked at a time
 # concurrent searches of this router; each asks every endpoint, and many clients ask again after an overload
@@ -230,3 +244,30 @@ class _Search:
     def close(self) -> None:
         if self.found is not None:
             self.found.request.end()
+
+
+def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams, notices: ClientLeftNotices) -> None:
+    """Update the metrics at every scrape. Call this once for each router.
+
+    Args:
+        metrics: Metrics of the router.
+        watch: State of the other routers.
+        streams: Streams that clients asked for again.
+        notices: Sender of client-left notices.
+    """
+    shown: dict[str, int] = {}
+
+    def show() -> None:
+        metrics.peers.set(watch.peer_count)
+        metrics.peers_well.set(watch.well_count)
+        totals = {
+            "peers_lost_total": watch.lost_total,
+            "streams_found_total": streams.found_total,
+            "streams_recomputed_total": streams.recomputed_total,
+            "farewells_dropped_total": notices.dropped_total,
+        }
+        for name, value in totals.items():
+            getattr(metrics, name).inc(value - shown.get(name, 0))
+            shown[name] = value
+
+    metrics.on_scrape(show)

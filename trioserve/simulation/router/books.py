@@ -11,7 +11,7 @@ import math
 from collections import Counter
 
 from trioserve.contracts.endpoint import PairOutcome, Stage
-from trioserve.router.retry_budget import BURST_SECONDS
+from trioserve.router.continuation import BURST_SECONDS
 from trioserve.simulation.router.continued_book import ContinuedBook, may_try
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld

@@ -14,8 +14,8 @@ from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, RoutedRequest, Stage
 from trioserve.contracts.errors import InvalidRequest, Overloaded, RequestPoisoned, TrioserveError
 from trioserve.router.core import Fault, RouterCore
+from trioserve.router.moments import SPARE_DEADLINES_MAX
 from trioserve.router.policies import POLICIES
-from trioserve.router.queue_deadlines import SPARE_DEADLINES_MAX
 from trioserve.router.silence import LOOK_SECONDS
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.simulation.router.books import RouterBooks

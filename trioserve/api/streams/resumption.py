@@ -1,13 +1,7 @@
 """Resumable streamed responses: a response may begin at one server and continue at another.
 
 A client asks for this with a header. The response's head then holds everything that the continuation needs besides the
-tokens. The tokens are in the `id:` lines of the events. A group is all events that one delta makes, and ends with one
-`id:` line:
-
-id: 0:12,7        the client has received the tokens 12 and 7 of choice 0, and tokens before them without an event
-id: 0:12!         and with this group the choice has ended
-id: 0:12 41       41 is state of the API
-id: .             the group of usage and [DONE]: nothing is left to resume
+tokens. The tokens are in the `id:` lines of the events (see cursors).
 
 The same request with `resume` in its body continues after the last group that arrived. Everything that a client sees
 depends only on the request, its id, and the fields in the head. So the output is the same at every server.
@@ -24,8 +18,17 @@ import msgspec
 import trio
 
 from trioserve.api.generation import is_partial
-from trioserve.api.resume_body import ResumeBody, resume_body
 from trioserve.api.sse import encode
+from trioserve.api.streams.cursors import (
+    DETACH_HEADER,
+    FINGERPRINT_HEADER,
+    RESUMABLE_HEADER,
+    RESUME_HEADER,
+    SEED_HEADER,
+    GroupIds,
+    ResumeBody,
+    resume_body,
+)
 from trioserve.contracts.errors import InvalidRequest, ResumeMismatch
 from trioserve.contracts.output import Delta
 from trioserve.contracts.resume import SEED_MAX, SEED_MIN, Resume
@@ -35,20 +38,13 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.engine.request_stream import RequestStream
 
-__all__ = ["GroupIds", "Resumption", "skip_known"]
+__all__ = ["Resumption", "skip_known"]
 
-RESUMABLE_HEADER = "x-trioserve-resumable"
-RESUME_HEADER = "x-trioserve-resume"
-FINGERPRINT_HEADER = "x-trioserve-fingerprint"
-SEED_HEADER = "x-trioserve-seed"
-"""Seed that a router chooses for a request without one. Every router chooses the same seed for the same request."""
 SERVER_STOPPING = "server_stopping"
-DETACH_HEADER = "x-detach-timeout"  # such a stream has other ids, and its own way to survive its client
 
 SEEDS_DRAWN = 1 << 53  # bound of drawn seeds: JSON readers that only have floats read it exactly
 SEED_STRIDE = 0xD1B54A32D192ED03  # keeps the seeds of prompts far apart, and far from the seeds of choices
 SKIPPED_MAX = 256  # deltas between two checkpoints: about two milliseconds
-LAST_ID = b"id: .\n\n"
 
 
 class Resumption:
@@ -264,54 +260,6 @@ class Resumption:
                 "leave logprobs out, set stream, or send resume.logprobs",
                 param="logprobs",
             )
-
-
-class GroupIds:
-    """Writes the `id:` line of each group of events of one response."""
-
-    def __init__(self) -> None:
-        self._pending: dict[int, list[int]] = {}  # by choice, tokens that have made no event yet
-
-    def begin(self, events: bytes, state: bytes) -> bytes:
-        """Make a group of events that precede all tokens.
-
-        Args:
-            events: the events.
-            state: state of the API.
-        """
-        return b"%bid: 0: %b\n\n" % (events[:-1], state)
-
-    def group(self, events: bytes, choice_index: int, delta: Delta, state: bytes = b"") -> bytes:
-        """Make a group of the events of one delta.
-
-        Args:
-            events: all events that the delta has made. Empty: the tokens join the choice's next group.
-            choice_index: index of the choice.
-            delta: output of the choice.
-            state: state of the API, with a space before it. Empty: none.
-
-        Returns:
-            The group. Empty if there are no events.
-        """
-        token_ids: Sequence[int] = delta.token_ids
-        if not events:
-            self._pending.setdefault(choice_index, []).extend(token_ids)
-            return b""
-        if self._pending and (pending := self._pending.pop(choice_index, None)):
-            token_ids = (*pending, *token_ids)
-        if len(token_ids) == 1 and delta.finish_reason is None:  # nearly all deltas
-            return events[:-1] + b"id: %d:%d" % (choice_index, token_ids[0]) + state + b"\n\n"
-        ids = b",".join([b"%d" % token_id for token_id in token_ids])
-        end = b"" if delta.finish_reason is None or is_partial(delta.finish_reason) else b"!"
-        return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
-
-    def last(self, events: bytes) -> bytes:
-        """Make the group that ends the response.
-
-        Args:
-            events: the last events.
-        """
-        return events[:-1] + LAST_ID
 
 
 async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delta], object]) -> None:

@@ -1,27 +1,28 @@
 """Conversion of a stream's events for the client: ids become positions, and events that the client has are dropped.
 
-A router without peers forwards events unchanged, with the class `ClientEvents`. No I/O.
+A router without peers forwards events unchanged, with the class `ClientEvents`. A client of Ollama's API gets lines.
+The router asks the endpoint for server-sent events with ids, so that the stream can resume elsewhere. No I/O.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import Any
 
+import msgspec
+
+from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.sse import KEEP_ALIVE
-from trioserve.proxy.peers.stream_position import Position, PositionKeeper
+from trioserve.api.streams.cursors import DETACH_HEADER, RESUMABLE_HEADER, Position, PositionKeeper
+from trioserve.http.exchange import HeaderFields
+from trioserve.http.headers import Headers
+from trioserve.proxy.routed_body import LINE_PATHS
 
-if TYPE_CHECKING:
-    from trioserve.http.exchange import HeaderFields
-
-__all__ = ["ClientEvents", "NotTheSame", "NumberedEvents"]
+__all__ = ["ClientEvents", "ClientLines", "NumberedEvents", "not_the_same", "wants_lines"]
 
 _ID = re.compile(rb"^id: ([^\r\n]*)", re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error|data: \{"(?:error|type":"error)")', re.MULTILINE)
-
-
-class NotTheSame(Exception):
-    """The stream does not pass through the client's position, so it is not the same response."""
 
 
 class ClientEvents:
@@ -51,7 +52,7 @@ class ClientEvents:
             Events for the client.
 
         Raises:
-            NotTheSame: The stream is another response than the client has.
+            Refusal: The stream is another response than the client has (409).
         """
         return events
 
@@ -117,7 +118,7 @@ class NumberedEvents(ClientEvents):
                 self._known, self.is_behind = None, False
                 return events[_end_of_event(events, match.end()) :]
             if self._keeper.is_at_end or here.is_beyond(self._known):
-                raise NotTheSame(f"the stream is at {self._keeper}, and the client at {self._known}")
+                raise not_the_same(f"the stream is at {self._keeper}, and the client at {self._known}")
         if b"id: " not in events and _ERROR.search(events):
             self.error = events  # an error has no id, and is sent to the client at any position
         return b""
@@ -126,3 +127,74 @@ class NumberedEvents(ClientEvents):
 def _end_of_event(events: bytes, start: int) -> int:
     end = events.find(b"\n\n", start)
     return len(events) if end < 0 else end + 2
+
+
+def not_the_same(difference: str) -> Refusal:
+    """Make the error for a client whose stream no longer exists and cannot be computed identically.
+
+    Args:
+        difference: Half a sentence that names the difference between the streams.
+    """
+    return refusal(
+        "resume_mismatch",
+        f"the stream no longer exists, and computing it again gave another response ({difference}): send the "
+        "request without Last-Event-ID, with another X-Request-Id",
+    )
+
+
+EVENT_HEADERS = (RESUMABLE_HEADER, DETACH_HEADER)
+"""A client that sends one of these headers gets events instead of lines."""
+_DATA = b"data: "
+_ERROR_LINE = b'{"error"'
+
+
+class _Failed(msgspec.Struct):
+    error: dict[str, Any] | str
+
+
+def wants_lines(path: str, headers: Headers) -> bool:
+    """Return True if the client gets lines when the response is streamed.
+
+    Args:
+        path: Path of the request.
+        headers: Headers of the request.
+    """
+    return path in LINE_PATHS and not any(headers.get(name) for name in EVENT_HEADERS)
+
+
+class ClientLines(ClientEvents):
+    """Converter from events to lines: each line is the data of one event."""
+
+    takes_all = False
+    keep_alive = LINE_KEEP_ALIVE
+
+    def convert(self, events: bytes) -> bytes:
+        """Convert complete events to lines.
+
+        Args:
+            events: Complete events.
+
+        Returns:
+            Lines. A blank that keeps the connection alive if there are only comments.
+        """
+        values = [found[len(_DATA) :] for found in events.split(b"\n") if found.startswith(_DATA)]
+        return b"".join(map(_line, values)) or self.keep_alive
+
+    def last(self, events: bytes) -> bytes:
+        """Convert the last events of a stream to lines.
+
+        Args:
+            events: Complete events, or nothing.
+        """
+        return self.convert(events) if events else b""
+
+    def head(self, headers: HeaderFields) -> HeaderFields:
+        return [(name, LINES_TYPE if name == "content-type" else value) for name, value in headers]
+
+
+def _line(value: bytes) -> bytes:
+    if value.startswith(_ERROR_LINE):  # converted here: within the router, errors need the shape of the other APIs
+        error = msgspec.json.decode(value, type=_Failed).error
+        if isinstance(error, dict):
+            return line({"error": error.get("message")})
+    return value + b"\n"
