@@ -163,7 +163,8 @@ ROOMS = {
 }
 # Files above the packages: they may import several packages, and no package imports them.
 TOP_FILES = words(
-    "__init__ __main__ asgi assemble assemble_images cli commands config options ray ray_engines ray_ranks rollouts"
+    "__init__ __main__ asgi assemble assemble_compute assemble_images assemble_model assemble_ranks "
+    "cli commands config options ray ray_engines ray_ranks rollouts"
 )
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioserve.asgi import asgi_app, cancel_on_disconnect
-    from trioserve.assemble import LoadProgress, open_engine
+    from trioserve.assemble import open_engine
     from trioserve.assemble_images import open_image_engine
+    from trioserve.assemble_model import LoadProgress
     from trioserve.commands.serve import serve
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.errors import (
@@ -100,7 +101,8 @@ _HOMES = {
     "find_default_model": "trioserve.model.loading.default_model",
     "Engine": "trioserve.engine.engine",
     **dict.fromkeys(("BroadcastWeights", "SharedWeights", "WeightGroup"), "trioserve.contracts.weights"),
-    **dict.fromkeys(("LoadProgress", "open_engine"), "trioserve.assemble"),
+    "LoadProgress": "trioserve.assemble_model",
+    "open_engine": "trioserve.assemble",
     "open_image_engine": "trioserve.assemble_images",
     "serve": "trioserve.commands.serve",
     "ChatPrompt": "trioserve.contracts.prompt",

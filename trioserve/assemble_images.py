@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import trio
 
-from trioserve.assemble import LoadProgress, LoadReport, LoggedProgress, default_served_name, for_asyncio
+from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, default_served_name
 from trioserve.asyncio.engine import ImageEngine as AsyncioImageEngine
+from trioserve.asyncio.threaded_engine import for_asyncio
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits

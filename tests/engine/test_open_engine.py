@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import assemble
+from trioserve import assemble, assemble_compute, assemble_model
 from trioserve.config import Config, make_config
 from trioserve.connectors import registry
 from trioserve.contracts.errors import ContextTooLong, ModelLoadError, StartupError
@@ -120,10 +120,10 @@ def runner_class(monkeypatch):
     monkeypatch.setattr(FakeRunner, "at", {})
     monkeypatch.setattr(FakeRunner, "made", [])
     monkeypatch.setitem(sys.modules, "trioserve.model.runner", types.SimpleNamespace(ModelRunner=FakeRunner))
-    monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
-    monkeypatch.setattr(assemble, "open_checkpoint", lambda _path, **_options: Checkpoint)
-    monkeypatch.setattr(assemble, "weights_name", lambda _checkpoint: "these weights")
-    monkeypatch.setattr(assemble, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
+    monkeypatch.setattr(assemble_model, "resolve_model", lambda name, **_options: Path(name))
+    monkeypatch.setattr(assemble_model, "open_checkpoint", lambda _path, **_options: Checkpoint)
+    monkeypatch.setattr(assemble_model, "weights_name", lambda _checkpoint: "these weights")
+    monkeypatch.setattr(assemble_model, "_make_tokenizer", lambda _checkpoint: byte_tokenizer())
     threads_before = set(threading.enumerate())
     yield FakeRunner
     assert not set(threading.enumerate()) - threads_before
@@ -218,8 +218,8 @@ async def test_image_model_is_refused_by_open_engine(runner_class, tmp_path):
 
 
 async def test_tokenizer_of_another_model_is_refused(runner_class, monkeypatch):
-    monkeypatch.setattr(assemble, "load_tokenizer", lambda path: types.SimpleNamespace(vocab_size=10**6))
-    monkeypatch.setattr(assemble, "resolve_model", lambda name, **_options: Path(name))
+    monkeypatch.setattr(assemble_model, "load_tokenizer", lambda path: types.SimpleNamespace(vocab_size=10**6))
+    monkeypatch.setattr(assemble_model, "resolve_model", lambda name, **_options: Path(name))
     with pytest.raises(StartupError, match="--tokenizer other has 1000000 tokens, but the model has"):
         async with assemble.open_engine("m", tokenizer="other"):
             pass
@@ -269,12 +269,12 @@ async def test_steps_that_use_every_cpu_begin_on_the_cpu_of_the_event_loop(
 ):
     asked: list[bool] = []
 
-    class Noted(assemble.ThreadedExecutor):
+    class Noted(assemble_compute.ThreadedExecutor):
         def __init__(self, *arguments, takes_cpu: bool) -> None:
             asked.append(takes_cpu)
             super().__init__(*arguments, takes_cpu=takes_cpu)
 
-    monkeypatch.setattr(assemble, "ThreadedExecutor", Noted)
+    monkeypatch.setattr(assemble_compute, "ThreadedExecutor", Noted)
     monkeypatch.setattr(runner_class, "takes_every_cpu", takes_every_cpu)
     async with assemble.open_engine("m", overlap_steps=overlap_steps):
         assert asked == [takes_every_cpu and not overlap_steps]
@@ -357,7 +357,7 @@ async def test_the_checkpoint_is_opened_for_the_context_that_is_served(runner_cl
         asked.append(context_tokens)
         return Checkpoint
 
-    monkeypatch.setattr(assemble, "open_checkpoint", opened)
+    monkeypatch.setattr(assemble_model, "open_checkpoint", opened)
     for max_model_len in (40, None):
         async with assemble.open_engine("m", max_model_len=max_model_len):
             pass
@@ -412,16 +412,16 @@ async def test_progress_of_loading_is_reported(runner_class, monkeypatch):
         progress(5, 10)
         return Path(name)
 
-    monkeypatch.setattr(assemble, "resolve_model", fetched)
+    monkeypatch.setattr(assemble_model, "resolve_model", fetched)
     runner_class.at["compile"] = lambda on_compile: on_compile("compiling it", 3.0)
     runner_class.at["load"] = lambda report: report(1, 2)
-    told: list[assemble.LoadProgress] = []
+    told: list[assemble_model.LoadProgress] = []
     async with assemble.open_configured_engine(make_config(model="m"), on_progress=told.append):
         pass
     assert told == [
-        assemble.LoadProgress("fetching m", 5, 10),
-        assemble.LoadProgress("compiling it", 3.0),
-        assemble.LoadProgress("loading m", 1, 2),
+        assemble_model.LoadProgress("fetching m", 5, 10),
+        assemble_model.LoadProgress("compiling it", 3.0),
+        assemble_model.LoadProgress("loading m", 1, 2),
     ]
 
 
@@ -440,10 +440,10 @@ async def test_each_activity_of_the_start_is_logged_once_and_reported(runner_cla
         report(0, 2)
         report(1, 2)
 
-    monkeypatch.setattr(assemble, "resolve_model", fetched)
+    monkeypatch.setattr(assemble_model, "resolve_model", fetched)
     runner_class.at.update(compile=compile_slowly, load=load)
     caplog.set_level("INFO", logger="trioserve.assemble")
-    reported: list[assemble.LoadProgress] = []
+    reported: list[assemble_model.LoadProgress] = []
     async with assemble.open_engine("m", progress=reported.append if is_reported else None):
         pass
     lines = [record.message for record in caplog.records]
@@ -465,14 +465,14 @@ async def test_each_activity_of_the_start_is_logged_once_and_reported(runner_cla
 
 def test_asyncio_engine_reports_the_progress_of_its_start(runner_class):
     runner_class.at["load"] = lambda report: report(1, 2)
-    reported: list[assemble.LoadProgress] = []
+    reported: list[assemble_model.LoadProgress] = []
 
     async def open_it() -> None:
         async with assemble.open_asyncio_engine("m", progress=reported.append):
             pass
 
     asyncio.run(open_it())
-    assert assemble.LoadProgress("loading m", 1, 2) in reported
+    assert assemble_model.LoadProgress("loading m", 1, 2) in reported
 
 
 async def test_download_of_a_cancelled_start_ends_when_it_next_receives_bytes(runner_class, monkeypatch):
@@ -491,7 +491,7 @@ async def test_download_of_a_cancelled_start_ends_when_it_next_receives_bytes(ru
         finally:
             token.run_sync_soon(ended.set)
 
-    monkeypatch.setattr(assemble, "resolve_model", fetch)
+    monkeypatch.setattr(assemble_model, "resolve_model", fetch)
     with scope:
         async with assemble.open_engine("m"):
             pytest.fail("was opened")
@@ -543,7 +543,7 @@ async def test_tokenizer_error_ends_the_loading_of_the_weights(runner_class, mon
         raise ModelLoadError("no tokenizer")
 
     runner_class.at["load"] = load
-    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    monkeypatch.setattr(assemble_model, "_make_tokenizer", make_tokenizer)
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         async with assemble.open_engine("m"):
             pytest.fail("was opened")
@@ -582,7 +582,7 @@ async def test_errors_of_weights_and_tokenizer_are_raised_as_one(runner_class, m
         raise ModelLoadError("no tokenizer")
 
     runner_class.at["load"] = load
-    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    monkeypatch.setattr(assemble_model, "_make_tokenizer", make_tokenizer)
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         async with assemble.open_engine("m"):
             pytest.fail("was opened")
@@ -611,7 +611,7 @@ async def test_runner_is_closed_if_the_opening_fails_elsewhere(stage, runner_cla
         wait_or_fail(proceed)
 
     runner_class.at[stage] = begin
-    monkeypatch.setattr(assemble, "_make_tokenizer", make_tokenizer)
+    monkeypatch.setattr(assemble_model, "_make_tokenizer", make_tokenizer)
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         async with assemble.open_engine("m"):
             pytest.fail("was opened")

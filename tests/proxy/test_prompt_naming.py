@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from trioserve.admission.text_threads import TextThreads
-from trioserve.assemble import _make_tokenizer
+from trioserve.assemble_model import _make_tokenizer
 from trioserve.commands.prompt_naming import load_tokenizer, open_prompt_naming
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.prompt import ChatPrompt

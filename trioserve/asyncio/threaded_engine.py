@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -20,7 +21,7 @@ from trioserve.contracts.errors import EngineFault
 from trioserve.engine.lifecycle.engine_life import EngineLife
 from trioserve.trio_tools.own_run import opened_once
 
-__all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "made", "opened_in_a_thread"]
+__all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "for_asyncio", "made", "opened_in_a_thread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,3 +189,30 @@ async def _cancel_body_at_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
         if not timeout.expired():
             raise
         raise _Broken from None
+
+
+def for_asyncio(
+    opens: Callable[P, AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], U]
+) -> Callable[P, AbstractAsyncContextManager[U]]:
+    """Make a function that opens an engine for asyncio programs, in a thread of its own.
+
+    Args:
+        opens: opens an engine for Trio programs.
+        new: makes the asyncio engine.
+
+    Returns:
+        The function, with the parameters of `opens`.
+    """
+
+    @functools.wraps(opens)
+    def open_for_asyncio(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[U]:
+        inspect.signature(opens).bind(*args, **kwargs)  # raise TypeError here, and not in the thread
+        return opened_in_a_thread(functools.partial(opens, *args, **kwargs), new)
+
+    open_for_asyncio.__doc__ = f"""Open an engine for an asyncio program.
+
+    The engine runs in a thread of its own. The context gives a trioserve.asyncio.{getattr(new, "__name__", "Engine")}.
+    The description for Trio programs also applies:
+
+    {opens.__doc__}"""
+    return open_for_asyncio

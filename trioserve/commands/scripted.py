@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import trio
 
-from trioserve.assemble import Loaded, LoadReport
+from trioserve.assemble import Loaded
+from trioserve.assemble_model import LoadReport
 from trioserve.commands.serve import OpenEngine, serve_configured
 from trioserve.commands.serving import run_until_signal
 from trioserve.config import Config

@@ -11,7 +11,8 @@ import trio
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT, WAITING_DEPTH_MAX
 from trioserve.api.routes import App
-from trioserve.assemble import Loaded, LoadReport, default_served_name, open_configured_engine
+from trioserve.assemble import Loaded, open_configured_engine
+from trioserve.assemble_model import LoadReport, default_served_name
 from trioserve.commands.engine_app import engine_app
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines

@@ -11,8 +11,8 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
-from trioserve.assemble import LoadReport
 from trioserve.assemble_images import open_configured_image_engine
+from trioserve.assemble_model import LoadReport
 from trioserve.commands.front_ends import check_front_end, chosen_front_end
 from trioserve.commands.log_lines import show_dropped_lines
 from trioserve.commands.option_groups import GROUPS

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve.assemble import Loaded, LoadProgress, open_configured_engine
+from trioserve.assemble import Loaded, open_configured_engine
+from trioserve.assemble_model import LoadProgress
 from trioserve.commands.log_lines import announce, status_stream
 from trioserve.commands.processor import processor_name
 from trioserve.commands.program_end import EXIT_INTERRUPTED

@@ -1,0 +1,344 @@
+"""Loads a model into this process, and connects it with the compute thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from trioserve.assemble_model import LoadProgress, LoadReport, ModelFiles
+from trioserve.connectors.settings import ConnectorSettings
+from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.errors import StartupError
+from trioserve.contracts.images import ImageEncoder
+from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
+from trioserve.core.settings import CoreSettings
+from trioserve.engine.adapters import AdapterTarget
+from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
+from trioserve.engine.lifecycle.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
+from trioserve.engine.lifecycle.launched_steps import LaunchedSteps
+from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
+from trioserve.engine.threaded_weights import SentWeights, ThreadedWeights, WrittenWeights
+from trioserve.engine.weight_updates import WeightTarget
+from trioserve.model.adapter_weights import AdapterWeights
+from trioserve.model.drafts.settings import DraftSettings
+from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.loading.encoder_directory import EncoderDirectory
+from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors
+from trioserve.options.engine import EngineOptions
+from trioserve.ranks.ranked_runner import RankedRunner
+from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.worker_thread import LongJob, WorkerThread
+
+if TYPE_CHECKING:
+    from trioserve.model.encoder_runner import EncoderRunner
+    from trioserve.model.runner import DraftSource, ModelRunner
+
+    Runner = ModelRunner | EncoderRunner | RankedRunner
+
+__all__ = [
+    "Computing",
+    "LocalModel",
+    "Runner",
+    "cache_release_of",
+    "core_settings",
+    "image_encoder_of",
+    "window_tokens_of",
+]
+
+logger = logging.getLogger("trioserve.assemble")
+
+
+class Computing(NamedTuple):
+    """The loaded model. `EngineParts` documents the fields."""
+
+    runner: Runner
+    steps: StepRunner
+    adapters: AdapterTarget
+    claim_memory: WhenIdle
+    weights: WeightTarget | str
+    image_encoder: ImageEncoder | None = None
+    guard: Guard | None = None
+
+
+@uninterrupted
+class LocalModel:
+    """Loads the model into this process, in the compute thread.
+
+    Args:
+        options: the options of the engine.
+        files: the model's files.
+        compute: the compute thread.
+        groups: groups that new weights arrive from.
+        report: receives the progress of loading.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        files: ModelFiles,
+        compute: WorkerThread,
+        groups: TrainerGroups,
+        report: LoadReport,
+    ) -> None:
+        self._options = options
+        self._files = files
+        self._compute = compute
+        self._groups = groups
+        self._report = report
+
+    @asynccontextmanager
+    async def loaded(
+        self, checkpoint: Checkpoint | EncoderDirectory, draft: DraftSource | None
+    ) -> AsyncIterator[Computing]:
+        """Load the model. Leaving unloads it.
+
+        Args:
+            checkpoint: the model.
+            draft: source of draft tokens other than the request's own text.
+        """
+        options, compute = self._options, self._compute
+        runners: list[ModelRunner | EncoderRunner] = []
+        try:
+            runner = await self._load(checkpoint, draft, runners)
+            yield Computing(
+                runner,
+                _steps(runner, compute, overlap_steps=options.overlap_steps),
+                _AdapterTarget(runner, compute),
+                lambda: compute.run(runner.claim_memory),
+                _weight_target(runner, compute, self._groups, options.max_model_len),
+                image_encoder_of(runner, compute),
+            )
+        finally:
+            for made in runners:
+                await compute.run(made.close)  # completes even when cancelled
+
+    async def _load(
+        self,
+        checkpoint: Checkpoint | EncoderDirectory,
+        draft: DraftSource | None,
+        runners: list[ModelRunner | EncoderRunner],
+    ) -> ModelRunner | EncoderRunner:
+        """Load the weights in the compute thread, and prepare the texts meanwhile.
+
+        The caller must close the entries of `runners`, also when this function raises.
+        """
+        job = LongJob()
+        weights_come, token = trio.Event(), trio.lowlevel.current_trio_token()
+
+        def report(progress: LoadProgress) -> None:
+            job.check()
+            self._report(progress)
+
+        def note_weights_come() -> None:
+            token.run_sync_soon(weights_come.set, idempotent=True)
+
+        def read(done: int, total: int) -> None:
+            note_weights_come()
+            report(LoadProgress(f"loading {self._options.model}", done, total))
+
+        def compiling(sentence: str, seconds: float) -> None:
+            report(LoadProgress(sentence, seconds))
+
+        def load_runner() -> ModelRunner | EncoderRunner:
+            # Runs in the compute thread, because it may import torch there.
+            runner: ModelRunner | EncoderRunner
+            if isinstance(checkpoint, EncoderDirectory):
+                from trioserve.model.encoder_runner import EncoderRunner
+
+                runner = EncoderRunner.load(checkpoint, self._options.model_settings(), progress=read)
+            else:
+                from trioserve.model.runner import ModelRunner
+
+                runner = ModelRunner.load(
+                    checkpoint, self._options.model_settings(), draft=draft, progress=read, on_compile=compiling
+                )
+            runners.append(runner)
+            note_weights_come()  # in case that nothing reported progress
+            runner.allocate_kv(runner.block_count)
+            if runner.device != "cpu":  # kernels are compiled, which takes time
+                report(LoadProgress(f"warming up {self._options.model}", 0))
+            runner.warm_up()
+            return runner
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._files.prepare_texts, checkpoint, weights_come)
+            return await job.run(self._compute, load_runner)
+
+
+class _CacheRelease:
+    """Releases and allocates the KV cache in the compute thread."""
+
+    def __init__(self, runner: ModelRunner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> None:
+        self._runner = runner
+        self._compute = compute
+        self._new_parts = new_parts
+
+    async def release_cache(self) -> None:
+        await self._compute.run(self._runner.release_kv)
+
+    async def rebuild_parts(self) -> EngineParts:
+        await self._compute.run(self._runner.allocate_kv, self._runner.block_count)
+        return self._new_parts()
+
+
+def cache_release_of(
+    runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]
+) -> CacheRelease[EngineParts] | str:
+    """Return how the KV cache is released, or why it cannot be.
+
+    Args:
+        runner: the loaded model.
+        compute: the compute thread.
+        new_parts: makes new parts of the engine after the cache was allocated again.
+    """
+    from trioserve.model.runner import ModelRunner
+
+    if isinstance(runner, RankedRunner):
+        return "a model in ranks cannot release its KV cache alone"
+    if not isinstance(runner, ModelRunner):
+        return "an encoder has no KV cache to release"
+    return runner.why_kept or _CacheRelease(runner, compute, new_parts)
+
+
+def _weight_target(
+    runner: ModelRunner | EncoderRunner, compute: WorkerThread, groups: TrainerGroups, context_tokens: int | None
+) -> WeightTarget | str:
+    from trioserve.model.runner import ModelRunner
+
+    if not isinstance(runner, ModelRunner):
+        return "the model is an encoder"
+
+    def look(source: WeightSource) -> WrittenWeights:
+        from trioserve.model.weight_replacement import StoredWeights
+
+        assert not isinstance(source, BroadcastWeights), "these weights are sent"
+        where = source if isinstance(source, SharedWeights) else Path(source)
+        return StoredWeights(runner, where, context_tokens=context_tokens)
+
+    def look_at_sent(source: BroadcastWeights) -> SentWeights:
+        from trioserve.model.weight_replacement import ArrivingWeights
+
+        return ArrivingWeights(runner, arriving_tensors(source))
+
+    return ThreadedWeights(look, look_at_sent, groups, compute)
+
+
+class _AdapterTarget:
+    """Adds and removes adapters in the compute thread, between two steps."""
+
+    def __init__(self, runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> None:
+        self._runner = runner
+        self._compute = compute
+
+    async def add(self, id: AdapterId, content: AdapterWeights) -> None:
+        await self._compute.run(self._runner.add_adapter, id, content)
+
+    async def remove(self, id: AdapterId) -> None:
+        await self._compute.run(self._runner.remove_adapter, id)
+
+
+def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
+    if overlap_steps and runner.launches:
+        return LaunchedSteps(runner, compute)
+    return ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu and not overlap_steps)
+
+
+def image_encoder_of(runner: Runner, compute: WorkerThread) -> ImageEncoder | None:
+    """Return what computes image embeddings, or None for a model that reads no images.
+
+    Args:
+        runner: the loaded model.
+        compute: the compute thread.
+    """
+    vision = getattr(runner, "vision", None)
+    return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
+
+
+def core_settings(
+    options: EngineOptions,
+    transfers: ConnectorSettings | None,
+    drafts: DraftSettings | None,
+    runner: Runner,
+    checkpoint: Checkpoint | EncoderDirectory,
+    draft: DraftSource | None,
+) -> CoreSettings:
+    """Return the limits of the core of a loaded model.
+
+    Args:
+        options: the options of the engine.
+        transfers: settings of the connector. None: no connector.
+        drafts: settings of draft tokens. None: no draft tokens.
+        runner: the loaded model.
+        checkpoint: its checkpoint.
+        draft: source of draft tokens other than the request's own text.
+
+    Raises:
+        StartupError: the options do not fit the model.
+    """
+    context_tokens_max = checkpoint.config.context_tokens_max
+    pool_tokens = runner.block_count * runner.block_size
+    window_tokens = None
+    if draft is None:  # a draft model may attend to more tokens
+        window_tokens = window_tokens_of(checkpoint)
+    if options.max_model_len is not None:
+        if options.max_model_len > context_tokens_max:
+            raise StartupError(
+                f"--max-model-len is {options.max_model_len}, but the model supports only {context_tokens_max} tokens"
+            )
+        context_tokens_max = options.max_model_len
+    elif isinstance(checkpoint, EncoderDirectory):
+        context_tokens_max = checkpoint.config.context_tokens_default
+    elif window_tokens is None or window_tokens + options.max_num_batched_tokens > pool_tokens - 2 * runner.block_size:
+        # Without the option, use what fits. A model with a long context must still start on a small machine.
+        if pool_tokens < context_tokens_max:
+            logger.info(
+                "the context is %d tokens, as many as the KV cache holds; the model supports %d: "
+                "raise --kv-cache-memory for more",
+                pool_tokens,
+                context_tokens_max,
+            )
+        context_tokens_max = min(context_tokens_max, pool_tokens)
+    keeps_kv = not isinstance(checkpoint, EncoderDirectory)
+    if 0 < runner.state_slot_count < options.max_num_seqs:
+        logger.warning(
+            "the cache's memory (--kv-cache-memory) holds the states of few sequences sequences_max=%d",
+            runner.state_slot_count,
+        )
+    return CoreSettings(
+        block_count=runner.block_count,
+        block_size=runner.block_size,
+        context_tokens_max=context_tokens_max,
+        max_num_seqs=options.max_num_seqs,
+        # An encoder computes whole prompts, so a step must have space for the longest one.
+        step_tokens_max=max(options.max_num_batched_tokens, 0 if keeps_kv else context_tokens_max),
+        wide_prompt_stretch=options.wide_prompt_stretch,
+        enable_prefix_caching=options.enable_prefix_caching and keeps_kv,
+        overlap_steps=options.overlap_steps,
+        steps_apart=options.overlap_steps and options.pipeline_parallel_size > 1,
+        draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,
+        draft_source="text" if draft is None else draft.kind,
+        draft_context_tokens_max=None if draft is None else draft.context_tokens_max,
+        keeps_kv=keeps_kv,
+        window_tokens=window_tokens,
+        state_slot_count=runner.state_slot_count,
+        snapshot_slot_count=runner.snapshot_slot_count if options.enable_prefix_caching else 0,
+        hold_seconds_max=options.kv_hold_timeout,
+        remote_kv_seconds_max=options.kv_load_timeout,
+        held_share_max=options.kv_held_share,
+        load_failure_policy="recompute" if transfers is None else transfers.load_failure_policy,
+    )
+
+
+def window_tokens_of(checkpoint: Checkpoint | EncoderDirectory) -> int | None:
+    """Return the largest sliding window in tokens, or None if a layer has no window.
+
+    Args:
+        checkpoint: of the model.
+    """
+    window_max = None if isinstance(checkpoint, EncoderDirectory) else checkpoint.config.window_max
+    return None if window_max is None else max(window_max, 2)

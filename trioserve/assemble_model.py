@@ -1,0 +1,352 @@
+"""The files of a served model: its checkpoint, tokenizer, draft model and sampling defaults."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from trioserve.admission.text_threads import TextThreads
+from trioserve.commands.prompt_naming import load_tokenizer
+from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.contracts.images import ImageEncoder, ImageProcessing
+from trioserve.model.adapter_weights import AdapterWeights
+from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
+from trioserve.model.drafts.settings import DraftSettings
+from trioserve.model.drafts.vocabulary import check_same_tokens
+from trioserve.model.fingerprint import fingerprint_of
+from trioserve.model.loading.adapter_directory import allowed_directory, read_adapter
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.default_model import DOWNLOAD_THREAD, recommended_sampling, resolve_model
+from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
+from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
+from trioserve.model.loading.settings import generation_settings
+from trioserve.model.loading.weights_name import weights_name
+from trioserve.model.number_formats import Dtype
+from trioserve.model.settings import ModelSettings
+from trioserve.options.engine import EngineOptions
+from trioserve.text.chat_template import chat_template_text
+from trioserve.text.grammar_compiler import GrammarCompiler
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.worker_thread import LongJob, call_abandonable
+from trioserve.vision.image_file import why_no_images
+from trioserve.vision.image_prompt import IMAGE_SIGN
+
+if TYPE_CHECKING:
+    from trioserve.model.runner import DraftSource
+
+__all__ = ["LoadProgress", "LoadReport", "LoggedProgress", "ModelFiles", "default_served_name"]
+
+logger = logging.getLogger("trioserve.assemble")
+
+ADAPTER_THREAD = "trioserve-adapter"
+
+
+class LoadProgress(msgspec.Struct, frozen=True):
+    """Progress of loading.
+
+    Attributes:
+        what: current activity, for people.
+        done: bytes so far, or seconds so far if `total` is None.
+        total: bytes in total. None: the duration is unknown.
+    """
+
+    what: str
+    done: float
+    total: int | None = None
+
+
+LoadReport = Callable[[LoadProgress], None]
+"""Receives the progress of loading. Called from the thread that loads, first before the activity begins."""
+
+
+class LoggedProgress:
+    """Logs each activity of loading once, when it begins.
+
+    Args:
+        report: receives all progress, too. None: the log is enough.
+    """
+
+    def __init__(self, report: LoadReport | None) -> None:
+        self._report = report
+        self._what = ""
+
+    def __call__(self, progress: LoadProgress) -> None:
+        if progress.what != self._what:
+            self._what = progress.what
+            logger.info("%s", progress.what)
+        if self._report is not None:
+            self._report(progress)
+
+
+@uninterrupted
+class ModelFiles:
+    """Finds and reads the files of one model, first and after each fault of its engine.
+
+    Each opening reads the checkpoint. Paths, tokenizer and grammars are kept from the first one.
+
+    Args:
+        options: the options of the engine.
+        text: threads for tokenization.
+        report: receives the progress of loading.
+
+    Attributes:
+        drafts: settings of draft tokens.
+        path: directory or file of the model, once it was found.
+        draft_path: the same for the draft model.
+        checkpoint: the checkpoint of the last opening.
+        defaults: sampling defaults of the last opening.
+        compiler: tokenizer and grammars, once `prepare_texts` has run.
+        adapter_dtype: number format of adapters.
+    """
+
+    def __init__(self, options: EngineOptions, text: TextThreads, report: LoadReport) -> None:
+        self._options = options
+        self._text = text
+        self._report = report
+        self._generation = generation_settings(options.generation_config, options.override_generation_config)
+        self._chat_template: str | None = None
+        self._tokenizer_path: Path | None = None
+        self._tokenizer_name = ""
+        self._weights_name: str | None = None
+        self.drafts = options.drafts()
+        self.path: Path | None = None
+        self.draft_path: Path | None = None
+        self.checkpoint: Checkpoint | EncoderDirectory | None = None
+        self.defaults: GenerationDefaults | None = None
+        self.compiler: GrammarCompiler | None = None
+        self.adapter_dtype: Dtype = "float32"
+
+    @property
+    def weights_name(self) -> str:
+        """Name of the weights. It depends on their values."""
+        assert self._weights_name is not None, "set when the weights are read"
+        return self._weights_name
+
+    async def open(self) -> tuple[Checkpoint | EncoderDirectory, DraftSource | None]:
+        """Read the checkpoint, and open the source of draft tokens.
+
+        Raises:
+            ModelLoadError: the model cannot be read.
+            StartupError: the model does not fit the options.
+        """
+        options, text, drafts = self._options, self._text, self.drafts
+        if options.chat_template is not None:  # check first, because the template is used much later
+            self._chat_template = await text.run_cancellable(chat_template_text, options.chat_template)
+        if self.path is None:
+            self.path = await self._fetched(options.model, revision=options.revision)
+            if options.tokenizer is not None:
+                self._tokenizer_path = await self._fetched(options.tokenizer, with_weights=False)
+            if drafts is not None and drafts.model is not None:
+                self.draft_path = await self._fetched(drafts.model, revision=drafts.revision)
+            if drafts is not None and drafts.ignored:
+                logger.warning("of --speculative-config ignored=%s", ",".join(drafts.ignored))
+        uses_further = drafts is not None and drafts.source == "mtp"
+        checkpoint = await text.run_cancellable(_opened, self.path, options.max_model_len, uses_further)
+        draft = await text.run_cancellable(self._open_draft, checkpoint)
+        self.defaults = await text.run_cancellable(self._read_defaults, checkpoint)
+        self.checkpoint = checkpoint
+        return checkpoint, draft
+
+    async def prepare_texts(self, checkpoint: Checkpoint | EncoderDirectory, weights_come: trio.Event) -> None:
+        """Prepare the tokenizer, grammars and the weights' name while the weights are read.
+
+        Args:
+            checkpoint: the model.
+            weights_come: set when reading the weights has begun.
+        """
+        # The libraries for tokens and grammars hold the GIL for tenths of a second. Reading weights does not need the
+        # GIL once it has begun.
+        await weights_come.wait()
+        assert self.defaults is not None, "they are read with the checkpoint"
+        is_first = self.compiler is None
+        if self.compiler is None:
+            tokenizer = await self._text.run_cancellable(self._make_tokenizer, checkpoint)
+        else:
+            tokenizer = self.compiler.tokenizer
+        if not isinstance(checkpoint, EncoderDirectory):
+            found = await self._text.run_cancellable(tokenizer.end_token_ids)
+            self.defaults = self.defaults.with_ends(found, vocab_size=checkpoint.config.vocab_size)
+            if is_first and not self.defaults.eos_token_ids:
+                logger.warning(
+                    "no end token in the model's files: responses end at max_tokens or a stop string; name one as "
+                    "eos_token_id in generation_config.json"
+                )
+        if is_first:
+            ends = self.defaults.eos_token_ids
+            self.compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
+            self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
+        # This comes last, when most of the weights are in the page cache.
+        self._weights_name = await self._text.run_cancellable(_weights_name, checkpoint)
+
+    def fingerprint(self, arithmetic: str, dtype: Dtype, *, is_batch_invariant: bool) -> str | None:
+        """Return the fingerprint, or None for an encoder, which has no responses to resume.
+
+        Args:
+            arithmetic: how the loaded model computes.
+            dtype: its number format.
+            is_batch_invariant: True if its results do not depend on other requests of the batch.
+        """
+        options, defaults = self._options, self.defaults
+        if self._weights_name is None:
+            return None
+        assert defaults is not None, "they are read with the checkpoint"
+        return fingerprint_of(
+            weights=self._weights_name,
+            arithmetic=arithmetic,
+            dtype=dtype,
+            batch_invariant=is_batch_invariant,
+            tokenizer=self._tokenizer_name,
+            others=(
+                defaults.eos_token_ids,
+                dict(defaults.named),
+                options.tool_call_parser,
+                options.tool_call_leniency,
+                options.reasoning_parser,
+            ),
+        )
+
+    def image_processing(
+        self, checkpoint: Checkpoint | EncoderDirectory, encoder: ImageEncoder | None, tokenizer: Tokenizer
+    ) -> ImageProcessing | None:
+        """Return how the model expects images, or None if it is served without images.
+
+        Args:
+            checkpoint: the model.
+            encoder: computes image embeddings.
+            tokenizer: of the model.
+        """
+        if encoder is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.vision is None:
+            return None
+        processing = checkpoint.vision.processing
+        reason = why_no_images()
+        if tokenizer.added_token_id(IMAGE_SIGN) != processing.image_token_id:
+            reason = f"its tokenizer has another token for {IMAGE_SIGN} than image_token_id {processing.image_token_id}"
+        if reason is not None:
+            logger.warning("images are not served: %s", reason)
+            return None
+        return processing
+
+    async def read_adapter(self, path: str, is_checked: bool) -> AdapterWeights:
+        """Read an adapter, as `engine.adapters.Adapters` needs it.
+
+        Args:
+            path: directory of the adapter.
+            is_checked: True to refuse a directory that is not allowed.
+
+        Raises:
+            ModelLoadError: the adapter cannot be read.
+        """
+        # Reading files may hang and cannot be stopped from outside. So it runs in a thread that is not waited for.
+        return await call_abandonable(self._adapter_from, path, is_checked, thread_name=ADAPTER_THREAD)
+
+    def _adapter_from(self, path: str, is_checked: bool) -> AdapterWeights:
+        checkpoint, options = self.checkpoint, self._options
+        assert checkpoint is not None, "adapters are loaded when the engine is open"
+        if isinstance(checkpoint, EncoderDirectory):
+            raise ModelLoadError("an encoder does not support LoRA adapters: leave out --enable-lora")
+        directory = Path(path)
+        if is_checked:
+            directory = allowed_directory(directory, [Path(allowed) for allowed in options.adapter_directories])
+        return read_adapter(directory, checkpoint.config, dtype=self.adapter_dtype, rank_max=options.max_lora_rank)
+
+    def draft_settings(self, drafts: DraftSettings) -> ModelSettings:
+        """Return how the draft model is computed.
+
+        Args:
+            drafts: settings of draft tokens.
+        """
+        return msgspec.structs.replace(
+            self._options.model_settings(), quantization=drafts.quantization, context_tokens_max=None
+        )
+
+    async def _fetched(self, name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
+        """Return the path of a model, and download it first if it is not on this machine.
+
+        Nothing can interrupt a read from the network, so the download has a thread that is not waited for. If the
+        start is cancelled, the thread ends when it next receives bytes.
+        """
+        job = LongJob()
+
+        def report(done: int, total: int) -> None:
+            job.check()
+            self._report(LoadProgress(f"fetching {name}", done, total or None))
+
+        resolve = functools.partial(resolve_model, with_weights=with_weights, revision=revision, progress=report)
+        try:
+            return await call_abandonable(resolve, name, thread_name=DOWNLOAD_THREAD)
+        finally:
+            job.cancel()
+
+    def _read_defaults(self, checkpoint: Checkpoint | EncoderDirectory) -> GenerationDefaults:
+        return generation_defaults(checkpoint, self._generation, recommended=recommended_sampling(self._options.model))
+
+    def _make_tokenizer(self, checkpoint: Checkpoint | EncoderDirectory) -> Tokenizer:
+        options, path = self._options, self._tokenizer_path
+        tokenizer = _make_tokenizer(checkpoint) if path is None else load_tokenizer(path)
+        if tokenizer.vocab_size > checkpoint.config.vocab_size and path is not None:
+            raise StartupError(
+                f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, but the model has "
+                f"{checkpoint.config.vocab_size}: set it to the tokenizer with which the model was trained"
+            )
+        if self._chat_template is not None:
+            tokenizer.use_chat_template(self._chat_template)
+        if options.control_tokens_in_text == "parse":
+            tokenizer.parse_control_tokens_in_chats()
+        return tokenizer
+
+    def _open_draft(self, checkpoint: Checkpoint | EncoderDirectory) -> DraftSource | None:
+        """Open the source of draft tokens. Raises StartupError if the model does not support it."""
+        drafts, path = self.drafts, self.draft_path
+        if drafts is None or drafts.source == "text" or isinstance(checkpoint, EncoderDirectory):
+            return None
+        from trioserve.model.drafts.draft_sources import draft_source
+
+        name = drafts.model or drafts.source
+        draft = draft_source(name, path, checkpoint, self.draft_settings(drafts), drafts.token_count)
+        if path is not None and not isinstance(draft.checkpoint, EagleCheckpoint):
+            check_same_tokens(_make_tokenizer(checkpoint), load_tokenizer(path), name)
+        return draft
+
+
+def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool = False) -> Checkpoint | EncoderDirectory:
+    return opened_encoder(path) or open_checkpoint(
+        path, context_tokens=context_tokens, uses_further_layers=uses_further_layers
+    )
+
+
+def _weights_name(checkpoint: Checkpoint | EncoderDirectory) -> str | None:
+    """Return the weights' name, or None for an encoder, which neither resumes responses nor exchanges KV."""
+    return None if isinstance(checkpoint, EncoderDirectory) else weights_name(checkpoint)
+
+
+def _make_compiler(
+    checkpoint: Checkpoint | EncoderDirectory, tokenizer: Tokenizer, end_token_ids: tuple[int, ...]
+) -> GrammarCompiler:
+    compiler = GrammarCompiler(tokenizer, vocab_size=checkpoint.config.vocab_size, end_token_ids=end_token_ids)
+    reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
+    if reason is not None:
+        logger.warning("structured output is not available: %s", reason)
+    return compiler
+
+
+def _make_tokenizer(checkpoint: Checkpoint | EncoderDirectory) -> Tokenizer:
+    if checkpoint.gguf_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    assert checkpoint.tokenizer_directory is not None
+    return Tokenizer.from_directory(checkpoint.tokenizer_directory)
+
+
+def default_served_name(model: str) -> str:
+    """Return the name of a model that has no configured name.
+
+    Args:
+        model: the option --model.
+    """
+    return Path(model).name.removesuffix(".gguf") or model
