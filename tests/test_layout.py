@@ -137,17 +137,17 @@ ROOMS = {
         rooms=words("contracts trio_tools"),
         packages=words("trio h2 h11 httptools hpack numpy torch llguidance"),
         only_in={
-            "httptools": words("http1.py"),
-            "llguidance": words("judge.py"),
-            "numpy": words("machine_speed.py"),
-            "torch": words("machine_speed.py"),
+            "httptools": words("client.py"),
+            "llguidance": words("schema_set.py"),
+            "numpy": words("suite.py"),
+            "torch": words("suite.py"),
         },
         without=words("asyncio"),
     ),
     "bench.inside": Room(
         rooms=EVERY_ROOM | words("testing simulation"),  # testing and simulation: its simulation of several routers
         packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
-        only_in={"transformers": words("gpu_bench_transformers.py"), "diffusers": words("pipeline.py")},
+        only_in={"transformers": words("gpu_bench_transformers.py"), "diffusers": words("image_load.py")},
     ),
     "testing": Room(
         rooms=EVERY_ROOM,
@@ -175,7 +175,7 @@ COMMANDS_THAT_PRETEND = words(
 # Files that may import torch at module level. All other files of these packages also run with native kernels, without
 # torch. They import torch late, once it is known that torch computes.
 TORCH_FILES = {
-    "bench.inside": words("gpu_bench.py gpu_bench_transformers.py images/pipeline.py"),
+    "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
         "attention.py sampled_ids.py decoder.py delta_net.py "
         "diffusion/autoencoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
@@ -607,9 +607,9 @@ def test_access_to_own_internals_is_allowed_and_to_others_is_found(source, count
 WAY_OUT = "trio_tools/tcp_stream.py"
 """The only file that opens TCP connections with Trio. Its connections break when the other end vanishes."""
 BLOCKING = {
-    "bench/disagg/socket_copy.py": "to its own process",
+    "bench/disagg.py": "to its own process",
     "bench/router/run.py": "to its own server",
-    "bench/socket_load.py": "to its own server",
+    "bench/router/socket_load.py": "to its own server",
     "commands/doctor.py": "asks whether a port is free",
     "commands/remote.py": "urllib, each read within a time",
     "model/loading/packaged_model.py": "urllib, each read within a time",

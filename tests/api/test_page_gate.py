@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.api.error_responses import Refusal
 from trioserve.api.gate import HOSTS_REMEMBERED_MAX, PageGate, checked_host_names, is_loopback_host
-from trioserve.bench.run import common_headers
+from trioserve.bench.runner import common_headers
 from trioserve.contracts.errors import StartupError
 from trioserve.http.headers import Headers
 

@@ -13,7 +13,7 @@ from trioserve.bench import startup
 from trioserve.bench.command import MEASUREMENTS
 from trioserve.bench.inside import draft_bench
 from trioserve.bench.inside.command import PARTS, run_inside
-from trioserve.bench.startup_settings import StartupSettings
+from trioserve.bench.server_settings import StartupSettings
 from trioserve.cli import main
 
 

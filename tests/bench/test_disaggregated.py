@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.bench.disagg.run import CopyFigures, DisaggregatedReport, TransferFigures, disaggregated_text, main
-from trioserve.bench.disagg.settings import DisaggregatedSettings
-from trioserve.bench.disagg.socket_copy import copying_process, seconds_to_receive
+from trioserve.bench.disagg import (
+    CopyFigures,
+    DisaggregatedReport,
+    TransferFigures,
+    copying_process,
+    disaggregated_text,
+    main,
+    seconds_to_receive,
+)
 from trioserve.bench.report import Machine
+from trioserve.bench.server_settings import DisaggregatedSettings
 from trioserve.contracts.errors import StartupError
 
 # This fake serves all roles: it answers at once, records its flags and requests, and reports received KV.
@@ -77,8 +84,8 @@ def fakes(tmp_path, monkeypatch):
     (tmp_path / "trioserve").mkdir()
     (tmp_path / "trioserve/__init__.py").touch()
     (tmp_path / "trioserve/__main__.py").write_text(SERVER)
-    (tmp_path / "trioserve/bench").symlink_to(Path(__file__).parents[2] / "trioserve/bench")
-    (tmp_path / "trioserve/contracts").symlink_to(Path(__file__).parents[2] / "trioserve/contracts")
+    for package in ("bench", "contracts", "trio_tools"):  # the process that copies imports them
+        (tmp_path / "trioserve" / package).symlink_to(Path(__file__).parents[2] / "trioserve" / package)
     monkeypatch.chdir(tmp_path)  # `python -m` looks in the working folder first
     return tmp_path / "trioserve"
 

@@ -7,8 +7,8 @@ import trio
 
 from trioserve.api.page.settings import PageSettings
 from trioserve.bench.page import measure_page, page_text
-from trioserve.bench.page_settings import PageBenchSettings
-from trioserve.bench.run import CannotMeasure
+from trioserve.bench.runner import CannotMeasure
+from trioserve.bench.settings import PageBenchSettings
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 SETTINGS = PageBenchSettings(rounds=2, concurrency=2, requests=4, prompt_tokens=4, output_tokens=8)
@@ -24,7 +24,7 @@ async def measured(server: MemoryServer, settings: PageBenchSettings = SETTINGS)
 
 async def test_each_round_has_both_measurements_and_the_ratio_is_their_median(autojump_clock):
     async with open_memory_server(step_seconds=0.2) as server:
-        report = await measured(server)
+        report = (await measured(server)).report
         assert [one.without.completed_requests for one in report.rounds] == [4, 4]
         assert all(one.events > 1 and one.event_bytes > 500 for one in report.rounds)
         assert report.spread[0] <= report.ratio <= report.spread[1]

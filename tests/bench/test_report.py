@@ -16,11 +16,11 @@ from trioserve.bench.report import (
     Measurement,
     Outcome,
     Spread,
+    bench_json,
+    bench_text,
     figures_notes,
     percentile,
     progress_line,
-    report_json,
-    report_text,
 )
 
 
@@ -126,11 +126,11 @@ def test_notes_say_how_tokens_were_counted_and_which_lengths_differ(bench_settin
 def report(bench_settings, measurements, **changes):
     settings = bench_settings(api_key="secret", **changes)
     figures = Figures.from_measurements(measurements, duration_seconds=2.0)
-    return BenchReport.now(settings, model="m", prompt_mode="ids", figures=figures, notes=["A note."])
+    return BenchReport(settings=settings, model="m", prompt_mode="ids", figures=figures, notes=["A note."])
 
 
 def test_table_has_every_figure_in_its_column(bench_settings):
-    shown = report_text(
+    shown = bench_text(
         report(bench_settings, [completed(), failed(FailureKind.STATUS, "429", "slow down")], label="night run")
     )
     lines = shown.splitlines()
@@ -148,7 +148,7 @@ def test_table_has_every_figure_in_its_column(bench_settings):
 
 
 def test_table_without_responses_has_dashes(bench_settings):
-    shown = report_text(report(bench_settings, [failed(FailureKind.TIMEOUT, "")], rate_per_second=3.0, http=2))
+    shown = bench_text(report(bench_settings, [failed(FailureKind.TIMEOUT, "")], rate_per_second=3.0, http=2))
     assert "over HTTP/2" in shown
     assert "3 requests/s at random" in shown
     line = next(line for line in shown.splitlines() if line.startswith("first token"))
@@ -156,7 +156,7 @@ def test_table_without_responses_has_dashes(bench_settings):
 
 
 def test_json_has_settings_machine_date_and_figures_but_not_the_api_key(bench_settings):
-    shown = report_json(report(bench_settings, [completed()], label="l"))
+    shown = bench_json(report(bench_settings, [completed()], label="l"))
     content = json.loads(shown)
     assert b"secret" not in shown
     assert b"api_key" not in shown

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.bench.router.bursts import burst_figures, burst_plan, fair_shares
 from trioserve.bench.router.fake_endpoint import DepthFigures
-from trioserve.bench.router.settings import RouterBenchSettings
-from trioserve.bench.socket_load import Asked
+from trioserve.bench.router.report import burst_figures, burst_plan, fair_shares
+from trioserve.bench.router.socket_load import Asked
+from trioserve.bench.server_settings import RouterBenchSettings
 
 
 @pytest.mark.parametrize(

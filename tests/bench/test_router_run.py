@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from trioserve.bench.router.run import main
-from trioserve.bench.router.settings import RouterBenchSettings
+from trioserve.bench.server_settings import RouterBenchSettings
 from trioserve.contracts.errors import StartupError
 
 SMALL = {

@@ -12,7 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.bench.run import CannotMeasure, Measured, main, measure
+from trioserve.bench.run import main, measure
+from trioserve.bench.runner import CannotMeasure, Measured
 
 both = pytest.mark.parametrize("http", [1, 2])
 

@@ -10,12 +10,8 @@ import msgspec
 import pytest
 
 from trioserve.bench.command import MEASUREMENTS, bench_parser
-from trioserve.bench.disagg.settings import DisaggregatedSettings
-from trioserve.bench.router.settings import WITHOUT_FLAGS, RouterBenchSettings
-from trioserve.bench.settings import BenchSettings, Target
-from trioserve.bench.soak.settings import SoakSettings
-from trioserve.bench.startup_settings import StartupSettings
-from trioserve.bench.suite_settings import SuiteSettings
+from trioserve.bench.server_settings import WITHOUT_FLAGS, DisaggregatedSettings, RouterBenchSettings, StartupSettings
+from trioserve.bench.settings import BenchSettings, SoakSettings, SuiteSettings, Target
 from trioserve.contracts.errors import StartupError
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trioserve.bench.router.slots import Depth, Slots
+from trioserve.bench.router.fake_endpoint import Depth, Slots
 
 
 def slots(*, slots_max: int = 2, service_seconds: float = 1.0) -> Slots:

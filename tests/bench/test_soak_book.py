@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import array
 
-from trioserve.bench.soak.plan import Slice
-from trioserve.bench.soak.run import SliceBook, rounds_from
+from trioserve.bench.soak import SliceBook, rounds_from
+from trioserve.bench.soak_plan import Slice
 
 
 def book(begins_at: float, *responses: tuple[int, float, float], is_control: bool = False) -> SliceBook:

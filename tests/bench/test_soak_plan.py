@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from trioserve.bench.soak.plan import Moment, SoakPlan, Way
-from trioserve.bench.soak.settings import SoakSettings
+from trioserve.bench.settings import SoakSettings
+from trioserve.bench.soak_plan import Moment, SoakPlan, Way
 
 
 def plan_of(**changes) -> SoakPlan:

@@ -10,11 +10,10 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.bench.run import CannotMeasure, PlainResponse
-from trioserve.bench.soak.clients import SoakClients
-from trioserve.bench.soak.plan import Moment, SoakPlan, Way
-from trioserve.bench.soak.run import Soaked, soak
-from trioserve.bench.soak.settings import SoakSettings
+from trioserve.bench.runner import CannotMeasure, Measured, PlainResponse
+from trioserve.bench.settings import SoakSettings
+from trioserve.bench.soak import soak
+from trioserve.bench.soak_plan import Moment, SoakClients, SoakPlan, Way
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import open_memory_server
 
@@ -34,20 +33,20 @@ def settings(**changes) -> SoakSettings:
     return SoakSettings(**{**small, **changes})
 
 
-async def outcome_of(server, wanted: SoakSettings) -> Soaked | CannotMeasure:
+async def outcome_of(server, wanted: SoakSettings) -> Measured | CannotMeasure:
     async def open_stream() -> trio.abc.Stream:
         return server.connect()
 
     return await soak(wanted, opener=lambda http: open_stream, progress=io.StringIO())
 
 
-async def soaked(server, wanted: SoakSettings) -> Soaked:
+async def soaked(server, wanted: SoakSettings) -> Measured:
     outcome = await outcome_of(server, wanted)
-    assert isinstance(outcome, Soaked), outcome
+    assert isinstance(outcome, Measured), outcome
     return outcome
 
 
-def broken(outcome: Soaked) -> set[str]:
+def broken(outcome: Measured) -> set[str]:
     return {claim.name for claim in outcome.report.figures.claims if claim.holds is False}
 
 
@@ -167,7 +166,7 @@ async def test_soak_of_an_unreachable_server_gives_exit_code_2(autojump_clock):
     assert "nobody listens" in outcome.message
 
 
-async def interrupted(wanted: SoakSettings, *, after_seconds: float) -> Soaked | CannotMeasure:
+async def interrupted(wanted: SoakSettings, *, after_seconds: float) -> Measured | CannotMeasure:
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
         async def interrupt() -> None:
@@ -181,7 +180,7 @@ async def interrupted(wanted: SoakSettings, *, after_seconds: float) -> Soaked |
 @pytest.mark.slow
 async def test_interrupted_soak_is_judged_after_all_clients_have_left(autojump_clock):
     outcome = await interrupted(settings(requests=10_000), after_seconds=3.0)
-    assert isinstance(outcome, Soaked)
+    assert isinstance(outcome, Measured)
     assert outcome.exit_code == 130
     assert broken(outcome) == set()
     assert 10 < outcome.report.figures.requests < 1000
@@ -265,7 +264,7 @@ async def test_soak_progress_without_a_terminal_is_a_line_every_half_minute(auto
 
 @pytest.mark.parametrize("way", list(Way))
 async def test_each_way_of_leaving_is_seen_by_the_server(way, autojump_clock, monkeypatch):
-    from trioserve.bench.soak import plan as soak_plan
+    from trioserve.bench import soak_plan as soak_plan
 
     monkeypatch.setattr(soak_plan, "HTTP2_SHARE", float(way in (Way.RESET, Way.HANG_UP)))
     monkeypatch.setattr(soak_plan, "HALF_CLOSE_SHARE", float(way is Way.HALF_CLOSE))

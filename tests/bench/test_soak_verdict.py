@@ -10,10 +10,18 @@ import pytest
 
 from trioserve.bench.report import Outcome
 from trioserve.bench.scrape import Scrape
-from trioserve.bench.soak.plan import Moment, Way
-from trioserve.bench.soak.report import SoakReport, soak_json, soak_text
-from trioserve.bench.soak.settings import SoakSettings
-from trioserve.bench.soak.verdict import Ended, Evidence, Round, SoakFigures, missing_series
+from trioserve.bench.settings import SoakSettings
+from trioserve.bench.soak_plan import Moment, Way
+from trioserve.bench.soak_verdict import (
+    Ended,
+    Evidence,
+    Round,
+    SoakFigures,
+    SoakReport,
+    missing_series,
+    soak_json,
+    soak_text,
+)
 
 CALM = {
     'trioserve:kv_blocks{state="free"}': 100,
@@ -168,7 +176,7 @@ def test_every_needed_series_is_reported_as_missing():
 
 def report(**changes) -> SoakReport:
     figures = SoakFigures.from_evidence(evidence(**changes))
-    return SoakReport.now(SoakSettings(api_key="secret", label="night"), model="m", figures=figures)
+    return SoakReport(settings=SoakSettings(api_key="secret", label="night"), model="m", figures=figures)
 
 
 def test_table_has_every_claim_and_its_verdict():

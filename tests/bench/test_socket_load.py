@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from trioserve.bench.router.fake_endpoint import FakeEndpoints, FakeEndpointSettings
-from trioserve.bench.socket_load import (
+from trioserve.bench.router.socket_load import (
     LoadFailed,
     Planned,
     Response,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from trioserve.bench.report import Machine
-from trioserve.bench.startup import Start, StartupReport, main, memory_bytes, startup_text
-from trioserve.bench.startup_settings import StartupSettings
+from trioserve.bench.server_process import memory_bytes
+from trioserve.bench.server_settings import StartupSettings
+from trioserve.bench.startup import Start, StartupReport, main, startup_text
 from trioserve.contracts.errors import StartupError
 
 MACHINE = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
@@ -42,7 +43,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 with pathlib.Path(__file__).with_name("started").open("a") as file:
     print(os.getpid(), *sys.argv[1:], file=file)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
 FAILING = "import sys; print('trioserve: the model is not there', file=sys.stderr); sys.exit(1)"
 
@@ -78,7 +79,7 @@ def test_both_versions_are_started_in_turn(tmp_path, monkeypatch, capsys):
     for folder in (here, there):
         assert len(starts_of(folder)) == 3  # The first start is not counted.
         for pid, command, *flags in starts_of(folder):
-            assert (command, flags[0], flags[2:]) == ("serve", "--port", ["--threads", "1"])
+            assert (command, flags[:-1]) == ("serve", ["--threads", "1", "--port"])
             with pytest.raises(ProcessLookupError):
                 os.kill(int(pid), 0)
 

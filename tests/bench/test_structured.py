@@ -8,12 +8,10 @@ import json
 import pytest
 import trio
 
-from trioserve.bench.run import CannotMeasure
-from trioserve.bench.structured.judge import Judge, Verdict
-from trioserve.bench.structured.report import report_json, report_text
-from trioserve.bench.structured.run import measure_structured
-from trioserve.bench.structured.schema_set import read_schemas
-from trioserve.bench.structured.settings import StructuredBenchSettings
+from trioserve.bench.runner import CannotMeasure, Measured
+from trioserve.bench.schema_set import Judge, Verdict, read_schemas
+from trioserve.bench.settings import StructuredBenchSettings
+from trioserve.bench.structured import measure_structured, structured_json, structured_text
 from trioserve.contracts.errors import StartupError
 
 POINT = {
@@ -28,7 +26,9 @@ async def measured(server, **settings):
     settings = StructuredBenchSettings(
         **{"rounds": 2, "concurrency": 4, "requests": 8, "output_tokens": 10, **settings}
     )
-    return await measure_structured(settings, open_stream=server.open_stream, progress=io.StringIO())
+    outcome = await measure_structured(settings, open_stream=server.open_stream, progress=io.StringIO())
+    assert isinstance(outcome, Measured)
+    return outcome.report, outcome.exit_code
 
 
 async def test_rows_are_compared_within_their_rounds(start_server, autojump_clock):
@@ -51,9 +51,9 @@ async def test_rows_are_compared_within_their_rounds(start_server, autojump_cloc
     assert rows["free"].rounds[0].tokens_per_second == pytest.approx(4 / 0.1)
     assert rows["schema"].rounds[1].tokens_per_second == pytest.approx(4 / 0.05)
     assert rows["forced, alone"].rounds[0].tokens_per_second == pytest.approx(1 / 0.05)
-    lines = report_text(report).splitlines()
+    lines = structured_text(report).splitlines()
     assert sum(" 2.000" in line for line in lines) == 4
-    assert json.loads(report_json(report))["rows"][0]["rounds"][0]["tokens"] == 80
+    assert json.loads(structured_json(report))["rows"][0]["rounds"][0]["tokens"] == 80
     prompts = {call.body["messages"][0]["content"] for call in server.calls if call.method == "POST"}
     assert len(prompts) == 8  # every row has the same prompts
 
@@ -70,7 +70,7 @@ async def test_failed_request_is_reported_and_removes_only_its_round(start_serve
     report, exit_code = await measured(start_server(answer, http=1))
     assert exit_code == 1
     assert {row.name for row in report.rows} == {"free", "free, alone"}
-    assert "finish_reason error" in report_text(report)
+    assert "finish_reason error" in structured_text(report)
 
 
 async def test_structured_measurement_of_an_unreachable_server(start_server):
@@ -115,7 +115,7 @@ async def test_each_schema_gets_one_judged_request(start_server, tmp_path, autoj
         "no json": Verdict.INVALID,
         "refused": Verdict.REFUSED,
     }
-    text = report_text(report)
+    text = structured_text(report)
     assert "wrong.json: $: 'y' is a required property" in text
     assert "refused.json: status 400: cannot be compiled" in text
 

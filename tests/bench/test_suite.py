@@ -12,11 +12,9 @@ import trio
 
 from trioserve.api.routes import App
 from trioserve.bench import suite
-from trioserve.bench.machine_speed import product_rate, read_bandwidth
-from trioserve.bench.run import CannotMeasure
-from trioserve.bench.settings import BenchSettings
-from trioserve.bench.suite import Cost, decode_bound, main, row_bound
-from trioserve.bench.suite_settings import ROWS, SuiteSettings
+from trioserve.bench.runner import CannotMeasure
+from trioserve.bench.settings import SUITE_ROWS, BenchSettings, SuiteSettings
+from trioserve.bench.suite import Cost, decode_bound, main, product_rate, read_bandwidth, row_bound
 from trioserve.contracts.errors import StartupError
 from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import open_fake_engine
@@ -76,9 +74,9 @@ def short_rows(monkeypatch):
             is_decode=row.is_decode,
             counts_requests=row.counts_requests,
         )
-        for row in ROWS
+        for row in SUITE_ROWS
     )
-    monkeypatch.setattr("trioserve.bench.suite_settings.ROWS", rows)
+    monkeypatch.setattr("trioserve.bench.settings.SUITE_ROWS", rows)
 
 
 @pytest.mark.slow
@@ -94,7 +92,7 @@ def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
         assert main(settings) == 0
     report = json.loads((tmp_path / "suite.json").read_text())
     assert [(one["row"], one["url"]) for one in report["results"]] == [
-        (row.name, url) for row in ROWS for url in (first, second)
+        (row.name, url) for row in SUITE_ROWS for url in (first, second)
     ]
     assert "api_key" not in report["settings"]
     for one in report["results"]:
@@ -105,8 +103,10 @@ def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
         assert one["unit"] == ("requests/s" if one["row"].startswith("o") else "tokens/s")
     table = (tmp_path / "suite.md").read_text()
     assert capsys.readouterr().out == table
-    assert [line.split(" | ")[0] for line in table.splitlines()[2 : 2 + len(ROWS)]] == [f"| {row.name}" for row in ROWS]
-    assert table.count("x |") == len(ROWS)
+    assert [line.split(" | ")[0] for line in table.splitlines()[2 : 2 + len(SUITE_ROWS)]] == [
+        f"| {row.name}" for row in SUITE_ROWS
+    ]
+    assert table.count("x |") == len(SUITE_ROWS)
 
 
 def test_unreachable_server_is_reported_and_has_empty_cells(short_rows, capsys, monkeypatch):
@@ -122,7 +122,7 @@ COST = Cost(100_000.0, 10.0, 1_000.0, 2.0)
 
 
 def row_named(name):
-    return next(row for row in ROWS if row.name == name)
+    return next(row for row in SUITE_ROWS if row.name == name)
 
 
 def test_decode_bound_is_the_time_to_read_a_steps_memory():
@@ -173,8 +173,8 @@ def test_decode_bound_exists_without_a_product_rate(short_rows, monkeypatch, cap
 
 
 def test_every_row_has_valid_settings():
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    for row in ROWS:
+    assert len({row.name for row in SUITE_ROWS}) == len(SUITE_ROWS)
+    for row in SUITE_ROWS:
         assert BenchSettings(**row.load).requests >= BenchSettings(**row.load).concurrency
 
 
@@ -244,7 +244,7 @@ def test_all_rows_and_rounds_have_different_prompts(monkeypatch):
         return seeds[::2]
 
     drawn = seeds_of(None)
-    assert len(set(drawn)) == len(drawn) == 2 * len(ROWS)
+    assert len(set(drawn)) == len(drawn) == 2 * len(SUITE_ROWS)
     assert not set(drawn) & set(seeds_of(None))
     assert seeds_of(7) == seeds_of(7)
 
@@ -254,6 +254,6 @@ def test_request_share_keeps_at_least_the_concurrency():
     assert [row.load["requests"] for row in rows] == [3, 96]
     rows = SuiteSettings(rows=("a", "c"), request_share=0.001).chosen_rows
     assert [row.load["requests"] for row in rows] == [1, 64]
-    assert SuiteSettings().chosen_rows == ROWS
+    assert SuiteSettings().chosen_rows == SUITE_ROWS
     with pytest.raises(StartupError, match="--request-share"):
         SuiteSettings(request_share=0.0)

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 import trio
 
-from trioserve.bench.survive.content import StreamFault, content_of
-from trioserve.bench.survive.plan import InterruptionKind, interruptions, requests
-from trioserve.bench.survive.relay import Cable, Relay
-from trioserve.bench.survive.settings import SurviveSettings
+from trioserve.bench.server_settings import SurviveSettings
+from trioserve.bench.survive_fleet import Cable, Relay
+from trioserve.bench.survive_plan import InterruptionKind, StreamFault, content_of, interruptions, requests
 from trioserve.contracts.errors import StartupError
 
 

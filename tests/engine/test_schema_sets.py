@@ -15,8 +15,7 @@ import trio
 from tokenizers import decoders, models, pre_tokenizers
 
 from trioserve import FinishReason, SamplingParams, StructuredOutput, open_engine
-from trioserve.bench.structured.judge import Judge, Verdict
-from trioserve.bench.structured.schema_set import NamedSchema, read_schemas
+from trioserve.bench.schema_set import Judge, NamedSchema, Verdict, read_schemas
 from trioserve.engine.engine import Engine
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig

@@ -15,15 +15,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trioserve.bench.disagg.settings import CONNECTORS, DisaggregatedSettings
-from trioserve.bench.page_settings import PageBenchSettings
-from trioserve.bench.router.settings import ROUTER_ROWS, RouterBenchSettings
-from trioserve.bench.settings import BenchSettings
-from trioserve.bench.soak.settings import SoakSettings
-from trioserve.bench.startup_settings import StartupSettings
-from trioserve.bench.structured.settings import StructuredBenchSettings
-from trioserve.bench.suite_settings import ROWS, SuiteSettings
-from trioserve.bench.survive.settings import SurviveSettings
+from trioserve.bench.server_settings import (
+    CONNECTORS,
+    ROUTER_ROWS,
+    DisaggregatedSettings,
+    RouterBenchSettings,
+    StartupSettings,
+    SurviveSettings,
+)
+from trioserve.bench.settings import (
+    SUITE_ROWS,
+    BenchSettings,
+    PageBenchSettings,
+    SoakSettings,
+    StructuredBenchSettings,
+    SuiteSettings,
+)
 from trioserve.contracts.errors import StartupError
 
 __all__ = ["MEASUREMENTS", "Measurement", "main"]
@@ -295,7 +302,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         name="suite",
-        meaning=f"measure the rows of a fixed table, {', '.join(row.name for row in ROWS)}",
+        meaning=f"measure the rows of a fixed table, {', '.join(row.name for row in SUITE_ROWS)}",
         settings=SuiteSettings,
         module="trioserve.bench.suite",
     ),
@@ -303,7 +310,7 @@ MEASUREMENTS = (
         name="soak",
         meaning="judge a trioserve server while half of its clients leave: leftovers, latency of the others",
         settings=SoakSettings,
-        module="trioserve.bench.soak.run",
+        module="trioserve.bench.soak",
         meanings={
             "prompt_tokens": "tokens of a short prompt, at most",
             "long_prompt_tokens": "tokens of a long prompt, at most",
@@ -331,7 +338,7 @@ MEASUREMENTS = (
         meaning="compare a prefill/decode pair with one server on the same cores: latency of streams while long "
         "prompts are computed, speed of KV transfers",
         settings=DisaggregatedSettings,
-        module="trioserve.bench.disagg.run",
+        module="trioserve.bench.disagg",
         meanings={
             "server_flags": "flags of every serve in one text, such as --flags='--cpu-kernels torch'",
             "concurrency": "streams that decode all the time",
@@ -346,7 +353,7 @@ MEASUREMENTS = (
         meaning="request free text and JSON by schema in turn: cost of token masks, gain of forced tokens; or check "
         "that each of a set of schemas gets a valid response",
         settings=StructuredBenchSettings,
-        module="trioserve.bench.structured.run",
+        module="trioserve.bench.structured",
         meanings={
             "requests": "requests of each row in each round",
             "output_tokens": "tokens of each response, at most",
@@ -358,7 +365,7 @@ MEASUREMENTS = (
         meaning="start endpoints and a router, and check that every stream is complete and unchanged while endpoints "
         "are killed, stopped, disconnected and drained",
         settings=SurviveSettings,
-        module="trioserve.bench.survive.run",
+        module="trioserve.bench.survive",
         meanings={
             "server_flags": "flags of every serve in one text; they must make tokens independent of the other requests "
             "of a step",

@@ -16,7 +16,7 @@ from trioserve.bench.client import Failure, FailureKind
 from trioserve.bench.report import Measurement, Outcome
 from trioserve.bench.settings import BenchSettings
 
-__all__ = ["ResponseReader", "EventParser", "EventTooLong", "Load", "PlannedRequest", "PromptMode", "Tally", "excerpt"]
+__all__ = ["EventParser", "EventTooLong", "Load", "PlannedRequest", "PromptMode", "ResponseReader", "Tally", "excerpt"]
 
 PromptMode = Literal["ids", "text"]
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-import pathlib
 import statistics
-import sys
 
 import msgspec
 import trio
 
 from trioserve.bench.client import Failure, OpenStream, stream_opener
-from trioserve.bench.http1 import Http1Client
-from trioserve.bench.page_settings import PageBenchSettings
-from trioserve.bench.report import Figures, Machine
-from trioserve.bench.run import CannotMeasure, common_headers, measure
-from trioserve.bench.settings import BenchSettings
+from trioserve.bench.report import Figures, Machine, measured_at, report_json
+from trioserve.bench.run import measure
+from trioserve.bench.runner import EXIT_REQUESTS_FAILED, CannotMeasure, Measured, conclude, http1_client, print_progress
+from trioserve.bench.settings import BenchSettings, PageBenchSettings
 
 __all__ = ["PageReport", "main", "measure_page", "page_text"]
 
-EXIT_REQUESTS_FAILED = 1
 EVENTS_PATH = "/ui/events"
 
 
@@ -56,8 +51,8 @@ class PageReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     settings: PageBenchSettings
-    date: str
-    machine: Machine
+    date: str = msgspec.field(default_factory=measured_at)
+    machine: Machine = msgspec.field(default_factory=Machine.here)
     rounds: list[PageRound]
     ratio: float
     spread: tuple[float, float]
@@ -87,21 +82,12 @@ def main(settings: PageBenchSettings) -> int:
     Args:
         settings: settings of the measurement.
     """
-    outcome = trio.run(measure_page, settings)
-    if isinstance(outcome, CannotMeasure):
-        print(f"trioserve bench: {outcome.message}", file=sys.stderr)
-        return outcome.exit_code
-    print(page_text(outcome), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
-    if settings.json_path == "-":
-        sys.stdout.write(page_json(outcome).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(page_json(outcome))
-    return 0
+    return conclude(trio.run(measure_page, settings), settings.json_path, page_text, page_json)
 
 
 async def measure_page(
     settings: PageBenchSettings, *, open_stream: OpenStream | None = None
-) -> PageReport | CannotMeasure:
+) -> Measured[PageReport] | CannotMeasure:
     """Measure the load with and without the page, round by round.
 
     Every second round begins with the page, so that slow changes of the machine affect both. Prompts differ between the
@@ -137,16 +123,12 @@ async def measure_page(
         rounds.append(
             PageRound(without=found[False], beside=found[True], events=reader.events, event_bytes=reader.bytes)
         )
-        print(f"round {number + 1} of {settings.rounds}: ratio {rounds[-1].ratio:.4f}", file=sys.stderr, flush=True)
+        print_progress(f"round {number + 1} of {settings.rounds}: ratio {rounds[-1].ratio:.4f}")
     ratios = [one.ratio for one in rounds]
-    return PageReport(
-        settings=settings,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
-        rounds=rounds,
-        ratio=statistics.median(ratios),
-        spread=(min(ratios), max(ratios)),
+    report = PageReport(
+        settings=settings, rounds=rounds, ratio=statistics.median(ratios), spread=(min(ratios), max(ratios))
     )
+    return Measured(report, 0)
 
 
 async def _measure_one(
@@ -179,23 +161,16 @@ async def _measure_one(
 
 
 async def _read(settings: PageBenchSettings, open_stream: OpenStream, reader: _Reader) -> None:
-    client = Http1Client(open_stream, [("host", settings.target.authority), *common_headers(settings.api_key)])
+    client = http1_client(settings.target, api_key=settings.api_key, open_stream=open_stream)
     path = settings.target.path_prefix + EVENTS_PATH
     failure = await client.request("GET", path, b"", reader)
     reader.has_ended = True
     if isinstance(failure, Failure):
-        print(f"the page's events ended: {failure.message}", file=sys.stderr)
+        print_progress(f"the page's events ended: {failure.message}")
 
 
 def page_json(report: PageReport) -> bytes:
-    """Return the report as indented JSON, without the API key.
-
-    Args:
-        report: the report.
-    """
-    settings = msgspec.structs.replace(report.settings, api_key=None)
-    content = msgspec.json.encode(msgspec.structs.replace(report, settings=settings))
-    return msgspec.json.format(content, indent=2) + b"\n"
+    return report_json(report, after={"settings": msgspec.structs.replace(report.settings, api_key=None)})
 
 
 def page_text(report: PageReport) -> str:

@@ -8,7 +8,7 @@ import enum
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,11 +23,13 @@ __all__ = [
     "Measurement",
     "Outcome",
     "Spread",
+    "bench_json",
+    "bench_text",
     "figures_notes",
+    "measured_at",
     "percentile",
     "progress_line",
     "report_json",
-    "report_text",
     "spread_line",
 ]
 
@@ -231,6 +233,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(cpu=_cpu_name(), cores=cores, python=platform.python_version(), platform=platform.platform())
 
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.cores} cores, Python {self.python}"
+
+
+def measured_at() -> str:
+    """Return the time of the end of a measurement, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
 
 def _cpu_name() -> str:
     try:
@@ -259,39 +269,30 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: BenchSettings
     model: str
     prompt_mode: str
-    date: str
-    machine: Machine
+    date: str = msgspec.field(default_factory=measured_at)
+    machine: Machine = msgspec.field(default_factory=Machine.here)
     figures: Figures
     notes: list[str]
 
-    @classmethod
-    def now(
-        cls, settings: BenchSettings, *, model: str, prompt_mode: str, figures: Figures, notes: list[str]
-    ) -> BenchReport:
-        return cls(
-            settings=settings,
-            model=model,
-            prompt_mode=prompt_mode,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            machine=Machine.here(),
-            figures=figures,
-            notes=notes,
-        )
 
-
-def report_json(report: BenchReport) -> bytes:
-    """Return the report as indented JSON, without the API key. The name of every figure contains its unit.
+def report_json(report: msgspec.Struct, *, before: Mapping[str, Any] = {}, after: Mapping[str, Any] = {}) -> bytes:
+    """Return a report as indented JSON, without the API key. The name of every figure contains its unit.
 
     Args:
-        report: the report.
+        report: the report of any measurement. It has settings.
+        before: entries before the fields of the report.
+        after: entries after the fields of the report.
     """
-    settings: dict[str, Any] = msgspec.structs.asdict(report.settings)
-    del settings["api_key"]
-    content = {"label": report.settings.label, **msgspec.structs.asdict(report), "settings": settings}
-    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+    content: dict[str, Any] = {**before, **msgspec.to_builtins(report)}
+    content["settings"].pop("api_key", None)
+    return msgspec.json.format(msgspec.json.encode({**content, **after}), indent=2) + b"\n"
 
 
-def report_text(report: BenchReport) -> str:
+def bench_json(report: BenchReport) -> bytes:
+    return report_json(report, before={"label": report.settings.label})
+
+
+def bench_text(report: BenchReport) -> str:
     """Return the report as a table.
 
     Args:
@@ -304,7 +305,7 @@ def report_text(report: BenchReport) -> str:
     lines = [
         f"{title}{report.model} at {settings.url}, {settings.endpoint} over {http}",
         _load_line(report),
-        f"{report.machine.cpu}, {report.machine.cores} cores, Python {report.machine.python}, {report.date}",
+        f"{report.machine}, {report.date}",
         "",
         f"{'duration':<22}{figures.duration_seconds:>12.2f} s",
         f"{'output':<22}{figures.output_tokens_per_second:>12.1f} tokens/s   {figures.output_tokens} tokens",

@@ -1,4 +1,4 @@
-"""Settings of a measurement of a running server, with checks that run before anything is sent."""
+"""Settings of the measurements of a running server, with checks that run before anything is sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import ipaddress
 import math
 import os
 import urllib.parse
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from trioserve.contracts.errors import StartupError
 
 __all__ = [
+    "SUITE_ROWS",
     "BenchSettings",
+    "PageBenchSettings",
+    "SoakSettings",
+    "StructuredBenchSettings",
+    "SuiteRow",
+    "SuiteSettings",
     "Target",
     "TargetSettings",
     "check_api_key",
@@ -225,3 +231,254 @@ def check_writable(path: str | None) -> None:
     target = path if os.path.exists(path) else folder
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(target, os.W_OK):
         raise StartupError(f"--json {path} cannot be written: name a file in an existing folder that you may write to")
+
+
+class SuiteRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One load, which is always the same.
+
+    Attributes:
+        name: name of the row.
+        meaning: description of the load.
+        load: settings of bench that differ from its defaults.
+        is_decode: True if nearly all of the time is decoding, so that the bound of reading weights and KV applies.
+        counts_requests: True if the figure is requests/s, since each response has one token.
+    """
+
+    name: str
+    meaning: str
+    load: dict[str, Any]
+    is_decode: bool = False
+    counts_requests: bool = False
+
+    def with_share(self, share: float) -> SuiteRow:
+        """Return this row with a share of its requests, but with at least as many as run at the same time.
+
+        Args:
+            share: share of the requests, above 0 and at most 1.
+        """
+        requests = self.load["requests"]
+        fewer = max(min(requests, self.load["concurrency"]), math.ceil(requests * share))
+        return msgspec.structs.replace(self, load={**self.load, "requests": fewer})
+
+
+SUITE_ROWS = (
+    SuiteRow(
+        name="a",
+        meaning="1 at a time, 128 in / 128 out",
+        load={"concurrency": 1, "requests": 6, "prompt_tokens": 128, "output_tokens": 128, "warmup_requests": 1},
+        is_decode=True,
+    ),
+    SuiteRow(
+        name="b",
+        meaning="16 at a time, 128 / 128",
+        load={"concurrency": 16, "requests": 64, "prompt_tokens": 128, "output_tokens": 128, "warmup_requests": 1},
+        is_decode=True,
+    ),
+    SuiteRow(
+        name="c",
+        meaning="64 at a time, 128 / 64",
+        load={"concurrency": 64, "requests": 192, "prompt_tokens": 128, "output_tokens": 64, "warmup_requests": 1},
+        is_decode=True,
+    ),
+    SuiteRow(
+        name="d",
+        meaning="4 at a time, 1,500 / 32",
+        load={"concurrency": 4, "requests": 16, "prompt_tokens": 1500, "output_tokens": 32, "warmup_requests": 1},
+    ),
+    SuiteRow(
+        name="e",
+        meaning="16 at a time, 1,000 shared + 20 / 32",
+        load={
+            "concurrency": 16,
+            "requests": 96,
+            "prompt_tokens": 1020,
+            "prefix_tokens": 1000,
+            "output_tokens": 32,
+            "warmup_requests": 1,
+        },
+    ),
+    SuiteRow(
+        name="f",
+        meaning="as b, half of the clients leave after 8 tokens",
+        load={
+            "concurrency": 16,
+            "requests": 96,
+            "prompt_tokens": 128,
+            "output_tokens": 128,
+            "abort_fraction": 0.5,
+            "abort_after_tokens": 8,
+            "warmup_requests": 1,
+        },
+    ),
+    SuiteRow(
+        name="o1",
+        meaning="1 at a time, 10 / 1",
+        load={"concurrency": 1, "requests": 200, "prompt_tokens": 10, "output_tokens": 1, "warmup_requests": 5},
+        counts_requests=True,
+    ),
+    SuiteRow(
+        name="o32",
+        meaning="32 at a time, 10 / 1",
+        load={"concurrency": 32, "requests": 1500, "prompt_tokens": 10, "output_tokens": 1, "warmup_requests": 5},
+        counts_requests=True,
+    ),
+)
+
+
+class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one suite. Raises StartupError if a value is out of range.
+
+    Attributes:
+        url: the first server.
+        peers: other servers. Each row is measured at all servers in turn, so that a noisy machine affects all of them.
+        rows: names of rows. Empty: all rows.
+        rounds: number of measurements of each row.
+        request_share: share of each row's requests that is sent, 0.001 to 1. At least as many as run at the same time
+            are sent.
+        vocab_size: token ids are drawn below this number.
+        seed: seed of the prompts. None: a new seed each time, so that no prompt is in a prefix cache from the last
+            suite.
+        timeout_seconds: seconds after which a request has failed.
+        api_key: sent as a bearer token.
+        json_path: file for the JSON report. "-": standard output.
+        markdown_path: file for the table.
+        label: name of the measurement.
+        allow_remote: permits servers on other machines.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    peers: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    rounds: int = 1
+    request_share: float = 1.0
+    vocab_size: int = 32_000
+    seed: int | None = None
+    timeout_seconds: float = 600.0
+    api_key: str | None = None
+    json_path: str | None = None
+    markdown_path: str | None = None
+    label: str = ""
+    allow_remote: bool = False
+
+    @property
+    def chosen_rows(self) -> tuple[SuiteRow, ...]:
+        return tuple(row.with_share(self.request_share) for row in SUITE_ROWS if not self.rows or row.name in self.rows)
+
+    def __post_init__(self) -> None:
+        for url in (self.url, *self.peers):
+            check_permitted(Target.from_url(url), url, allow_remote=self.allow_remote)
+        names = [row.name for row in SUITE_ROWS]
+        for name in self.rows:
+            if name not in names:
+                raise StartupError(f"--rows has {name!r}, allowed are: {', '.join(names)}")
+        check_integer("--rounds", self.rounds, 1, 100)
+        check_number("--request-share", self.request_share, 0.001, 1.0)
+        check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
+        if self.seed is not None:
+            check_integer("--seed", self.seed, 0, 2**31 - 1)
+        check_number("--timeout", self.timeout_seconds, 0.001, 86_400.0)
+        check_api_key(self.api_key)
+        check_writable(self.json_path)
+        check_writable(self.markdown_path)
+
+
+class SoakSettings(TargetSettings, frozen=True, kw_only=True):
+    """Settings of one soak. Raises StartupError if a value is out of range.
+
+    The defaults use few tokens, so that 10,000 requests take a small model on two cores a quarter of an hour.
+
+    Attributes:
+        concurrency: requests in flight. It must be above the server's --max-num-seqs, otherwise no request waits in the
+            queue.
+        requests: requests of the slices in which clients leave. Those of the control come in addition.
+        prompt_tokens: maximum tokens of a short prompt.
+        long_prompt_tokens: maximum tokens of a long prompt. It should take the server several steps
+            (--max-num-batched-tokens).
+        output_tokens: maximum tokens of a response.
+        abort_fraction: share of the clients that leave, 0 to 1.
+        vocab_size: token ids are drawn below this number.
+        temperature: sampling temperature.
+        warmup_requests: requests of the same kind before the judged ones. They should fill the server's KV cache once,
+            since its memory becomes resident only then.
+        timeout_seconds: seconds after which a request has failed.
+    """
+
+    concurrency: int = 32
+    requests: int = 10_000
+    prompt_tokens: int = 32
+    long_prompt_tokens: int = 512
+    output_tokens: int = 24
+    abort_fraction: float = 0.5
+    vocab_size: int = 32_000
+    temperature: float = 0.0
+    warmup_requests: int = 1000
+    timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("--concurrency", self.concurrency, 1, 65_536)
+        check_integer("--requests", self.requests, 2, 10_000_000)
+        check_integer("--prompt-tokens", self.prompt_tokens, 1, 1_000_000)
+        check_integer("--long-prompt-tokens", self.long_prompt_tokens, 1, 1_000_000)
+        # one token to receive, and one to leave before
+        check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)
+        check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
+        check_integer("--warmup", self.warmup_requests, 0, 1_000_000)
+        check_number("--abort-fraction", self.abort_fraction, 0.0, 1.0)
+        check_number("--temperature", self.temperature, 0.0, 100.0)
+
+
+class StructuredBenchSettings(TargetSettings, frozen=True, kw_only=True):
+    """Settings of a measurement of structured output. Raises StartupError if a value is out of range.
+
+    Attributes:
+        schemas: file or folder of JSON schemas, one request each. None: the rows are measured.
+        rounds: number of measurements of each row.
+        concurrency: requests in flight.
+        requests: requests of each row in each round.
+        output_tokens: maximum tokens of each response.
+        temperature: sampling temperature.
+    """
+
+    schemas: str | None = None
+    rounds: int = 5
+    concurrency: int = 16
+    requests: int = 16
+    output_tokens: int = 128
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("--rounds", self.rounds, 1, 1000)
+        check_integer("--concurrency", self.concurrency, 1, 4096)
+        check_integer("--requests", self.requests, 1, 1_000_000)
+        check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)
+        check_number("--temperature", self.temperature, 0.0, 2.0)
+        if self.schemas is not None and not os.path.exists(self.schemas):
+            raise StartupError(f"--schemas {self.schemas} does not exist: name a file or a folder of JSON schemas")
+
+
+class PageBenchSettings(TargetSettings, frozen=True, kw_only=True):
+    """Settings of the measurement of the live page. Raises StartupError if a value is out of range.
+
+    Attributes:
+        rounds: number of rounds. Each has one measurement with the page and one without.
+        concurrency: requests in flight.
+        requests: requests of each measurement.
+        prompt_tokens: tokens of each prompt.
+        output_tokens: tokens of each response.
+    """
+
+    rounds: int = 6
+    concurrency: int = 32
+    requests: int = 128
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("--rounds", self.rounds, 1, 1000)
+        check_integer("--concurrency", self.concurrency, 1, 4096)
+        check_integer("--requests", self.requests, 1, 1_000_000)
+        check_integer("--prompt-tokens", self.prompt_tokens, 1, 1_000_000)
+        check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)

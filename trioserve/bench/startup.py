@@ -7,39 +7,30 @@ machine affect.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import mmap
 import os
 import pathlib
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import msgspec
 import trio
 
-from trioserve.bench.client import stream_opener
-from trioserve.bench.http1 import Http1Client
-from trioserve.bench.report import Machine
-from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_UNREACHABLE, PlainResponse, common_headers
+from trioserve.bench.client import Failure
+from trioserve.bench.report import Machine, measured_at, report_json
+from trioserve.bench.runner import Measured, PlainResponse, ask, conclude, http1_client, parts_so_far, print_progress
+from trioserve.bench.server_process import ServerProcess, cpu_seconds, memory_bytes
+from trioserve.bench.server_settings import StartupSettings
 from trioserve.bench.settings import Target
-from trioserve.bench.startup_settings import StartupSettings
 
 __all__ = [
     "STOP_SECONDS_MAX",
     "Start",
     "StartupReport",
-    "cpu_seconds",
-    "free_port",
     "main",
-    "memory_bytes",
-    "startup_json",
     "startup_text",
-    "wait_until_ready",
 ]
 
 POLL_SECONDS = 0.005  # between two checks of readiness, and so the error of a figure
@@ -77,13 +68,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 class StartupReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: StartupSettings
-    date: str
-    machine: Machine
+    date: str = msgspec.field(default_factory=measured_at)
+    machine: Machine = msgspec.field(default_factory=Machine.here)
     starts: list[Start]
-
-
-class _NotReady(Exception):
-    """The server did not become ready. The message says why."""
 
 
 def main(settings: StartupSettings) -> int:
@@ -95,8 +82,7 @@ def main(settings: StartupSettings) -> int:
         settings: settings of the measurement.
     """
     starts: list[Start] = []
-    exit_code = 0
-    try:
+    with parts_so_far() as ending:
         for turn in range(1 + settings.rounds):
             for checkout in ("", *settings.checkouts):
                 start = _start(checkout, settings)
@@ -105,26 +91,11 @@ def main(settings: StartupSettings) -> int:
                     note = " (not counted: it fills caches of files, bytecode and kernels)"
                 else:
                     starts.append(start)
-                print(f"{_name(checkout)}: ready after {start.ready_seconds:.2f} s{note}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        exit_code = EXIT_INTERRUPTED
-    except _NotReady as error:
-        print(f"trioserve bench: {error}", file=sys.stderr)
-        exit_code = EXIT_UNREACHABLE
+                print_progress(f"{_name(checkout)}: ready after {start.ready_seconds:.2f} s{note}")
     if not starts:
-        return exit_code
-    report = StartupReport(
-        settings=settings,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
-        starts=starts,
-    )
-    print(startup_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
-    if settings.json_path == "-":
-        sys.stdout.write(startup_json(report).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(startup_json(report))
-    return exit_code
+        return ending.exit_code
+    report = StartupReport(settings=settings, starts=starts)
+    return conclude(Measured(report, ending.exit_code), settings.json_path, startup_text, report_json)
 
 
 def startup_text(report: StartupReport) -> str:
@@ -163,53 +134,28 @@ def startup_text(report: StartupReport) -> str:
             ]
         lines.append("| " + " | ".join(cells) + " |")
     flags = " ".join(report.settings.server_flags) or "no flags"
-    machine = report.machine
     lines += [
         "",
-        f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}; serve with {flags}, "
-        f"{report.settings.rounds} rounds in turn.",
+        f"{report.machine}, {report.date}; serve with {flags}, {report.settings.rounds} rounds in turn.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def startup_json(report: StartupReport) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
-def memory_bytes(pid: int, root: pathlib.Path = pathlib.Path("/")) -> tuple[int | None, int | None, int | None]:
-    """Return the resident, the proportional and the highest resident memory in bytes. None: the system does not report
-    it.
-
-    Args:
-        pid: the process.
-        root: root of the file system, for tests.
-    """
-    status = _kibibytes(root / f"proc/{pid}/status")
-    return status.get("VmRSS"), _kibibytes(root / f"proc/{pid}/smaps_rollup").get("Pss"), status.get("VmHWM")
-
-
 def _start(checkout: str, settings: StartupSettings) -> Start:
-    """Start a server, measure it, and stop it. Raises _NotReady."""
+    """Start a server, measure it, and stop it. Raises CannotMeasure."""
     read_seconds = None
     if settings.cold_path is not None:
         _touch_memory(settings.memory_at_hand_gib)
         read_seconds = _read_cold(pathlib.Path(settings.cold_path))
     _touch_memory(settings.memory_at_hand_gib)
-    port = free_port()
-    command = [sys.executable, "-m", "trioserve", "serve", "--port", str(port), *settings.server_flags]
-    with _environment(checkout) as (folder, environment), tempfile.TemporaryFile() as log:
+    with _environment(checkout) as (folder, environment):
+        words = ["serve", *settings.server_flags]
+        server = ServerProcess(_name(checkout), words, folder=folder, environment=environment)
         started_at = time.perf_counter()
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-        try:
-            ready_at = trio.run(wait_until_ready, port, lambda: process.poll() is None, settings.timeout_seconds)
-            if ready_at is None:
-                log.seek(0)
-                log_lines = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-                raise _NotReady(f"{_name(checkout)} did not become ready; the last line of its log: {log_lines[-1]}")
-            resident, proportional, most = memory_bytes(process.pid)
-            cpu = cpu_seconds(process.pid)
+        with server:
+            ready_at = trio.run(server.wait_until_ready, settings.timeout_seconds)
+            resident, proportional, most = memory_bytes(server.pid)
+            cpu = cpu_seconds(server.pid)
             return Start(
                 checkout=checkout,
                 ready_seconds=ready_at - started_at,
@@ -218,28 +164,20 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
                 proportional_bytes=proportional,
                 resident_bytes_max=most,
                 read_seconds=read_seconds,
-                request_seconds=trio.run(_time_requests, port, settings.timeout_seconds),
+                request_seconds=trio.run(_time_requests, server.url, settings.timeout_seconds),
             )
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS_MAX)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
-async def _time_requests(port: int, seconds_max: float) -> tuple[float, float] | None:
-    target = Target.from_url(f"http://127.0.0.1:{port}")
-    headers = [("host", target.authority), ("content-type", "application/json"), *common_headers(None)]
-    client = Http1Client(stream_opener(target, 1), headers)
+async def _time_requests(url: str, seconds_max: float) -> tuple[float, float] | None:
+    target = Target.from_url(url)
+    client = http1_client(target)
     seconds: list[float] = []
     with trio.move_on_after(seconds_max):
-        listed = PlainResponse()
-        await client.request("GET", "/v1/models", b"", listed)
+        listed = await ask(client, target, "/v1/models", seconds_max=seconds_max)
+        model = None if isinstance(listed, Failure) else listed.first_model()
         # The second prompt has another letter, so that it finds nothing of the first one in a cache.
-        for letter in "ab" if listed.first_model() else "":
-            asked = {"model": listed.first_model(), "prompt": letter * PROMPT_CHARACTERS, "max_tokens": 1}
+        for letter in "ab" if model else "":
+            asked = {"model": model, "prompt": letter * PROMPT_CHARACTERS, "max_tokens": 1}
             response, began_at = PlainResponse(), time.perf_counter()
             failure = await client.request("POST", "/v1/completions", msgspec.json.encode(asked), response)
             if failure is None and response.status == 200:
@@ -284,29 +222,6 @@ def _drop_from_memory(file: pathlib.Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-async def wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max: float) -> float | None:
-    """Return the time of the first 200 of /ready, or None if the server ended or the time ran out.
-
-    Args:
-        port: port of the server.
-        is_alive: returns False if the server has ended.
-        seconds_max: maximum time to wait, in seconds.
-    """
-    target = Target.from_url(f"http://127.0.0.1:{port}")
-    client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
-    with trio.move_on_after(seconds_max):
-        while is_alive():
-            response = PlainResponse()
-            # A connection that is opened while the model loads waits in the backlog, and gets the first response.
-            failure = await client.request("GET", READY_PATH, b"", response)
-            if failure is None and response.status == 200:
-                ready_at = time.perf_counter()
-                await client.aclose()
-                return ready_at
-            await trio.sleep(POLL_SECONDS)
-    return None
-
-
 @contextlib.contextmanager
 def _environment(checkout: str) -> Iterator[tuple[str | None, dict[str, str]]]:
     """Return the folder and the environment in which `python -m trioserve` is a checkout. "" is this version."""
@@ -320,39 +235,6 @@ def _environment(checkout: str) -> Iterator[tuple[str | None, dict[str, str]]]:
         # The folder has the name kernels, and its package the name trioserve_kernels.
         pathlib.Path(folder, "trioserve_kernels").symlink_to(root / "kernels")
         yield str(root), {**environment, "PYTHONPATH": os.pathsep.join((str(root), folder))}
-
-
-def free_port() -> int:
-    """Return a TCP port on which no process listens at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of all threads of a process, to some hundredths of a second. None: the system does not report
-    it.
-
-    Args:
-        pid: the process.
-    """
-    try:
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-    except OSError:
-        return None
-    user, system = fields.split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def _kibibytes(path: pathlib.Path) -> dict[str, int]:
-    """Read lines such as "VmRSS:   1234 kB", and return bytes by name. Return {} if the file does not exist."""
-    try:
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return {}
-    named = (line.partition(":") for line in lines if line.endswith(" kB"))
-    return {name: int(value.split()[0]) * 1024 for name, _colon, value in named}
 
 
 def _middle(values: Sequence[float | None], form: str, unit: int) -> str:

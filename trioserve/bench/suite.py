@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-import datetime
+import os
 import pathlib
 import random
 import secrets
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import trio
 
-from trioserve.bench.client import Failure, stream_opener
-from trioserve.bench.http1 import Http1Client
-from trioserve.bench.machine_speed import product_rate, read_bandwidth
-from trioserve.bench.report import BenchReport, Figures, Machine
-from trioserve.bench.run import (
+from trioserve.bench.report import BenchReport, Figures, Machine, measured_at, report_json
+from trioserve.bench.run import measure
+from trioserve.bench.runner import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
     CannotMeasure,
-    PlainResponse,
-    common_headers,
-    measure,
+    Measured,
+    conclude,
+    http1_client,
+    print_progress,
+    scrape,
 )
-from trioserve.bench.scrape import Scrape
-from trioserve.bench.settings import BenchSettings, Target
-from trioserve.bench.suite_settings import Row, SuiteSettings
+from trioserve.bench.settings import BenchSettings, SuiteRow, SuiteSettings, Target
 
-__all__ = ["Cost", "RowResult", "SuiteReport", "decode_bound", "main", "markdown", "report_json", "row_bound"]
+__all__ = [
+    "Cost",
+    "RowResult",
+    "SuiteReport",
+    "decode_bound",
+    "main",
+    "markdown",
+    "product_rate",
+    "read_bandwidth",
+    "row_bound",
+]
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -85,8 +97,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: SuiteSettings
-    date: str
-    machine: Machine
+    date: str = msgspec.field(default_factory=measured_at)
+    machine: Machine = msgspec.field(default_factory=Machine.here)
     read_bytes_per_second: float
     product_flops_per_second: float | None
     results: list[RowResult]
@@ -107,16 +119,16 @@ def main(settings: SuiteSettings) -> int:
     urls = (settings.url, *settings.peers)
     costs = {url: trio.run(_cost, url, settings.api_key) for url in urls}
     measured: dict[tuple[str, str], list[BenchReport]] = {}
-    exit_code = 0
     turns = [(row, number, url) for row in settings.chosen_rows for number in range(settings.rounds) for url in urls]
+    exit_code = 0
     for row, number, url in turns:
         outcome = trio.run(measure, _settings_of(row, number, url, settings))
         exit_code = exit_code or outcome.exit_code
         if isinstance(outcome, CannotMeasure):
-            print(f"trioserve bench: row {row.name}: {outcome.message}", file=sys.stderr)
+            print_progress(f"trioserve bench: row {row.name}: {outcome.message}")
         else:
             measured.setdefault((row.name, url), []).append(outcome.report)
-            print(f"row {row.name} at {url} is measured", file=sys.stderr, flush=True)
+            print_progress(f"row {row.name} at {url} is measured")
         if outcome.exit_code == EXIT_INTERRUPTED:
             exit_code = EXIT_INTERRUPTED
             break
@@ -132,29 +144,21 @@ def main(settings: SuiteSettings) -> int:
         return exit_code or EXIT_REQUESTS_FAILED
     report = SuiteReport(
         settings=settings,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
         read_bytes_per_second=bandwidth,
         product_flops_per_second=products,
         results=results,
         notes=_notes(settings),
     )
-    table = markdown(report)
-    print(table, end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
     if settings.markdown_path is not None:
-        pathlib.Path(settings.markdown_path).write_text(table, encoding="utf-8")
-    if settings.json_path == "-":
-        sys.stdout.write(report_json(report).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(report_json(report))
-    return exit_code
+        pathlib.Path(settings.markdown_path).write_text(markdown(report), encoding="utf-8")
+    return conclude(Measured(report, exit_code), settings.json_path, markdown, report_json)
 
 
 def _faster(first: float | None, second: float | None) -> float | None:
     return max((rate for rate in (first, second) if rate is not None), default=None)
 
 
-def decode_bound(row: Row, cost: Cost, bytes_per_second: float) -> float:
+def decode_bound(row: SuiteRow, cost: Cost, bytes_per_second: float) -> float:
     """Return the output tokens/s if a step took only the time to read its weights, keys and values.
 
     Args:
@@ -166,7 +170,7 @@ def decode_bound(row: Row, cost: Cost, bytes_per_second: float) -> float:
     return settings.concurrency / _step_seconds(settings, cost, bytes_per_second)
 
 
-def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: float) -> float:
+def row_bound(row: SuiteRow, cost: Cost, bytes_per_second: float, flops_per_second: float) -> float:
     """Return the output tokens/s, or requests/s if the row counts requests, if only computing prompts and reading
     memory took time.
 
@@ -249,29 +253,18 @@ def markdown(report: SuiteReport) -> str:
             cells.append("-" if peer_result is None else f"{peer_result.figure:,.1f}")
             cells.append("-" if peer_result is None or result is None else f"{result.figure / peer_result.figure:.2f}x")
         lines.append("| " + " | ".join(cells) + " |")
-    machine, products = report.machine, report.product_flops_per_second
+    products = report.product_flops_per_second
     multiplies = "" if products is None else f", torch multiplies matrices at {products / 1e12:.2f} TFLOP/s"
     lines += [
         "",
-        f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}; memory is read at "
+        f"{report.machine}, {report.date}; memory is read at "
         f"{report.read_bytes_per_second / 1e9:.1f} GB/s{multiplies}.",
         *report.notes,
     ]
     return "\n".join(lines) + "\n"
 
 
-def report_json(report: SuiteReport) -> bytes:
-    """Return the report as indented JSON, without the API key.
-
-    Args:
-        report: the report.
-    """
-    content = msgspec.to_builtins(report)
-    del content["settings"]["api_key"]
-    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
-
-
-def _settings_of(row: Row, number: int, url: str, settings: SuiteSettings) -> BenchSettings:
+def _settings_of(row: SuiteRow, number: int, url: str, settings: SuiteSettings) -> BenchSettings:
     """Return the settings of one measurement.
 
     Each round has other prompts. Otherwise it would find those of another round in the prefix cache.
@@ -288,7 +281,7 @@ def _settings_of(row: Row, number: int, url: str, settings: SuiteSettings) -> Be
 
 
 def _result(
-    row: Row, url: str, reports: list[BenchReport], cost: Cost | None, bandwidth: float, products: float | None
+    row: SuiteRow, url: str, reports: list[BenchReport], cost: Cost | None, bandwidth: float, products: float | None
 ) -> RowResult:
     rounds = [report.figures for report in reports]
 
@@ -321,17 +314,13 @@ async def _cost(url: str, api_key: str | None) -> Cost | None:
     None: the server does not report it, as servers of other projects.
     """
     target = Target.from_url(url)
-    client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(api_key)])
-    response = PlainResponse()
-    failure: Failure | None = None
-    with trio.move_on_after(10.0):
-        failure = await client.request("GET", target.path_prefix + "/metrics", b"", response)
+    client = http1_client(target, api_key=api_key)
+    found = await scrape(client, target, seconds_max=10.0)
     await client.aclose()
-    if failure is not None or response.status != 200:
+    if found is None:
         return None
-    scrape = Scrape(response.text())
     names = ("step_weight_bytes", "token_kv_bytes", "token_flops", "attended_token_flops")
-    reported = [scrape.total(f"trioserve:{name}") or 0.0 for name in names]
+    reported = [found.total(f"trioserve:{name}") or 0.0 for name in names]
     return Cost(*reported) if all(reported) else None
 
 
@@ -344,3 +333,76 @@ def _notes(settings: SuiteSettings) -> list[str]:
         "products, and every other step as fast as what it must read can be read; of decoding alone: such steps and "
         f"nothing else.{rounds}{fewer} Seed {settings.seed}."
     ]
+
+
+# --- bounds of the machine: matrix products for prompts, and memory bandwidth for decoding ---
+
+PRODUCT_SHAPES = ((1536, 576, 3072), (2048, 2048, 2048))  # rows, depth, columns: of a prompt's rows, and a large square
+PRODUCT_SECONDS = 0.4  # for each shape and number format
+PRODUCT_PROCESS_SECONDS_MAX = 120.0
+BYTES_PER_THREAD = 256 * 1024 * 1024  # far beyond every cache
+READ_ROUNDS = 5
+
+
+def read_bandwidth() -> float:
+    """Measure memory bandwidth. Takes about a second.
+
+    Each thread reduces its own array without the GIL. The reduction costs less than the reading.
+
+    Returns:
+        Bytes per second that all cores read together, in the best of a few rounds.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    arrays = [np.ones(BYTES_PER_THREAD // 8, dtype=np.uint64) for _ in range(cores)]
+    best_seconds = float("inf")
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(READ_ROUNDS):
+            began = time.perf_counter()
+            list(pool.map(np.bitwise_or.reduce, arrays))
+            best_seconds = min(best_seconds, time.perf_counter() - began)
+    return cores * BYTES_PER_THREAD / best_seconds
+
+
+def product_rate() -> float | None:
+    """Measure matrix products of torch on all cores, in bfloat16 and float32. Takes some seconds.
+
+    It runs in another process, because torch and its threads must not stay in the process that measures clients.
+
+    Returns:
+        Floating-point operations per second of the best shape and number format, or None if torch is not installed.
+    """
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "trioserve.bench.suite"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PRODUCT_PROCESS_SECONDS_MAX,
+            check=True,
+        )
+        return float(process.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _measured() -> float:
+    import torch
+
+    best = 0.0
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows, depth, columns in PRODUCT_SHAPES:
+                values = torch.rand(rows, depth, dtype=dtype)
+                product = torch.nn.Linear(depth, columns, bias=False, dtype=dtype)
+                ends_at = time.perf_counter() + PRODUCT_SECONDS
+                while True:
+                    began = time.perf_counter()
+                    product(values)
+                    ended = time.perf_counter()
+                    best = max(best, 2.0 * rows * depth * columns / (ended - began))
+                    if ended > ends_at:
+                        break
+    return best
+
+
+if __name__ == "__main__":
+    print(_measured())

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from trioserve.bench.inside import router_scale
-from trioserve.bench.inside.router_scale import ScaleCase, measured, scale_cases
-from trioserve.bench.inside.timed_core import CallTimes, TimedCore
+from trioserve.bench.inside.router_scale import CallTimes, ScaleCase, TimedCore, measured, scale_cases
 from trioserve.cli import main
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.router.policies import POLICIES
@@ -105,7 +104,7 @@ def test_time_of_callbacks_is_not_counted(monkeypatch):
         nonlocal clock
         clock += 1_000_000
 
-    monkeypatch.setattr("trioserve.bench.inside.timed_core.perf_counter_ns", perf_counter_ns)
+    monkeypatch.setattr("trioserve.bench.inside.router_scale.perf_counter_ns", perf_counter_ns)
     times = CallTimes()
     core = TimedCore(
         RouterSettings(leases_max=1, slow_start_seconds=0),

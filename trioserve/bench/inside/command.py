@@ -68,7 +68,7 @@ PARTS = {
     ),
     "images": Part(
         "how soon slots of an image model are free after clients leave, and the cost of different timesteps in a batch",
-        "trioserve.bench.inside.images.image_bench",
+        "trioserve.bench.inside.image_bench",
     ),
     "router": Part(
         "the cost of a request in the router's core, for different numbers of endpoints; no sockets",

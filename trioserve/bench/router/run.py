@@ -13,7 +13,6 @@ import pathlib
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -21,22 +20,41 @@ from statistics import median
 import msgspec
 
 from trioserve.bench.report import Spread
-from trioserve.bench.router.bursts import BurstFigures, burst_figures, burst_plan
 from trioserve.bench.router.fake_endpoint import MODEL, DepthFigures, FakeEndpointSettings
 from trioserve.bench.router.report import (
+    BurstFigures,
     EventFigures,
     LatencyFigures,
     ProcessFigures,
     RouterReport,
     ThroughputFigures,
     WatchFigures,
+    burst_figures,
+    burst_plan,
     router_json,
     router_text,
 )
-from trioserve.bench.router.settings import PROCESS_COUNTS, RouterBenchSettings
-from trioserve.bench.run import EXIT_INTERRUPTED, EXIT_REQUESTS_FAILED, EXIT_UNREACHABLE
-from trioserve.bench.socket_load import Address, LoadFailed, Response, WireRequest, ask, at_a_time, at_moments, opened
-from trioserve.bench.startup import cpu_seconds, free_port
+from trioserve.bench.router.socket_load import (
+    Address,
+    LoadFailed,
+    Response,
+    WireRequest,
+    ask,
+    at_a_time,
+    at_moments,
+    opened,
+)
+from trioserve.bench.runner import (
+    EXIT_REQUESTS_FAILED,
+    EXIT_UNREACHABLE,
+    CannotMeasure,
+    Measured,
+    conclude,
+    parts_so_far,
+    print_progress,
+)
+from trioserve.bench.server_process import ServerProcess, cpu_seconds
+from trioserve.bench.server_settings import PROCESS_COUNTS, RouterBenchSettings
 
 __all__ = ["main"]
 
@@ -64,10 +82,6 @@ class Router(msgspec.Struct, frozen=True):
     pid: int
 
 
-class _NotReady(Exception):
-    """The router or an endpoint did not become ready. The message says why."""
-
-
 def main(settings: RouterBenchSettings) -> int:
     """Measure, print the report, and return the exit code of bench.
 
@@ -82,45 +96,36 @@ def main(settings: RouterBenchSettings) -> int:
     processes: list[ProcessFigures] = []
     watch: list[WatchFigures] = []
     bursts: list[BurstFigures] = []
-    exit_code = 0
-    try:
-        rows = settings.chosen_rows
+    rows = settings.chosen_rows
+    with parts_so_far() as ending, _load_failure():
         if {"latency", "throughput", "events"} & set(rows):
             fast = FakeEndpointSettings(event_seconds=settings.event_seconds)
             with _endpoints(fast) as ports, _router(ports, settings.server_flags) as router:
                 _warm_up(router, settings)
                 if "latency" in rows:
                     latency = [_latency(router, settings, stream=stream) for stream in (False, True)]
-                    _print_progress("latency is measured")
+                    print_progress("latency is measured")
                 if "throughput" in rows:
                     throughput = _throughput(router, settings)
-                    _print_progress("throughput is measured")
+                    print_progress("throughput is measured")
                 if "events" in rows:
                     events = _events(router, settings)
-                    _print_progress("events are measured")
+                    print_progress("events are measured")
         if "processes" in rows:
             processes = _processes(settings)
-            _print_progress("routers of several processes are measured")
+            print_progress("routers of several processes are measured")
         if "watch" in rows:
             for how, load_seconds in WATCHED:
                 watch.append(_watched(settings, how, load_seconds))
-            _print_progress("watching is measured")
+            print_progress("watching is measured")
         if "bursts" in rows:
             for holds_back in (True, False):
                 bursts.append(_bursts(settings, holds_back=holds_back))
-                _print_progress(f"bursts are measured, {'requests held back' if holds_back else 'all passed on'}")
-    except KeyboardInterrupt:
-        exit_code = EXIT_INTERRUPTED
-    except _NotReady as error:
-        print(f"trioserve bench: {error}", file=sys.stderr)
-        exit_code = EXIT_UNREACHABLE
-    except LoadFailed as error:
-        print(f"trioserve bench: {error}", file=sys.stderr)
-        exit_code = EXIT_REQUESTS_FAILED
+                print_progress(f"bursts are measured, {'requests held back' if holds_back else 'all passed on'}")
     if not (latency or throughput or events or processes or watch or bursts):
-        return exit_code
-    report = RouterReport.now(
-        settings,
+        return ending.exit_code
+    report = RouterReport(
+        settings=settings,
         latency=latency,
         throughput=throughput,
         events=events,
@@ -128,16 +133,15 @@ def main(settings: RouterBenchSettings) -> int:
         watch=watch,
         bursts=bursts,
     )
-    print(router_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
-    if settings.json_path == "-":
-        sys.stdout.write(router_json(report).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(router_json(report))
-    return exit_code
+    return conclude(Measured(report, ending.exit_code), settings.json_path, router_text, router_json)
 
 
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def _load_failure() -> Iterator[None]:
+    try:
+        yield
+    except LoadFailed as error:
+        raise CannotMeasure(str(error), EXIT_REQUESTS_FAILED) from error
 
 
 # --- measurements ---
@@ -271,7 +275,7 @@ def _serving_processes(router: Router, count: int) -> list[int]:
         if len(children) == count:
             return [int(pid) for pid in children]
         time.sleep(POLL_SECONDS)
-    raise _NotReady(f"the router did not start {count} processes")
+    raise CannotMeasure(f"the router did not start {count} processes", EXIT_UNREACHABLE)
 
 
 def _watched(settings: RouterBenchSettings, how: str, load_seconds: float | None) -> WatchFigures:
@@ -329,7 +333,7 @@ def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
         try:
             line = process.stdout.readline()
             if not line:
-                raise _NotReady("the fake endpoints did not start")
+                raise CannotMeasure("the fake endpoints did not start", EXIT_UNREACHABLE)
             yield json.loads(line)
         finally:
             process.stdin.close()
@@ -337,30 +341,20 @@ def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _router(ports: list[int], flags: tuple[str, ...]) -> Iterator[Router]:
-    """Start a router, and yield it after it has reported every endpoint as healthy with a load. Raises _NotReady."""
-    port = free_port()
-    command = [sys.executable, "-m", "trioserve", "route", "--port", str(port)]
-    for endpoint in ports:
-        command += ["--endpoint", f"http://127.0.0.1:{endpoint}"]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            address = ("127.0.0.1", port)
-            ready_by = time.monotonic() + READY_SECONDS_MAX
-            while not _all_well(address):
-                if process.poll() is not None or time.monotonic() > ready_by:
-                    log.seek(0)
-                    log_lines = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-                    raise _NotReady(f"the router did not become ready; the last line of its log: {log_lines[-1]}")
-                time.sleep(POLL_SECONDS)
-            yield Router(address, [("127.0.0.1", endpoint) for endpoint in ports], process.pid)
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS_MAX)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    """Start a router, and yield it after it has reported every endpoint as healthy with a load.
+
+    Raises CannotMeasure.
+    """
+    endpoints = [("127.0.0.1", port) for port in ports]
+    named = [word for port in ports for word in ("--endpoint", f"http://127.0.0.1:{port}")]
+    with ServerProcess("the router", ["route", *named, *flags]) as server:
+        address = ("127.0.0.1", server.port)
+        ready_by = time.monotonic() + READY_SECONDS_MAX
+        while not _all_well(address):
+            if not server.is_alive or time.monotonic() > ready_by:
+                raise server.not_ready()
+            time.sleep(POLL_SECONDS)
+        yield Router(address, endpoints, server.pid)
 
 
 class _Endpoint(msgspec.Struct):

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from trioserve.bench.client import Failure, stream_opener
-from trioserve.bench.http1 import Http1Client
+from trioserve.bench.client import Failure, Http1Client, stream_opener
 from trioserve.bench.settings import Target
 from trioserve.commands.remote import ServerFailed
 from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER

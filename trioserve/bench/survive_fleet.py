@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pathlib
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
@@ -10,18 +11,25 @@ from contextlib import asynccontextmanager
 import msgspec
 import trio
 
-from trioserve.bench.client import Failure, stream_opener
-from trioserve.bench.http1 import Http1Client
-from trioserve.bench.run import PlainResponse, common_headers
+from trioserve.bench.client import Failure
+from trioserve.bench.runner import ask, http1_client
 from trioserve.bench.scrape import Scrape
+from trioserve.bench.server_process import ServerProcess, start_all
+from trioserve.bench.server_settings import SurviveSettings
 from trioserve.bench.settings import Target
-from trioserve.bench.survive.plan import Interruption, InterruptionKind
-from trioserve.bench.survive.processes import ServerProcess, start_all
-from trioserve.bench.survive.relay import Cable, Relay
-from trioserve.bench.survive.settings import SurviveSettings
+from trioserve.bench.survive_plan import Interruption, InterruptionKind
+from trioserve.trio_tools.tcp_stream import connect_tcp
 
-__all__ = ["Endpoint", "SurviveFleet", "open_fleet"]
+__all__ = [
+    "Cable",
+    "Endpoint",
+    "Relay",
+    "SurviveFleet",
+    "open_fleet",
+]
 
+CHUNK_BYTES = 65_536
+READY_SECONDS_MAX = 180.0
 GONE = frozenset({None})  # the router no longer lists the endpoint
 QUIET_SECONDS_MAX = 60.0  # time in which all servers must have released everything
 QUIET_PERIOD_SECONDS = 0.2
@@ -30,6 +38,87 @@ WELL_SECONDS_MAX = 60.0  # time in which the router must use a returned endpoint
 ASK_SECONDS_MAX = 10.0
 TAKES_REQUESTS = frozenset({"healthy", "probing"})
 """Health of an endpoint that gets requests. Without requests, an endpoint that has passed a probe stays "probing"."""
+
+
+class Cable(enum.Enum):
+    WHOLE = "whole"
+    CUT = "cut"  # connections break, and new ones fail
+    SILENT = "silent"  # connections stay open and new ones succeed, but no byte arrives
+
+
+class Relay:
+    """Accepts connections at `port` of 127.0.0.1 and forwards their bytes to and from another port there.
+
+    Args:
+        target_port: port of the endpoint.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self.port = 0
+        self._target_port = target_port
+        self._cable = Cable.WHOLE
+        self._passes = trio.Event()
+        self._passes.set()
+        self._scopes: set[trio.CancelScope] = set()
+
+    def set_cable(self, cable: Cable) -> None:
+        if self._cable is Cable.SILENT:
+            self._passes.set()
+        if cable is Cable.SILENT:
+            self._passes = trio.Event()
+        self._cable = cable
+        if cable is Cable.CUT:
+            for scope in self._scopes:
+                scope.cancel()
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. Cancellation breaks every connection.
+
+        Args:
+            task_status: started when the relay listens.
+        """
+        [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.port = listener.socket.getsockname()[1]
+        await trio.serve_listeners(self._connect, [listener], task_status=_Started(task_status))
+
+    async def _connect(self, near: trio.SocketStream) -> None:
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            far: trio.SocketStream | None = None
+            try:
+                if self._cable is Cable.CUT:
+                    return
+                await self._passes.wait()
+                far = await connect_tcp("127.0.0.1", self._target_port)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._pass_on, near, far, nursery.cancel_scope)
+                    nursery.start_soon(self._pass_on, far, near, nursery.cancel_scope)
+            except OSError:
+                pass  # the endpoint is down: the router's connection ends
+            finally:
+                self._scopes.discard(scope)
+                for stream in (near, far):
+                    if stream is not None:
+                        stream.socket.close()  # immediate, also when cancelled
+
+    async def _pass_on(self, source: trio.SocketStream, to: trio.SocketStream, both: trio.CancelScope) -> None:
+        try:
+            while data := await source.receive_some(CHUNK_BYTES):
+                await self._passes.wait()
+                await to.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        both.cancel()
+
+
+class _Started:
+    """A task status that drops the listeners that serve_listeners reports."""
+
+    def __init__(self, task_status: trio.TaskStatus[None]) -> None:
+        self._task_status = task_status
+
+    def started(self, value: object = None) -> None:
+        self._task_status.started()
 
 
 class Endpoint:
@@ -98,7 +187,7 @@ class SurviveFleet:
                 endpoint.process.kill()
                 await trio.sleep(interruption.seconds)
                 endpoint.process.start()
-                await endpoint.process.wait_until_ready()
+                await endpoint.process.wait_until_ready(READY_SECONDS_MAX)
             elif interruption.kind is InterruptionKind.STOP:
                 endpoint.process.stop()
                 try:
@@ -172,15 +261,14 @@ class SurviveFleet:
             Status and body. Status 0 means that no response came; then the body has the reason.
         """
         target = Target.from_url(f"http://127.0.0.1:{port or self.router.port}")
-        client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
-        response = PlainResponse()
-        failure: Failure | None = None
+        client = http1_client(target)
         try:
-            with trio.move_on_after(ASK_SECONDS_MAX):
-                failure = await client.request(method, path, body, response)
+            response = await ask(client, target, path, seconds_max=ASK_SECONDS_MAX, method=method, body=body)
         finally:
             await client.aclose()
-        return (0, failure.message.encode()) if failure is not None else (response.status, response.text().encode())
+        if isinstance(response, Failure):
+            return 0, response.message.encode()
+        return response.status, response.text().encode()
 
     async def scrape_router(self) -> Scrape:
         return Scrape((await self.ask("GET", "/metrics"))[1].decode())
@@ -228,7 +316,7 @@ async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
         settings: settings of the run.
 
     Raises:
-        NotReady: a server did not become ready.
+        CannotMeasure: a server did not become ready.
     """
     words = ["serve", "--host", "127.0.0.1", "--model", settings.model, "--served-model-name", "survive"]
     names = [f"e{index}" for index in range(settings.endpoints)]
@@ -246,8 +334,8 @@ async def open_fleet(settings: SurviveSettings) -> AsyncIterator[SurviveFleet]:
             named = [f"--endpoint={endpoint.name}={endpoint.spec['url']}" for endpoint in endpoints]
             routing = ["route", "--host", "127.0.0.1", *named, *settings.router_flags]
             router = ServerProcess("router", routing, log_directory=logs)
-            await start_all(processes)
-            await start_all([router])
+            await start_all(processes, seconds_max=READY_SECONDS_MAX)
+            await start_all([router], seconds_max=READY_SECONDS_MAX)
             fleet = SurviveFleet(endpoints, router)
             for endpoint in endpoints:
                 await fleet.wait_until_well(endpoint)

@@ -7,35 +7,150 @@ from __future__ import annotations
 
 import datetime
 import math
-import pathlib
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import trio
 
-from trioserve.bench.client import Failure, stream_opener
-from trioserve.bench.http1 import Http1Client
-from trioserve.bench.report import Machine
-from trioserve.bench.run import (
+from trioserve.bench.client import Failure
+from trioserve.bench.report import Machine, report_json
+from trioserve.bench.runner import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
-    EXIT_UNREACHABLE,
+    CannotMeasure,
+    Measured,
     cancel_on_signal,
-    common_headers,
+    conclude,
+    http1_client,
+    perform_all,
 )
+from trioserve.bench.server_settings import SurviveSettings
 from trioserve.bench.settings import Target
-from trioserve.bench.survive.content import Content, StreamFault, content_of
-from trioserve.bench.survive.fleet import SurviveFleet, open_fleet
-from trioserve.bench.survive.plan import SurviveRequest, interruptions, requests
-from trioserve.bench.survive.processes import NotReady
-from trioserve.bench.survive.report import SurviveReport, survive_json, survive_text
-from trioserve.bench.survive.settings import SurviveSettings
+from trioserve.bench.survive_fleet import SurviveFleet, open_fleet
+from trioserve.bench.survive_plan import Content, StreamFault, SurviveRequest, content_of, interruptions, requests
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.progress import ProgressLine
 
-__all__ = ["main", "survive"]
+__all__ = ["SurviveReport", "main", "survive", "survive_json", "survive_text"]
+
+NOTES = (
+    "The comparison includes text, reasoning, tool calls with their ids, log probabilities, ends and usage, and counts "
+    "repetitions. It leaves out the creation time, cached tokens, comments and ids of events.",
+    "A pause is the time between two received pieces with events. The wait for the first event is no pause.",
+)
+
+
+class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a survival run.
+
+    Attributes:
+        kinds: number of requests of each kind.
+        undisturbed_failed: failed requests of the run without interruptions.
+        undisturbed_failures: examples of those failures.
+        failed: failed requests of the run with interruptions.
+        lost_before_first_token: failed requests that got no token.
+        failures: examples of failures.
+        compared: streams that are complete in both runs.
+        differing: streams whose content differs between the runs.
+        differences: examples of differences.
+        left_behind: counts in endpoints and router that are not 0 after the run, by name.
+        troubles: interruptions that did not work as planned.
+        interruptions: number of interruptions of each kind.
+        continued: resumed streams that the router counted, by reason.
+        not_continued: streams that the router could not resume, by reason.
+        retries: retries before the first token.
+        told_streams: streams in which a comment reported a resumption.
+        longest_pause_seconds: longest pause of a stream in the run with interruptions.
+        longest_pause_request: the request of that stream.
+        undisturbed_pause_seconds: longest pause in the other run.
+        pauses_seconds: quantiles of the longest pause of each stream.
+    """
+
+    settings: SurviveSettings
+    date: str
+    machine: Machine = msgspec.field(default_factory=Machine.here)
+    kinds: dict[str, int]
+    undisturbed_seconds: float
+    disturbed_seconds: float
+    undisturbed_failed: int
+    undisturbed_failures: list[str]
+    failed: int
+    lost_before_first_token: int
+    failures: list[str]
+    compared: int
+    differing: int
+    differences: list[str]
+    left_behind: dict[str, float]
+    troubles: list[str]
+    interruptions: dict[str, int]
+    continued: dict[str, float]
+    not_continued: dict[str, float]
+    retries: int
+    told_streams: int
+    longest_pause_seconds: float
+    longest_pause_request: str
+    undisturbed_pause_seconds: float
+    pauses_seconds: dict[str, float]
+
+    @property
+    def all_hold(self) -> bool:
+        return not (self.failed or self.differing or self.left_behind or self.troubles or self.undisturbed_failed)
+
+
+def survive_json(report: SurviveReport) -> bytes:
+    return report_json(report, after={"all_hold": report.all_hold})
+
+
+def survive_text(report: SurviveReport) -> str:
+    settings = report.settings
+    title = f"{settings.label}: " if settings.label else ""
+    pauses = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.pauses_seconds.items())
+    lines = [
+        f"{title}{settings.requests} streams of {settings.model} over {settings.endpoints} endpoints "
+        f"({' '.join(settings.server_flags)}), {settings.concurrency} at a time, seed {settings.seed}",
+        f"{report.machine}, {report.date}",
+        "",
+        _claim("requests lost before their first token", report.lost_before_first_token),
+        _claim("streams lost after their first token", report.failed - report.lost_before_first_token),
+        _claim(f"streams that differ, of {report.compared}", report.differing),
+        _claim("blocks, leases and requests left behind", len(report.left_behind)),
+        _claim("failed requests of the undisturbed run", report.undisturbed_failed),
+        _claim("interruptions that went wrong", len(report.troubles)),
+        "",
+        f"{'interruptions':<22}{sum(report.interruptions.values()):>12}: "
+        + ", ".join(f"{count} {kind}" for kind, count in report.interruptions.items()),
+        f"{'continued':<22}{sum(report.continued.values()):>12.0f}: {_counted(report.continued)}",
+        f"{'not continued':<22}{sum(report.not_continued.values()):>12.0f}: {_counted(report.not_continued)}",
+        f"{'retried':<22}{report.retries:>12} before the first token",
+        f"{'longest pause':<22}{report.longest_pause_seconds:>12.2f} s, of {report.longest_pause_request}",
+        f"{'':<22}{report.undisturbed_pause_seconds:>12.2f} s undisturbed",
+        f"{'longest of a stream':<22}  {pauses}",
+        f"{'duration':<22}{report.disturbed_seconds:>12.1f} s, {report.undisturbed_seconds:.1f} s undisturbed",
+        f"{'asked for':<22}  " + ", ".join(f"{count} {kind}" for kind, count in report.kinds.items()),
+        *_listed("failed", report.failures),
+        *_listed("differs", report.differences),
+        *_listed("left behind", [f"{name} {value:g}" for name, value in report.left_behind.items()]),
+        *_listed("failed undisturbed", report.undisturbed_failures),
+        *_listed("went wrong", report.troubles),
+        "",
+        *NOTES,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _claim(name: str, count: int) -> str:
+    return f"{'BROKEN' if count else 'holds':<12}{name:<52}{count:>10}"
+
+
+def _counted(counts: dict[str, float]) -> str:
+    return ", ".join(f"{count:.0f} {name}" for name, count in counts.items()) or "none"
+
+
+def _listed(name: str, lines: list[str]) -> list[str]:
+    return [f"{name:<22}  {line}" for line in lines]
+
 
 EXAMPLES_MAX = 10
 PROGRESS_SECONDS = 1.0
@@ -50,25 +165,17 @@ def main(settings: SurviveSettings) -> int:
     Returns:
         Exit code: 0, 1 if a claim is broken, 2 if a server did not start, 130 if a signal ended the run.
     """
-    outcome = trio.run(survive, settings)
-    if isinstance(outcome, int):
-        return outcome
-    print(survive_text(outcome), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
-    if settings.json_path == "-":
-        sys.stdout.write(survive_json(outcome).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(survive_json(outcome))
-    return 0 if outcome.all_hold else EXIT_REQUESTS_FAILED
+    return conclude(trio.run(survive, settings), settings.json_path, survive_text, survive_json)
 
 
-async def survive(settings: SurviveSettings) -> SurviveReport | int:
+async def survive(settings: SurviveSettings) -> Measured[SurviveReport] | CannotMeasure:
     """Run until the end or until SIGINT or SIGTERM. No process remains in any case.
 
     Args:
         settings: settings of the run.
 
     Returns:
-        The report, or an exit code if there is none.
+        The report and the exit code, or the reason why there is no report.
     """
     report: SurviveReport | None = None
     async with trio.open_nursery() as nursery:
@@ -79,12 +186,13 @@ async def survive(settings: SurviveSettings) -> SurviveReport | int:
                 with errors_unwrapped():
                     async with open_fleet(settings) as fleet:
                         report = await _compared(settings, fleet)
-            except NotReady as error:
-                print(f"trioserve bench: {error}", file=sys.stderr)
-                return EXIT_UNREACHABLE
+            except CannotMeasure as error:
+                return error
             finally:
                 nursery.cancel_scope.cancel()
-    return EXIT_INTERRUPTED if report is None else report
+    if report is None:
+        return CannotMeasure("interrupted before the end of both runs: nothing to compare", EXIT_INTERRUPTED)
+    return Measured(report, 0 if report.all_hold else EXIT_REQUESTS_FAILED)
 
 
 class _Heard:
@@ -142,24 +250,14 @@ class _Pass:
 
     async def run(self, asked: Sequence[SurviveRequest]) -> None:
         began_at = trio.current_time()
-        shared = iter(asked)
-
-        async def worker(shared: Iterator[SurviveRequest]) -> None:
-            for request in shared:  # each worker takes the next one
-                await self._ask(request)
-
         async with trio.open_nursery() as watchers:
             watchers.start_soon(self._show_progress, len(asked))
-            async with trio.open_nursery() as nursery:
-                for _ in range(self._settings.concurrency):
-                    nursery.start_soon(worker, shared)
+            await perform_all(asked, self._ask, in_flight=self._settings.concurrency)
             watchers.cancel_scope.cancel()
         self.seconds = trio.current_time() - began_at
 
     async def _ask(self, request: SurviveRequest) -> None:
-        target = self._target
-        headers = [("host", target.authority), *common_headers(None), ("x-request-id", request.id)]
-        client = Http1Client(stream_opener(target, 1), headers)
+        client = http1_client(self._target, ("x-request-id", request.id))
         heard = _Heard()
         failure: Failure | None = None
         try:
@@ -209,7 +307,6 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
     return SurviveReport(
         settings=settings,
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        machine=Machine.here(),
         kinds=dict(Counter(kind for request in asked for kind in request.kinds).most_common()),
         undisturbed_seconds=undisturbed.seconds,
         disturbed_seconds=disturbed.seconds,

@@ -8,47 +8,50 @@ machine affects both.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import functools
-import pathlib
+import socket
 import subprocess
 import sys
-import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from statistics import median
 
 import msgspec
 import trio
 
-from trioserve.bench.client import Failure, FailureKind, stream_opener
-from trioserve.bench.disagg.settings import DisaggregatedSettings
-from trioserve.bench.disagg.socket_copy import copying_process, seconds_to_receive
-from trioserve.bench.http1 import Http1Client
-from trioserve.bench.load import Load, PlannedRequest, ResponseReader, Tally
-from trioserve.bench.report import Machine, Measurement, Spread
-from trioserve.bench.run import (
-    EXIT_INTERRUPTED,
+from trioserve.bench.load import Load, PlannedRequest, Tally
+from trioserve.bench.report import Machine, Measurement, Spread, measured_at, report_json
+from trioserve.bench.runner import (
     EXIT_REQUESTS_FAILED,
     EXIT_UNREACHABLE,
-    PlainResponse,
+    CannotMeasure,
+    Measured,
     cancel_on_signal,
-    common_headers,
+    conclude,
+    http1_client,
+    parts_so_far,
+    perform,
+    print_progress,
+    scrape,
 )
 from trioserve.bench.scrape import Scrape
+from trioserve.bench.server_process import ServerProcess
+from trioserve.bench.server_settings import DisaggregatedSettings
 from trioserve.bench.settings import BenchSettings, Target
-from trioserve.bench.startup import STOP_SECONDS_MAX, free_port, wait_until_ready
 
 __all__ = [
     "CopyFigures",
     "DisaggregatedReport",
     "RoundFigures",
     "TransferFigures",
-    "disaggregated_json",
+    "copying_process",
     "disaggregated_text",
     "main",
+    "seconds_to_receive",
 ]
 
 READY_SECONDS_MAX = 120.0
+METRICS_SECONDS_MAX = 60.0
 LONG_OUTPUT_TOKENS = 8  # enough that the prompt goes to the decode server, but few to decode
 COPIES = 5
 POLL_SECONDS = 0.01
@@ -125,20 +128,12 @@ class DisaggregatedReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     settings: DisaggregatedSettings
-    date: str
-    machine: Machine
+    date: str = msgspec.field(default_factory=measured_at)
+    machine: Machine = msgspec.field(default_factory=Machine.here)
     rounds: list[RoundFigures]
     alone: TransferFigures | None
     loaded: TransferFigures | None
     copy: CopyFigures | None
-
-
-class _CannotMeasure(Exception):
-    """There is no report. The message says why."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def main(settings: DisaggregatedSettings) -> int:
@@ -153,38 +148,20 @@ def main(settings: DisaggregatedSettings) -> int:
     alone: TransferFigures | None = None
     loaded: TransferFigures | None = None
     copy: CopyFigures | None = None
-    exit_code = 0
-    try:
-        with _one_server(settings) as one, _pair(settings) as (pair, decode):
-            alone, copy = _alone(settings, pair, decode)
-            before = trio.run(_scrape, decode)
-            for number in range(settings.rounds):
-                for url in (one, pair):
-                    rounds.append(trio.run(_round, settings, url, number, url == pair))
-                    _print_progress(f"round {number + 1} at {'the pair' if url == pair else 'one server'} is measured")
-            loaded = _transfers(before, trio.run(_scrape, decode))
-    except KeyboardInterrupt:
-        exit_code = EXIT_INTERRUPTED
-    except _CannotMeasure as error:
-        _print_progress(f"trioserve bench: {error}")
-        exit_code = error.exit_code
+    with parts_so_far() as ending, contextlib.ExitStack() as stack:
+        one = _serve(stack, settings, ["--threads", str(settings.threads)])
+        pair, decode = _start_pair(stack, settings)
+        alone, copy = _alone(settings, pair, decode)
+        before = trio.run(_scrape, decode)
+        for number in range(settings.rounds):
+            for url in (one, pair):
+                rounds.append(trio.run(_round, settings, url, number, url == pair))
+                print_progress(f"round {number + 1} at {'the pair' if url == pair else 'one server'} is measured")
+        loaded = _transfers(before, trio.run(_scrape, decode))
     if not rounds:
-        return exit_code
-    report = DisaggregatedReport(
-        settings=settings,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
-        rounds=rounds,
-        alone=alone,
-        loaded=loaded,
-        copy=copy,
-    )
-    print(disaggregated_text(report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
-    if settings.json_path == "-":
-        sys.stdout.write(disaggregated_json(report).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(disaggregated_json(report))
-    return exit_code
+        return ending.exit_code
+    report = DisaggregatedReport(settings=settings, rounds=rounds, alone=alone, loaded=loaded, copy=copy)
+    return conclude(Measured(report, ending.exit_code), settings.json_path, disaggregated_text, report_json)
 
 
 def disaggregated_text(report: DisaggregatedReport) -> str:
@@ -225,21 +202,13 @@ def disaggregated_text(report: DisaggregatedReport) -> str:
         )
     if report.loaded is not None:
         lines.append(_transfer_line(report.loaded, settings.connector, "under the load above"))
-    machine = report.machine
     lines.append(
         f"{settings.concurrency} streams of {settings.output_tokens} tokens; meanwhile {settings.requests} prompts of "
         f"{settings.long_prompt_tokens} tokens, {settings.rate_per_second:g} a second; {settings.threads} threads for "
         f"one server, {settings.threads // 2} for each of the pair; {settings.rounds} rounds in turn."
     )
-    lines.append(
-        f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, {report.date}"
-        f"{': ' + settings.label if settings.label else ''}."
-    )
+    lines.append(f"{report.machine}, {report.date}{': ' + settings.label if settings.label else ''}.")
     return "\n".join(lines) + "\n"
-
-
-def disaggregated_json(report: DisaggregatedReport) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
@@ -251,21 +220,17 @@ def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
     )
 
 
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 # --- measurements ---
 
 
 async def _round(settings: DisaggregatedSettings, url: str, number: int, is_pair: bool) -> RoundFigures:
-    """Measure one round. Raises _CannotMeasure if a request fails, and KeyboardInterrupt on a signal."""
-    figures: RoundFigures | _CannotMeasure | None = None
+    """Measure one round. Raises CannotMeasure if a request fails, and KeyboardInterrupt on a signal."""
+    figures: RoundFigures | CannotMeasure | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(cancel_on_signal, nursery.cancel_scope)
         figures = await _Round(settings, url, number, is_pair).measure()
         nursery.cancel_scope.cancel()
-    if isinstance(figures, _CannotMeasure):
+    if isinstance(figures, CannotMeasure):
         raise figures
     if figures is None:
         raise KeyboardInterrupt
@@ -277,16 +242,16 @@ class _Round:
         target = Target.from_url(url)
         self._settings = settings
         self._is_pair = is_pair
-        self._client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
+        self._client = http1_client(target)
         # Each round has other prompts, but the server and the pair have the same ones. So caches help neither of them.
         self._seed = settings.seed + 1000 + number
         self._streams: list[Measurement] = []
         self._longs: list[Measurement] = []
         self._tally = Tally()
         self._scope = trio.CancelScope()
-        self._failure: _CannotMeasure | None = None
+        self._failure: CannotMeasure | None = None
 
-    async def measure(self) -> RoundFigures | _CannotMeasure:
+    async def measure(self) -> RoundFigures | CannotMeasure:
         settings = self._settings
         steady = self._load(1_000_000, settings.prompt_tokens, settings.output_tokens, seed=2 * self._seed)
         longs = self._load(
@@ -313,7 +278,7 @@ class _Round:
         await self._client.aclose()
         return self._failure or self._figures(seconds)
 
-    async def ask_once(self) -> _CannotMeasure | None:
+    async def ask_once(self) -> CannotMeasure | None:
         """Send one long prompt without other requests."""
         settings = self._settings
         load = self._load(1, settings.long_prompt_tokens, LONG_OUTPUT_TOKENS, seed=2 * self._seed)
@@ -339,28 +304,24 @@ class _Round:
             await self._perform(next(requests), self._streams)
 
     async def _perform(self, planned: PlannedRequest, measurements: list[Measurement]) -> None:
-        reader = ResponseReader(planned, started_at=trio.current_time(), tally=self._tally)
-        failure: Failure | None = None
-        is_over = False
-        try:
-            with trio.move_on_after(self._settings.timeout_seconds) as scope:
-                failure = await self._client.request("POST", COMPLETIONS, planned.body, reader)
-            if scope.cancelled_caught:
-                message = f"no whole response within {self._settings.timeout_seconds:g} s"
-                failure = Failure(FailureKind.TIMEOUT, message)
-            is_over = True
-        finally:
-            measurement = reader.measurement(failure, is_over=is_over)
-            measurements.append(measurement)
+        measurement = await perform(
+            self._client,
+            COMPLETIONS,
+            planned,
+            started_at=trio.current_time(),
+            seconds_max=self._settings.timeout_seconds,
+            tally=self._tally,
+            measurements=measurements,
+        )
         if measurement.failure is not None:
-            self._failure = _CannotMeasure(f"a request failed: {measurement.failure.message}", EXIT_REQUESTS_FAILED)
+            self._failure = CannotMeasure(f"a request failed: {measurement.failure.message}", EXIT_REQUESTS_FAILED)
             self._scope.cancel()
 
-    def _figures(self, seconds: float) -> RoundFigures | _CannotMeasure:
+    def _figures(self, seconds: float) -> RoundFigures | CannotMeasure:
         itl = Spread.from_seconds([gap for each in self._streams for gap in each.gaps_seconds])
         ttft = Spread.from_seconds([each.ttft_seconds for each in self._longs if each.ttft_seconds is not None])
         if itl is None or ttft is None:
-            return _CannotMeasure("no token came while the long prompts were computed", EXIT_REQUESTS_FAILED)
+            return CannotMeasure("no token came while the long prompts were computed", EXIT_REQUESTS_FAILED)
         return RoundFigures(
             is_pair=self._is_pair,
             seconds=seconds,
@@ -408,62 +369,99 @@ def _transfers(before: Scrape, after: Scrape) -> TransferFigures:
 
 async def _scrape(url: str) -> Scrape:
     target = Target.from_url(url)
-    client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
-    response = PlainResponse()
-    failure = await client.request("GET", "/metrics", b"", response)
+    client = http1_client(target)
+    found = await scrape(client, target, seconds_max=METRICS_SECONDS_MAX)
     await client.aclose()
-    if failure is not None:
-        raise _CannotMeasure(f"the decode server does not answer: {failure.message}", EXIT_UNREACHABLE)
-    return Scrape(response.text())
+    if found is None:
+        raise CannotMeasure("the decode server gives no metrics", EXIT_UNREACHABLE)
+    return found
 
 
 # --- processes ---
 
 
-@contextlib.contextmanager
-def _one_server(settings: DisaggregatedSettings) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        yield _serve(stack, settings, ["--threads", str(settings.threads)])
-
-
-@contextlib.contextmanager
-def _pair(settings: DisaggregatedSettings) -> Iterator[tuple[str, str]]:
-    """Start the pair, and yield the URLs of the router and of the decode server."""
+def _start_pair(stack: contextlib.ExitStack, settings: DisaggregatedSettings) -> tuple[str, str]:
+    """Start the pair, and return the URLs of the router and of the decode server."""
     connector = msgspec.json.encode({"kv_connector": settings.connector}).decode()
     threads = ["--threads", str(settings.threads // 2), "--kv-transfer-config", connector]
-    with contextlib.ExitStack() as stack:
-        prefill = _serve(stack, settings, ["--role", "prefill", *threads])
-        decode = _serve(stack, settings, ["--role", "decode", *threads])
-        router = _started(
-            stack, ["route", "--prefill-endpoint", f"p={prefill}", "--decode-endpoint", f"d={decode}"], "the router"
-        )
-        yield router, decode
+    prefill = _serve(stack, settings, ["--role", "prefill", *threads])
+    decode = _serve(stack, settings, ["--role", "decode", *threads])
+    words = ["route", "--prefill-endpoint", f"p={prefill}", "--decode-endpoint", f"d={decode}"]
+    return _started(stack, ServerProcess("the router", words)), decode
 
 
 def _serve(stack: contextlib.ExitStack, settings: DisaggregatedSettings, flags: Sequence[str]) -> str:
-    return _started(stack, ["serve", *flags, *settings.server_flags], f"the server ({' '.join(flags)})")
+    words = ["serve", *flags, *settings.server_flags]
+    return _started(stack, ServerProcess(f"the server ({' '.join(flags)})", words))
 
 
-def _started(stack: contextlib.ExitStack, words: Sequence[str], name: str) -> str:
-    """Start trioserve and return its URL once it is ready. Raises _CannotMeasure."""
-    port = free_port()
-    command = [sys.executable, "-m", "trioserve", *words, "--port", str(port)]
-    log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    stack.callback(_stop, process)
-    if trio.run(functools.partial(wait_until_ready, port, lambda: process.poll() is None, READY_SECONDS_MAX)) is None:
-        log.seek(0)
-        log_lines = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-        raise _CannotMeasure(
-            f"{name} did not become ready; the last line of its log: {log_lines[-1]}", EXIT_UNREACHABLE
-        )
-    return f"http://127.0.0.1:{port}"
+def _started(stack: contextlib.ExitStack, server: ServerProcess) -> str:
+    """Start a server and return its URL once it is ready. Raises CannotMeasure."""
+    stack.enter_context(server)
+    trio.run(server.wait_until_ready, READY_SECONDS_MAX)
+    return server.url
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS_MAX)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+# --- plain socket copies ---
+
+BUFFER_BYTES = 1 << 20
+SECONDS_MAX = 60.0
+
+
+@contextlib.contextmanager
+def copying_process(byte_count: int) -> Iterator[int]:
+    """Start a process that sends bytes to every connection. Yield its port. The process ends with the context.
+
+    Args:
+        byte_count: bytes to send to each connection.
+    """
+    command = [sys.executable, "-m", "trioserve.bench.disagg", str(byte_count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.stdin.close()
+
+
+def seconds_to_receive(port: int, byte_count: int) -> float:
+    """Return the seconds from the connection to the last byte.
+
+    Args:
+        port: port of the sending process.
+        byte_count: bytes to receive.
+
+    Raises:
+        OSError: the connection failed, or too few bytes came.
+    """
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    began = time.perf_counter()
+    left = byte_count
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS_MAX) as connection:
+        while left:
+            received = connection.recv_into(buffer[: min(left, BUFFER_BYTES)])
+            if received == 0:
+                raise ConnectionError(f"{left} of {byte_count} bytes did not come")
+            left -= received
+    return time.perf_counter() - began
+
+
+def _send(listener: socket.socket, byte_count: int) -> None:
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    while True:
+        connection, _address = listener.accept()
+        with connection:
+            for begin in range(0, byte_count, BUFFER_BYTES):
+                connection.sendall(buffer[: min(BUFFER_BYTES, byte_count - begin)])
+
+
+def serve_copies() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        threading.Thread(target=_send, args=(listener, int(sys.argv[1])), daemon=True).start()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve_copies()

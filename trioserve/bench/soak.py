@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import array
-import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-import msgspec
 import trio
 
 from trioserve.bench.client import Failure, FailureKind, Listener, OpenStream, stream_opener
 from trioserve.bench.load import ResponseReader, Tally
 from trioserve.bench.report import Outcome
-from trioserve.bench.run import (
+from trioserve.bench.runner import (
     EXIT_INTERRUPTED,
     EXIT_REQUESTS_FAILED,
     EXIT_UNREACHABLE,
     CannotMeasure,
-    PlainResponse,
+    Measured,
     cancel_on_signal,
+    conclude,
+    find_model,
+    perform_all,
+    scrape,
 )
 from trioserve.bench.scrape import Scrape
-from trioserve.bench.soak.clients import SoakClients
-from trioserve.bench.soak.plan import Moment, Slice, SoakPlan, SoakRequest, Way
-from trioserve.bench.soak.report import SoakReport, soak_json, soak_text
-from trioserve.bench.soak.settings import SoakSettings
-from trioserve.bench.soak.verdict import MEMORY, Ended, Evidence, Round, SoakFigures, is_quiet, missing_series
+from trioserve.bench.settings import SoakSettings
+from trioserve.bench.soak_plan import Moment, Slice, SoakClients, SoakPlan, SoakRequest, Way
+from trioserve.bench.soak_verdict import (
+    MEMORY,
+    Ended,
+    Evidence,
+    Round,
+    SoakFigures,
+    SoakReport,
+    is_quiet,
+    missing_series,
+    soak_json,
+    soak_text,
+)
 from trioserve.trio_tools.progress import ProgressLine
 
-__all__ = ["Soaked", "main", "soak"]
+__all__ = ["main", "soak"]
 
 PATH = "/v1/completions"
 SCRAPE_PERIOD_SECONDS = 2.0
@@ -119,21 +130,7 @@ def main(settings: SoakSettings) -> int:
         0 if all claims hold, 1 if a claim is broken, 2 if the server cannot be reached or is not a trioserve, 130 after
         an interruption. After an interruption, the verdict so far is printed.
     """
-    outcome = trio.run(soak, settings)
-    if isinstance(outcome, CannotMeasure):
-        print(f"trioserve bench: {outcome.message}", file=sys.stderr)
-        return outcome.exit_code
-    print(soak_text(outcome.report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
-    if settings.json_path == "-":
-        sys.stdout.write(soak_json(outcome.report).decode())
-    elif settings.json_path is not None:
-        pathlib.Path(settings.json_path).write_bytes(soak_json(outcome.report))
-    return outcome.exit_code
-
-
-class Soaked(msgspec.Struct, frozen=True):
-    report: SoakReport
-    exit_code: int
+    return conclude(trio.run(soak, settings), settings.json_path, soak_text, soak_json)
 
 
 async def soak(
@@ -141,7 +138,7 @@ async def soak(
     *,
     opener: Callable[[int], OpenStream] | None = None,
     progress: TextIO | None = None,
-) -> Soaked | CannotMeasure:
+) -> Measured[SoakReport] | CannotMeasure:
     """Run one soak. Must run in the main thread, since it handles SIGINT and SIGTERM.
 
     On a signal, all clients leave, and the verdict is about the load until then.
@@ -184,7 +181,7 @@ class _Soak:
         self._all_sent_at: float | None = None
         self._duration_seconds = 0.0
 
-    async def outcome(self) -> Soaked | CannotMeasure:
+    async def outcome(self) -> Measured[SoakReport] | CannotMeasure:
         with self.scope:
             refusal = await self._begin()
             if refusal is not None:
@@ -197,7 +194,7 @@ class _Soak:
     async def _begin(self) -> CannotMeasure | None:
         """Read the metrics of the idle server, then warm it up."""
         settings = self._settings
-        model = await self._find_model()
+        model = await find_model(self._clients.observer, settings)
         if isinstance(model, CannotMeasure):
             return model
         self._model = model
@@ -225,7 +222,7 @@ class _Soak:
         finally:
             self._duration_seconds = trio.current_time() - began_at
 
-    async def _judged(self) -> Soaked | CannotMeasure:
+    async def _judged(self) -> Measured[SoakReport] | CannotMeasure:
         """Wait until the server is idle, and make the report.
 
         Also after an interruption, when all clients have left.
@@ -257,38 +254,17 @@ class _Soak:
             )
         )
         exit_code = 0 if figures.all_hold else EXIT_REQUESTS_FAILED
-        report = SoakReport.now(settings, model=self._model, figures=figures)
-        return Soaked(report, EXIT_INTERRUPTED if self.scope.cancelled_caught else exit_code)
+        report = SoakReport(settings=settings, model=self._model, figures=figures)
+        return Measured(report, EXIT_INTERRUPTED if self.scope.cancelled_caught else exit_code)
 
     def _no_metrics(self) -> CannotMeasure:
         return CannotMeasure(f"{self._settings.url} no longer answers GET /metrics", EXIT_UNREACHABLE)
 
     # --- state of the server ---
 
-    async def _ask(self, path: str, response: PlainResponse) -> Failure | None:
-        with trio.move_on_after(self._settings.timeout_seconds):
-            return await self._clients.observer.request("GET", self._settings.target.path_prefix + path, b"", response)
-        return Failure(FailureKind.TIMEOUT, f"no response to GET {path} within {self._settings.timeout_seconds:g} s")
-
-    async def _find_model(self) -> str | CannotMeasure:
-        settings = self._settings
-        response = PlainResponse()
-        failure = await self._ask("/v1/models", response)
-        if failure is not None:
-            return CannotMeasure(f"cannot reach {settings.url}: {failure.message}; is the server up?", EXIT_UNREACHABLE)
-        model = settings.model or response.first_model()
-        if model is None:
-            return CannotMeasure(
-                f"{settings.url} names no model (GET /v1/models: status {response.status}, {response.excerpt()}): "
-                "give --model, and --api-key if the server wants one",
-                EXIT_REQUESTS_FAILED,
-            )
-        return model
-
     async def _scrape(self) -> Scrape | None:
-        response = PlainResponse()
-        failure = await self._ask("/metrics", response)
-        return Scrape(response.text()) if failure is None and response.status == 200 else None
+        settings = self._settings
+        return await scrape(self._clients.observer, settings.target, seconds_max=settings.timeout_seconds)
 
     def _unfit(self, before: Scrape | None) -> CannotMeasure | None:
         url = self._settings.url
@@ -306,14 +282,14 @@ class _Soak:
 
     async def _scrape_at_rest(self, before: Scrape) -> Scrape | None:
         """Return the metrics of the server once it is idle, or the last metrics if it does not become idle in time."""
-        scrape: Scrape | None = None
+        found: Scrape | None = None
         with trio.move_on_after(QUIET_SECONDS_MAX):
             while True:
-                scrape = await self._scrape() or scrape
-                if scrape is not None and is_quiet(before, scrape):
+                found = await self._scrape() or found
+                if found is not None and is_quiet(before, found):
                     break
                 await trio.sleep(QUIET_PERIOD_SECONDS)
-        return scrape
+        return found
 
     async def _watch(self, request_count: int, unit: str) -> None:
         """Record the server's memory, and show the progress."""
@@ -321,8 +297,8 @@ class _Soak:
         with ProgressLine(self._progress, log_seconds=LOG_SECONDS, clock=trio.current_time) as line:
             while True:
                 await trio.sleep(SCRAPE_PERIOD_SECONDS)
-                scrape = await self._scrape()
-                memory = None if scrape is None else scrape.total(MEMORY)
+                found = await self._scrape()
+                memory = None if found is None else found.total(MEMORY)
                 if memory is not None:
                     self._memory.append((trio.current_time(), memory))
                 elapsed_seconds = trio.current_time() - began_at
@@ -345,18 +321,18 @@ class _Soak:
         """
         requests = ((book, request) for book in books for request in plan.requests(book.piece))
 
-        async def worker(shared: Iterator[tuple[SliceBook, SoakRequest]]) -> None:
-            for book, request in shared:  # The iterator is shared, so each worker takes the next request.
-                await self._perform(request, book, book.start(trio.current_time()))
-            if self._all_sent_at is None:
-                self._all_sent_at = trio.current_time()
+        def remaining() -> Iterator[tuple[SliceBook, SoakRequest]]:
+            yield from requests
+            self._all_sent_at = trio.current_time()  # when the first worker finds no request
+
+        async def perform_one(part: tuple[SliceBook, SoakRequest]) -> None:
+            book, request = part
+            await self._perform(request, book, book.start(trio.current_time()))
 
         self._all_sent_at = None
         async with trio.open_nursery() as watchers:
             watchers.start_soon(self._watch, request_count, unit)
-            async with trio.open_nursery() as nursery:
-                for _ in range(self._settings.concurrency):
-                    nursery.start_soon(worker, requests)
+            await perform_all(remaining(), perform_one, in_flight=self._settings.concurrency)
             watchers.cancel_scope.cancel()
 
     async def _perform(self, request: SoakRequest, book: SliceBook, number: int) -> None:

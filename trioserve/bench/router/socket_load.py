@@ -18,10 +18,10 @@ import msgspec
 
 __all__ = [
     "Address",
-    "Response",
     "Asked",
     "LoadFailed",
     "Planned",
+    "Response",
     "WireRequest",
     "ask",
     "at_a_time",

@@ -1,14 +1,14 @@
-"""Watches an image engine: its forward passes, their requests, and when a request has released its slot and its lease,
-or its queue place.
+"""The images that image_bench requests, the diffusers pipeline that makes the same ones, and a watch on the engine.
 
-Requests are identified by their seed, since a client over HTTP does not choose the engine's ids.
+The watch identifies requests by their seed, since a client over HTTP does not choose the engine's ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,13 +18,140 @@ import trio
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.image_generation import ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.contracts.step import IsAbandoned
+from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.engine.lifecycle.request_admission import RequestAdmission
 
-__all__ = ["ForwardPass", "ImageWatch"]
+__all__ = ["ImageRequester", "ForwardPass", "ImageWatch", "PlainPipeline"]
+
+CLASSES_MAX = 10
+# of 255. A batch adds numbers in another order, so a value at the edge may be rounded differently.
+LEVELS_APART_MAX = 2
+
+
+class ImageRequester:
+    """Requests and results, by seed. The seed also chooses the prompt.
+
+    Args:
+        engine: the engine.
+        steps: default number of denoising steps.
+        guidance: guidance scale.
+    """
+
+    def __init__(self, engine: ImageEngine, *, steps: int, guidance: float) -> None:
+        self._engine = engine
+        self.steps, self.guidance = steps, guidance
+        self.steps_max = engine.limits.steps_max
+        self._made: dict[int, RGBImage] = {}
+
+    def prompt(self, seed: int) -> str:
+        classes = self._engine.model.classes
+        return f"picture {seed}" if classes is None else classes[seed % min(CLASSES_MAX, len(classes))]
+
+    def prompts(self, count: int) -> list[str]:
+        return [self.prompt(seed) for seed in range(count)]
+
+    def body(self, seed: int) -> dict[str, Any]:
+        """Return the JSON body of a request over HTTP.
+
+        Args:
+            seed: seed of the image.
+        """
+        return {
+            "prompt": self.prompt(seed),
+            "seed": seed,
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+        }
+
+    async def draw(
+        self, seed: int, *, steps: int | None = None, on_step: Callable[[int], None] = lambda steps_done: None
+    ) -> None:
+        """Generate one image.
+
+        Args:
+            seed: seed of the image.
+            steps: number of denoising steps. None: the default number, whose result must be the same each time.
+            on_step: called with the number of steps done.
+        """
+        params = ImageParams(seed=seed, steps=steps or self.steps, guidance=self.guidance)
+        image: RGBImage | None = None
+        async with self._engine.generate_image(self.prompt(seed), params) as stream:
+            async for delta in stream:
+                on_step(delta.steps_done)
+                image = delta.image
+        assert image is not None, f"there is no image with seed {seed}"
+        if steps is None:
+            self.note(seed, image)
+
+    def note(self, seed: int, image: RGBImage) -> None:
+        """Record an image, and assert that the engine made no other image with that seed.
+
+        Args:
+            seed: seed of the image.
+            picture: the image.
+        """
+        assert self._made.setdefault(seed, image) == image, f"seed {seed} gave two different images"
+
+    def compare(self, seeds: Sequence[int], pictures: Sequence[RGBImage]) -> None:
+        """Assert that the pipeline made the same images, except for rounding.
+
+        Args:
+            seeds: seeds of the images.
+            pictures: images of the pipeline.
+        """
+        for seed, image in zip(seeds, pictures, strict=True):
+            made = self._made[seed]
+            assert (made.width, made.height) == (image.width, image.height)
+            apart = max(abs(one - other) for one, other in zip(made.rgb, image.rgb, strict=True))
+            assert apart <= LEVELS_APART_MAX, f"seed {seed}: the pipeline's image differs by {apart} levels"
+
+
+class PlainPipeline:
+    """A diffusers pipeline. It computes in the thread that calls it.
+
+    Args:
+        directory: folder of the saved model.
+
+    Attributes:
+        on_step: called before each denoising step, in that thread.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from diffusers import DiffusionPipeline
+
+        self._pipeline = DiffusionPipeline.from_pretrained(directory)
+        self._pipeline.set_progress_bar_config(disable=True)
+        self.on_step: Callable[[], None] = lambda: None
+        denoiser = getattr(self._pipeline, "unet", None) or self._pipeline.transformer
+        denoiser.register_forward_pre_hook(lambda *_: self.on_step())
+
+    def draw(self, prompts: Sequence[str], seeds: Sequence[int], step_count: int, guidance: float) -> list[RGBImage]:
+        """Return one batch of images in the model's default size.
+
+        Args:
+            prompts: prompt of each image.
+            seeds: seed of each image.
+            step_count: number of denoising steps.
+            guidance: guidance scale.
+        """
+        import torch
+
+        pipeline = self._pipeline
+        asked = {"prompt": list(prompts)}
+        if hasattr(pipeline, "get_label_ids"):
+            asked = {"class_labels": pipeline.get_label_ids(list(prompts))}
+        images = pipeline(
+            **asked,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            num_inference_steps=step_count,
+            guidance_scale=guidance,
+        ).images
+        return [RGBImage(image.width, image.height, image.convert("RGB").tobytes()) for image in images]
 
 
 class ForwardPass(msgspec.Struct):

@@ -1,0 +1,401 @@
+"""Measures an image engine while clients leave, and with clients that come at different times, compared with diffusers.
+
+    python -m trioserve bench inside images --model build/digits
+
+First, clients leave over HTTP in each phase of their request, alone and while all other slots denoise. Then the same
+images are made in three ways, in turns. Each image must be equal in all bytes, independent of the other images in its
+batch. The pipeline's images must be equal except for rounding. Otherwise the measurement fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import msgspec
+import trio
+
+from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.api.images.image_routes import ImageApp
+from trioserve.bench.inside.image_load import ImageRequester, ImageWatch, PlainPipeline
+from trioserve.contracts.events import IterativePhase
+from trioserve.contracts.images import ImageLimits
+from trioserve.engine.images.image_engine import ImageEngine
+from trioserve.http.server import FrontendServer
+from trioserve.testing.flag_types import at_least_one
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
+from trioserve.trio_tools.tcp_stream import connect_tcp
+from trioserve.trio_tools.worker_thread import call_abandonable
+
+__all__ = [
+    "LeavingFigure",
+    "PipelineFigure",
+    "SpeedRound",
+    "add_arguments",
+    "measure_answered",
+    "measure_leaving",
+    "measure_pipeline",
+    "measure_speed",
+    "run",
+]
+
+FIRST_OTHER_SEED = 1_000_000  # Leaving clients have lower seeds.
+
+
+class LeavingFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """Clients that left in one phase.
+
+    Attributes:
+        phase: phase of their requests.
+        others: other requests that ran.
+        median_ms: median time from closing the connection until the slot or the queue place was free.
+        most_ms: maximum of that time.
+        steps: maximum number of denoising steps that ended during that time.
+        step_ms: median duration of a denoising step.
+        count: number of clients.
+    """
+
+    phase: str
+    others: int
+    median_ms: float
+    most_ms: float
+    steps: int
+    step_ms: float
+    count: int
+
+
+class PipelineFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """Callers of the pipeline that left halfway.
+
+    Attributes:
+        median_ms: median time that the pipeline continued.
+        most_ms: maximum of that time.
+        steps: maximum number of steps that still began.
+        count: number of callers.
+    """
+
+    median_ms: float
+    most_ms: float
+    steps: int
+    count: int
+
+
+async def measure_leaving(
+    asked: ImageRequester, watch: ImageWatch, port: int, phase: IterativePhase, others: int, count: int
+) -> LeavingFigure:
+    """Measure clients that leave in one phase.
+
+    Args:
+        asked: requests and results.
+        watch: watches the engine.
+        port: port of the server.
+        phase: phase in which the clients leave.
+        others: other requests that run. For QUEUED, it must be the number of slots.
+        count: number of clients.
+    """
+    seconds: list[float] = []
+    steps: list[int] = []
+    watch.forget()
+    async with _others(asked, watch, others):
+        for seed in range(count):
+            async with await _ask_over_http(asked, port, seed):
+                if phase is IterativePhase.QUEUED:
+                    await watch.wait_for_queue(seed)
+                else:
+                    halfway = asked.steps // 2 if phase is IterativePhase.DENOISE else 0
+                    await watch.wait_for_pass(seed, phase, halfway + 1)
+                closed_at = perf_counter()
+            released_at = await watch.wait_for_release(seed)
+            seconds.append(released_at - closed_at)
+            steps.append(watch.denoising_between(closed_at, released_at))
+    return LeavingFigure(
+        phase=phase.value,
+        others=others,
+        median_ms=1e3 * median(seconds),
+        most_ms=1e3 * max(seconds),
+        steps=max(steps),
+        step_ms=1e3 * watch.denoising_seconds(),
+        count=count,
+    )
+
+
+async def measure_answered(
+    asked: ImageRequester, watch: ImageWatch, port: int, others: int, count: int
+) -> LeavingFigure:
+    """Measure clients that stay: the time from the first byte of the response until the slot is free.
+
+    It is negative if the slot was free before. Then a client that leaves during its response has no slot.
+
+    Args:
+        asked: requests and results.
+        watch: watches the engine.
+        port: port of the server.
+        others: other requests that run.
+        count: number of clients.
+    """
+    seconds: list[float] = []
+    watch.forget()
+    async with _others(asked, watch, others):
+        for seed in range(count):
+            async with await _ask_over_http(asked, port, seed) as stream:
+                assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 "), "the request was refused"
+                answered_at = perf_counter()
+            seconds.append(await watch.wait_for_release(seed) - answered_at)
+    return LeavingFigure(
+        phase="send",
+        others=others,
+        median_ms=1e3 * median(seconds),
+        most_ms=1e3 * max(seconds),
+        steps=0,
+        step_ms=1e3 * watch.denoising_seconds(),
+        count=count,
+    )
+
+
+async def measure_pipeline(asked: ImageRequester, pipeline: PlainPipeline, count: int) -> PipelineFigure:
+    """Measure the pipeline in a thread, as in a server: the caller leaves halfway, and the thread is not notified.
+
+    Args:
+        asked: requests and results.
+        pipeline: the pipeline.
+        count: number of callers.
+    """
+    left = [await _leave_pipeline(asked, pipeline, seed) for seed in range(count)]
+    seconds = [continued for continued, _ in left]
+    return PipelineFigure(
+        median_ms=1e3 * median(seconds),
+        most_ms=1e3 * max(seconds),
+        steps=max(begun for _, begun in left),
+        count=count,
+    )
+
+
+async def _leave_pipeline(asked: ImageRequester, pipeline: PlainPipeline, seed: int) -> tuple[float, int]:
+    """Return the seconds, and the number of begun steps, after the caller has left."""
+    begun = 0
+    ended_at = 0.0
+    halfway, ended = trio.Event(), trio.Event()
+
+    def on_step() -> None:
+        nonlocal begun
+        begun += 1
+        if begun == asked.steps // 2 + 1:
+            token.run_sync_soon(halfway.set)
+
+    def draw() -> None:
+        nonlocal ended_at
+        pipeline.draw([asked.prompt(seed)], [seed], asked.steps, asked.guidance)
+        ended_at = perf_counter()
+        token.run_sync_soon(ended.set)  # By then, no task waits for this thread.
+
+    token = trio.lowlevel.current_trio_token()
+    pipeline.on_step = on_step
+    async with trio.open_nursery() as caller:
+        caller.start_soon(partial(call_abandonable, draw, thread_name="pipeline"))
+        await halfway.wait()
+        left_at, begun_until_then = perf_counter(), begun
+        caller.cancel_scope.cancel()
+    await ended.wait()
+    pipeline.on_step = lambda: None
+    return ended_at - left_at, begun - begun_until_then
+
+
+@asynccontextmanager
+async def _others(asked: ImageRequester, watch: ImageWatch, count: int) -> AsyncIterator[None]:
+    """Keep a number of other requests running, each with the maximum number of steps."""
+
+    async def draw(seed: int) -> None:
+        while True:
+            await asked.draw(seed, steps=asked.steps_max)
+
+    async with trio.open_nursery() as nursery:
+        for seed in range(FIRST_OTHER_SEED, FIRST_OTHER_SEED + count):
+            nursery.start_soon(draw, seed)
+            await watch.wait_for_pass(seed, IterativePhase.DENOISE, 1)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def _ask_over_http(asked: ImageRequester, port: int, seed: int) -> trio.SocketStream:
+    body = json.dumps(asked.body(seed)).encode()
+    stream = await connect_tcp("127.0.0.1", port)
+    head = f"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    await stream.send_all(head.encode() + body)
+    return stream
+
+
+IMAGES_EACH = 2  # With one image each, no pass would have all of the mixed requests.
+
+
+class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
+    """Images per second in one round, for each way."""
+
+    together: float
+    mixed: float
+    pipeline: float
+
+
+async def measure_speed(asked: ImageRequester, watch: ImageWatch, pipeline: PlainPipeline, batch: int) -> SpeedRound:
+    """Measure the three ways one after another, with the same images.
+
+    Args:
+        asked: requests and results.
+        watch: watches the engine.
+        pipeline: diffusers' pipeline.
+        batch: number of clients.
+    """
+    watch.forget()
+    began_at = perf_counter()
+    await _draw_all(asked, batch, steps_apart=0)
+    together = IMAGES_EACH * batch / (perf_counter() - began_at)
+
+    watch.forget()
+    await _draw_all(asked, batch, steps_apart=max(1, asked.steps // batch))
+    mixed = watch.denoised_a_second(batch) / asked.steps
+
+    seeds = range(batch)
+    began_at = perf_counter()
+    # In a thread that ends with the call: a lingering OpenMP team of one thread halves the engine's speed.
+    pictures = await call_abandonable(
+        pipeline.draw, asked.prompts(batch), seeds, asked.steps, asked.guidance, thread_name="pipeline"
+    )
+    plain = batch / (perf_counter() - began_at)
+    asked.compare(seeds, pictures)
+    return SpeedRound(together=together, mixed=mixed, pipeline=plain)
+
+
+async def _draw_all(asked: ImageRequester, batch: int, *, steps_apart: int) -> None:
+    """Run all clients. Each begins when the one before has done a number of steps."""
+    begins = [trio.Event() for _ in range(batch + 1)]
+    begins[0].set()
+
+    async def read(index: int) -> None:
+        def on_step(steps_done: int) -> None:
+            if steps_done >= steps_apart:
+                begins[index + 1].set()
+
+        if steps_apart == 0:
+            begins[index + 1].set()
+        await begins[index].wait()
+        for number in range(IMAGES_EACH):
+            await asked.draw(index + batch * number, on_step=on_step)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(batch):
+            nursery.start_soon(read, index)
+
+
+OpenImageEngine = Callable[..., AbstractAsyncContextManager[ImageEngine]]
+"""Type of trioserve.open_image_engine, which this package must not import."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="build/digits", metavar="DIR", help="folder that diffusers' save_pretrained wrote"
+    )
+    parser.add_argument("--steps", type=at_least_one, default=32, metavar="N", help="denoising steps of an image")
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="guidance scale; above 1, each image has two rows in a step",
+    )
+    parser.add_argument(
+        "--batch", type=at_least_one, default=16, metavar="N", help="slots, and images at the same time"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="rounds of each way, in turns")
+    parser.add_argument(
+        "--leavers", type=at_least_one, default=20, metavar="N", help="leaving clients in each phase, one by one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print tables row by row, and then all figures as one line of JSON. Return the exit code.
+
+    Args:
+        arguments: the parsed command line. `open_image_engine` is trioserve.open_image_engine.
+    """
+    prepare_interpreter()
+    trio.run(_measure, arguments)
+    return 0
+
+
+async def _measure(arguments: argparse.Namespace) -> None:
+    watch, batch = ImageWatch(), arguments.batch
+    leaving: list[LeavingFigure] = []
+    rounds: list[SpeedRound] = []
+    with watch.watched():
+        async with arguments.open_image_engine(arguments.model, max_num_seqs=batch) as engine:
+            pipeline = PlainPipeline(Path(arguments.model))  # after the engine, whose errors are better
+            asked = ImageRequester(engine, steps=arguments.steps, guidance=arguments.guidance)
+            await measure_speed(asked, watch, pipeline, batch)  # warm-up
+            freeze_loaded_objects()
+            print(
+                f"{arguments.model}, {arguments.steps} steps, guidance {arguments.guidance:g}, load average "
+                f"{os.getloadavg()[0]:.1f}; from closing the connection until the slot is free"
+            )
+            print(f"{'phase':<10}{'others':>7}{'median, ms':>12}{'most, ms':>10}{'steps, most':>13}{'a step, ms':>12}")
+            async with _serving(engine) as port:
+                for phase, others in _cases(batch):
+                    figure = await measure_leaving(asked, watch, port, phase, others, arguments.leavers)
+                    leaving.append(figure)
+                    _print_leaving(figure)
+                for others in (0, batch - 1):
+                    leaving.append(await measure_answered(asked, watch, port, others, arguments.leavers))
+                    _print_leaving(leaving[-1])
+            plain = await measure_pipeline(asked, pipeline, max(1, arguments.leavers // 4))
+            print(f"{'pipeline':<10}{0:>7}{plain.median_ms:>12.1f}{plain.most_ms:>10.1f}{plain.steps:>13}")
+            print(f"images per second, {batch} at a time")
+            print(f"{'together':>10}{'mixed':>10}{'pipeline':>10}{'mixed to together':>20}", flush=True)
+            for _ in range(arguments.rounds):
+                rounds.append(await measure_speed(asked, watch, pipeline, batch))
+                print(_shown(rounds[-1:]), flush=True)
+    print(f"{_shown(rounds)}  medians")
+    _print_json(leaving, plain, rounds)
+
+
+def _cases(batch: int) -> list[tuple[IterativePhase, int]]:
+    slotted = (IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE)
+    return [(IterativePhase.QUEUED, batch), *((phase, others) for phase in slotted for others in (0, batch - 1))]
+
+
+@asynccontextmanager
+async def _serving(engine: ImageEngine) -> AsyncIterator[int]:
+    decoder = ImageDecoder(ImageLimits(pixels_max=engine.limits.pixels_max), engine.metrics)
+    server = FrontendServer(ImageApp(engine, decoder))
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    with closing(decoder):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.serve, listeners)
+            yield listeners[0].socket.getsockname()[1]
+            nursery.cancel_scope.cancel()
+
+
+def _print_leaving(figure: LeavingFigure) -> None:
+    print(
+        f"{figure.phase:<10}{figure.others:>7}{figure.median_ms:>12.2f}{figure.most_ms:>10.2f}{figure.steps:>13}"
+        f"{figure.step_ms:>12.2f}",
+        flush=True,
+    )
+
+
+def _shown(rounds: list[SpeedRound]) -> str:
+    """Return medians of the rounds, also of the ratio of each round."""
+    speeds = [median(getattr(one, name) for one in rounds) for name in ("together", "mixed", "pipeline")]
+    ratio = median(one.mixed / one.together for one in rounds)
+    return "".join(f"{speed:>10.2f}" for speed in speeds) + f"{ratio:>20.3f}"
+
+
+def _print_json(leaving: list[LeavingFigure], plain: PipelineFigure, rounds: list[SpeedRound]) -> None:
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    figures = {"machine": machine, "leaving": leaving, "pipeline": plain, "rounds": rounds}
+    print(json.dumps(msgspec.to_builtins(figures)))
