@@ -28,8 +28,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.simulation.poor_hash import poor_hash
-from trioserve.simulation.reference_engine import ReferenceEngine
+from trioserve.simulation.reference_engine import ReferenceEngine, poor_hash
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_core, check_idle
 from trioserve.testing.memory_pages import SMALL_LAYOUT

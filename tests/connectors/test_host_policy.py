@@ -22,7 +22,7 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.simulation.poor_hash import poor_hash
+from trioserve.simulation.reference_engine import poor_hash
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
 SIZE = SMALL_LAYOUT.block_size

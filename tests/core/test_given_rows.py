@@ -17,7 +17,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.core import prefix_cache
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.simulation.poor_hash import poor_hash
+from trioserve.simulation.reference_engine import poor_hash
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 

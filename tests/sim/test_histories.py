@@ -27,8 +27,7 @@ from trioserve.simulation.core.history import (
     history_of,
     script_of,
 )
-from trioserve.simulation.iterative import history as iterative
-from trioserve.simulation.orders import Order
+from trioserve.simulation.images import core_history as iterative
 from trioserve.simulation.router.history import (
     Add,
     Ask,
@@ -51,14 +50,13 @@ from trioserve.simulation.router.history import Fail as FailAtEndpoint
 from trioserve.simulation.router.history import Wait as WaitAtRouter
 from trioserve.simulation.router.history import history_of as router_history_of
 from trioserve.simulation.router.history import script_of as router_script_of
-from trioserve.simulation.routers.history import Back, Come, Die, Meet, Part, RoutersHistory
-from trioserve.simulation.routers.history import history_of as routers_history_of
-from trioserve.simulation.routers.history import script_of as routers_script_of
-from trioserve.simulation.routers.world import RoutersWorld
+from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersHistory, RoutersWorld
+from trioserve.simulation.router.routers_history import history_of as routers_history_of
+from trioserve.simulation.router.routers_history import script_of as routers_script_of
 from trioserve.simulation.runs import runs_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
-from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Swap, Wake
+from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Swap, Wake
 from trioserve.simulation.stack.plan import Client, Load, StackPlan, Stage, Unload, stack_plan_of
 from trioserve.simulation.stack.plan import script_of as stack_script_of
 

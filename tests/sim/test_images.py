@@ -8,9 +8,8 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.simulation.images.plan import Client, Fail, ImagesPlan, ImagesStage, images_plan_of, script_of
-from trioserve.simulation.orders import Order
 from trioserve.simulation.runs import runs_of
-from trioserve.simulation.stack.pause_plan import Pause, Resume, Sleep, Wake
+from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Wake
 
 EVERYTHING = ImagesPlan(
     ImagesStage(

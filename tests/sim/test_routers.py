@@ -14,11 +14,9 @@ from trioserve.commands.simulate_routers import Row
 from trioserve.contracts.errors import StartupError
 from trioserve.router import policies
 from trioserve.router.endpoint_state import EndpointState
-from trioserve.simulation.routers.books import RoutersBooks
-from trioserve.simulation.routers.figures import RoutersRow
-from trioserve.simulation.routers.generator import Traffic, drawn_traffic
-from trioserve.simulation.routers.history import Come, Die
-from trioserve.simulation.routers.world import RoutersWorld
+from trioserve.simulation.router.routers_books import RoutersBooks, RoutersRow
+from trioserve.simulation.router.routers_generator import Traffic, drawn_traffic
+from trioserve.simulation.router.routers_history import Come, Die, RoutersWorld
 
 FLEET = {"routers": 8, "endpoints": 8, "seats": 8, "leases_max": 12, "waiting_depth_max": 4}
 
@@ -82,7 +80,7 @@ def test_failing_row_is_shrunk_and_can_be_replayed(capsys, monkeypatch, tmp_path
     script.write_text("\n".join(lines[failed + 3 :]), encoding="utf-8")
     for replay in (["7", *counts], [str(script)]):
         assert main(["simulate", "--replay", *replay]) == 1
-        assert capsys.readouterr().out.splitlines()[-1].startswith("failed: AssertionError in books.py, ")
+        assert capsys.readouterr().out.splitlines()[-1].startswith("failed: AssertionError in routers_books.py, ")
 
 
 @pytest.mark.parametrize("settings", [{"routers": 0}, {"endpoints": 0}, {"seats": 0}])

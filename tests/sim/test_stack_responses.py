@@ -6,12 +6,10 @@ import json
 
 import pytest
 
-from trioserve.simulation.stack.call_choice import CallChoice
-from trioserve.simulation.stack.calls import FAMILIES, TEXTS, CallingModel, shown_of
+from trioserve.simulation.stack.calls import FAMILIES, TEXTS, CallChoice, CallingModel, shown_of
+from trioserve.simulation.stack.http_connection import Response, StrictClient
 from trioserve.simulation.stack.http_plan import Ask
-from trioserve.simulation.stack.http_protocol import Response, StrictClient
-from trioserve.simulation.stack.http_requests import expected_tokens
-from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
+from trioserve.simulation.stack.http_requests import BROKEN_OFF, COMPLETE, expected_tokens, outcome_of
 
 TOKENS = [tuple("añb".encode())]  # the middle character is two tokens
 DONE = b"data: [DONE]\n\n"

@@ -19,7 +19,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 from trioserve.simulation.runs import Mode, runs_of
-from trioserve.simulation.verdict import Failure, Verdict
+from trioserve.simulation.script import Failure, Verdict
 from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["EXIT_FAILED", "SimulateSettings", "run_replay", "run_simulate", "seeds_of", "show_failure", "show_verdict"]

@@ -16,13 +16,11 @@ import msgspec
 from trioserve.commands.simulate import EXIT_FAILED, run_replay, show_failure, show_verdict
 from trioserve.commands.simulate import SimulateSettings as OfHistories
 from trioserve.contracts.errors import StartupError
-from trioserve.simulation.apply import apply_events
-from trioserve.simulation.routers.figures import RoutersRow, rows_as_table
-from trioserve.simulation.routers.generator import Traffic, drawn_traffic
-from trioserve.simulation.routers.history import RoutersEvent, RoutersHistory, script_of
-from trioserve.simulation.routers.simulator import RoutersSimulation
-from trioserve.simulation.routers.world import RoutersWorld
-from trioserve.simulation.verdict import Trace, Verdict
+from trioserve.simulation.router.routers_books import RoutersRow, rows_as_table
+from trioserve.simulation.router.routers_generator import Traffic, drawn_traffic
+from trioserve.simulation.router.routers_history import RoutersEvent, RoutersHistory, RoutersWorld, script_of
+from trioserve.simulation.router.routers_simulator import RoutersSimulation
+from trioserve.simulation.script import Trace, Verdict, apply_events
 from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["Row", "rows_of", "run_routers"]

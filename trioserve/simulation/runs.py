@@ -8,10 +8,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from trioserve.simulation.apply import EventSimulation, apply_events
-from trioserve.simulation.script import line_of
+from trioserve.simulation.script import (
+    EventSimulation,
+    Failure,
+    Trace,
+    Verdict,
+    apply_events,
+    failure_from,
+    line_of,
+    needs_assertions,
+)
 from trioserve.simulation.shrink import Attempts, cut, plainer_history, shrunk_failure, with_defaults
-from trioserve.simulation.verdict import Failure, Trace, Verdict, failure_from, needs_assertions
 
 __all__ = ["Mode", "Runs", "runs_of"]
 
@@ -112,9 +119,9 @@ def runs_of(mode: Mode) -> Runs:
             plainer=with_defaults,
         )
     if mode == "routers":
-        from trioserve.simulation.routers import generator as routers_generator
-        from trioserve.simulation.routers import history as routers_history
-        from trioserve.simulation.routers import simulator as routers_simulator
+        from trioserve.simulation.router import routers_generator as routers_generator
+        from trioserve.simulation.router import routers_history as routers_history
+        from trioserve.simulation.router import routers_simulator as routers_simulator
 
         return _EventRuns(
             generator=routers_generator.RoutersGenerator,
@@ -138,9 +145,9 @@ def runs_of(mode: Mode) -> Runs:
             plainer=with_defaults,
         )
     if mode == "iterative":
-        from trioserve.simulation.iterative import generator as iterative_generator
-        from trioserve.simulation.iterative import history as iterative_history
-        from trioserve.simulation.iterative import simulator as iterative_simulator
+        from trioserve.simulation.images import core_generator as iterative_generator
+        from trioserve.simulation.images import core_history as iterative_history
+        from trioserve.simulation.images import core_simulator as iterative_simulator
 
         return _EventRuns(
             generator=iterative_generator.IterativeGenerator,

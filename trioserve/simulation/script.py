@@ -1,17 +1,31 @@
-"""Tagged structs as readable text: one line each, with the tag and the fields that differ from their defaults as
-key=value.
+"""One run of a simulation: its script as readable text, its events one after another, and its verdict.
+
+Tagged structs are one line each, with the tag and the fields that differ from their defaults as key=value.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.errors import InvalidRequest, StartupError
 
-__all__ = ["line_of", "parts_of"]
+__all__ = [
+    "EventSimulation",
+    "Failure",
+    "Trace",
+    "Verdict",
+    "apply_events",
+    "failure_from",
+    "line_of",
+    "needs_assertions",
+    "parts_of",
+]
 
 _SPACE = re.compile(r"\s")
 
@@ -54,3 +68,120 @@ def parts_of(script: str, kinds: Any) -> list[Any]:
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"line {number} of the script, {line!r}, cannot be read: {error}") from error
     return parts
+
+
+Trace = Callable[[str], None]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A broken rule.
+
+    Attributes:
+        script: the events up to the failure.
+        kind: type of the error.
+        site: function that raised it. Two failures are equal if `kind` and `site` are.
+        message: text of the error.
+    """
+
+    script: str
+    kind: str
+    site: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.site}: {self.message}"
+
+    def is_like(self, other: Failure) -> bool:
+        return (self.kind, self.site) == (other.kind, other.site)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The result of a simulation.
+
+    Attributes:
+        failure: the broken rule. None: all rules held.
+        counts: number of occurrences by name.
+        digest: digest of the trace, or "" if this kind of simulation has none by default.
+    """
+
+    failure: Failure | None
+    counts: dict[str, int]
+    digest: str = ""
+
+
+def needs_assertions() -> None:
+    """Raise StartupError if Python runs without assertions."""
+    if not __debug__:
+        raise StartupError("a simulation without assertions finds nothing: run python without -O")
+
+
+def failure_from(error: Exception, script: str) -> Failure:
+    """Make a failure of an error. Of a group, the first failed assertion is used, since other errors may be its
+    effects.
+
+    Args:
+        error: the error.
+        script: the events so far.
+    """
+    while isinstance(error, ExceptionGroup):
+        broken = error.subgroup(AssertionError)
+        error = (error if broken is None else broken).exceptions[0]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    sentence = str(error).partition("\n")[0]  # without the lines that pytest adds to an assertion
+    has_sentence = isinstance(error, AssertionError) and sentence
+    return Failure(
+        script=script,
+        kind=type(error).__name__,
+        # without the line number, which changes with edits
+        site=f"{Path(frame.filename).name}, {frame.name}",
+        message=sentence if has_sentence else f"{sentence} at {frame.line!r}".strip(),
+    )
+
+
+class EventSimulation(Protocol):
+    """A simulation that consists of a world and events.
+
+    Attributes:
+        counts: number of occurrences by name.
+    """
+
+    counts: dict[str, int]
+
+    @property
+    def world(self) -> msgspec.Struct: ...
+
+    def apply(self, event: Any) -> None: ...
+
+    def run_to_end(self) -> None: ...
+
+
+def apply_events(
+    simulation: EventSimulation,
+    events: Iterable[msgspec.Struct],
+    script_of: Callable[[tuple[Any, ...]], str],
+    trace: Trace | None,
+) -> Verdict:
+    """Apply events, then run the simulation to its end.
+
+    Args:
+        simulation: the simulation.
+        events: the events.
+        script_of: writes applied events as a script that can be run again.
+        trace: receives a line for each event. None: no trace.
+    """
+    needs_assertions()
+    happened: list[msgspec.Struct] = []
+    if trace is not None:
+        trace(line_of(simulation.world))
+    try:
+        for event in events:
+            happened.append(event)
+            if trace is not None:
+                trace(line_of(event))
+            simulation.apply(event)
+        if trace is not None:
+            trace("# to the end")
+        simulation.run_to_end()
+    except Exception as error:  # The simulation searches for errors of all kinds.
+        return Verdict(failure_from(error, script_of(tuple(happened))), simulation.counts)
+    return Verdict(None, simulation.counts)

@@ -14,7 +14,7 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 from trioserve.simulation.core.history import Abort, Arrive, Event, Fail, History, World
-from trioserve.simulation.verdict import Failure
+from trioserve.simulation.script import Failure
 
 __all__ = ["Attempts", "cut", "plainer_history", "shrunk_failure", "with_defaults"]
 

@@ -1,16 +1,19 @@
-"""Trace, counts and digest of simulations in virtual time."""
+"""Runs in virtual time: the trace, a watch for forgotten requests, and the clients inside of a request's scope."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 
-__all__ = ["TracedRun", "without_log_lines"]
+from trioserve.contracts.events import AbortOutcome
+
+__all__ = ["ClientsInside", "IdleWatch", "TracedRun", "waits_for_a_step", "without_log_lines"]
 
 
 class TracedRun:
@@ -57,3 +60,194 @@ def without_log_lines(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+class WatchedCore(Protocol):
+    @property
+    def flights(self) -> Any:
+        """The steps in flight. An empty value: there are none."""
+        ...
+
+    def live_requests(self) -> Iterable[Any]: ...
+
+
+class WatchedEngine(Protocol):
+    @property
+    def fault(self) -> object: ...
+    @property
+    def core(self) -> WatchedCore: ...
+    @property
+    def first_unfinished_id(self) -> str | None: ...
+
+
+class IdleWatch(trio.abc.Instrument):
+    """An instrument of trio.run. It sees every pass of the scheduler and changes nothing.
+
+    Attributes:
+        who_waits: returns the name of a request that waits although nothing will happen for it, or None. Set it when
+            there is an engine.
+    """
+
+    def __init__(self) -> None:
+        self.who_waits: Callable[[], str | None] = _no_name
+        self._since: tuple[str, float] | None = None
+        self._violation: str | None = None
+
+    def stop(self) -> None:
+        self.who_waits = _no_name
+
+    def before_io_wait(self, timeout: float) -> None:
+        now, who = trio.current_time(), self.who_waits()
+        if who is None:
+            self._since = None
+        elif self._since is None or self._since[0] != who:
+            self._since = who, now
+        elif now > self._since[1] and self._violation is None:
+            self._violation = f"{who} waits from {self._since[1]:.3f} to {now:.3f}, but no step runs"
+
+    def check(self) -> None:
+        """Assert that time has never advanced while a request waited in vain.
+
+        It is a separate call, since an instrument must not raise.
+        """
+        assert self._violation is None, self._violation
+
+
+def waits_for_a_step(engine: WatchedEngine) -> str | None:
+    """Return the id of a request that waits although no step runs, or None. The engine must have no connector.
+
+    Args:
+        engine: the engine. Without a connector, its requests wait only for steps.
+    """
+    if engine.fault is not None or engine.core.flights:
+        return None
+    first = next(iter(engine.core.live_requests()), None)
+    return engine.first_unfinished_id if first is None else str(first.request.id)
+
+
+def _no_name() -> None:
+    return None
+
+
+class AnyStream(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+Stream = TypeVar("Stream", bound=AnyStream)
+
+
+class ClientsInside(Generic[Stream]):
+    """Records of the clients inside.
+
+    Args:
+        progress: returns the amount of output of a stream. It must not grow after an abort.
+        tell: receives a trace line for each abort.
+        count: counts an abort by its result.
+
+    Attributes:
+        streams: streams of the clients inside, by number of the client.
+    """
+
+    def __init__(
+        self, progress: Callable[[Stream], int], *, tell: Callable[[str], None], count: Callable[[str], None]
+    ) -> None:
+        self.streams: dict[int, Stream] = {}
+        self._progress = progress
+        self._tell = tell
+        self._count = count
+        self._used_ids: set[str] = set()
+        self._progress_at_abort: dict[int, int] = {}
+
+    def begin(self, number: int, stream: Stream) -> bool:
+        """Note that a client is about to enter.
+
+        Args:
+            number: number of the client.
+            stream: its stream.
+
+        Returns:
+            True if no earlier client had its id.
+        """
+        is_new_id = stream.id not in self._used_ids
+        self.streams[number] = stream
+        self._used_ids.add(stream.id)
+        return is_new_id
+
+    def end(self, number: int, *, unused_id: str | None = None) -> None:
+        """Note that a client is no longer inside.
+
+        Args:
+            number: number of the client.
+            unused_id: id of a client that was refused at once, if no other client has used it. None: the id counts as
+                used.
+        """
+        self.streams.pop(number, None)
+        if unused_id is not None:
+            self._used_ids.remove(unused_id)
+
+    def was_aborted(self, number: int) -> bool:
+        """Return True if the request was ended by its id, with all others, or otherwise without its client.
+
+        Args:
+            number: number of the client.
+        """
+        return number in self._progress_at_abort
+
+    def is_used(self, request_id: str) -> bool:
+        return request_id in self._used_ids
+
+    def note_abort(self, request_id: str) -> None:
+        """Note that requests are about to be aborted by id.
+
+        Args:
+            request_id: the id.
+        """
+        for number in self._unfinished(request_id):
+            self.note_end(number)
+
+    def note_end(self, number: int) -> None:
+        """Note that a request is about to be ended, for any reason.
+
+        Args:
+            number: number of the client.
+        """
+        self._progress_at_abort[number] = self._progress(self.streams[number])
+
+    def check_left(self, number: int, stream: Stream) -> None:
+        """Assert that a stream has no output from after its abort. Then forget the abort.
+
+        Args:
+            number: number of the client.
+            stream: its stream.
+        """
+        before, now = self._progress_at_abort.pop(number, None), self._progress(stream)
+        assert before in (None, now), f"client {number}: its progress was {before} at its abort, and is {now} now"
+
+    def abort(self, abort: Callable[[Iterable[str]], Mapping[str, AbortOutcome]], ids: tuple[str, ...]) -> None:
+        """Abort by ids, as an operator does, and assert the result and the effect.
+
+        Args:
+            abort: abort function of the engine.
+            ids: the ids.
+        """
+        unfinished = {name: self._unfinished(name) for name in ids}
+        outcomes = abort(ids)
+        assert list(outcomes) == list(unfinished), f"the abort of {ids} returns outcomes for {list(outcomes)}"
+        for name, outcome in outcomes.items():
+            self._tell(f"abort {name}: {outcome.value}")
+            self._count(f"aborts: {outcome.value}")
+            numbers = unfinished[name]
+            known = AbortOutcome.ALREADY_FINISHED if name in self._used_ids else AbortOutcome.UNKNOWN
+            expected = AbortOutcome.ABORTED if numbers else known
+            assert outcome is expected, f"the abort of {name} returns {outcome}, with clients {numbers} unfinished"
+            for number in numbers:
+                stream = self.streams[number]
+                assert stream.is_finished, f"client {number} was aborted, but its stream has not finished"
+                self._progress_at_abort[number] = self._progress(stream)
+
+    def _unfinished(self, request_id: str) -> list[int]:
+        return [number for number, stream in self.streams.items() if stream.id == request_id and not stream.is_finished]

@@ -1,7 +1,7 @@
 """Measures several routers with many endpoints: waits, fairness, exceeded limits, and the cost of decisions.
 
 Time and clients are simulated from a seed. Only the routers' cores and their division of capacity are real (see
-simulation/routers), and the CPU time of their calls. All rules of several routers are checked meanwhile.
+simulation/router), and the CPU time of their calls. All rules of several routers are checked meanwhile.
 
 One history has a little fewer requests than all endpoints together can serve, another has more.
 """
@@ -27,10 +27,10 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.router.core import RouterCore
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.simulation.routers.figures import RoutersRow
-from trioserve.simulation.routers.generator import SETTLED_SECONDS, Traffic, drawn_traffic
-from trioserve.simulation.routers.simulator import RoutersSimulation
-from trioserve.simulation.routers.world import RoutersWorld
+from trioserve.simulation.router.routers_books import RoutersRow
+from trioserve.simulation.router.routers_generator import SETTLED_SECONDS, Traffic, drawn_traffic
+from trioserve.simulation.router.routers_history import RoutersWorld
+from trioserve.simulation.router.routers_simulator import RoutersSimulation
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.progress import ProgressBar

@@ -27,8 +27,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.prefix_cache import PrefixChain
 from trioserve.core.settings import CoreSettings, DraftSourceName
-from trioserve.simulation.core.expected import ExpectedSequence, ResidencyBook
-from trioserve.simulation.core.guides import LateMasks, WatchedGuide
+from trioserve.simulation.core.expected import ExpectedSequence, LateMasks, ResidencyBook, WatchedGuide
 from trioserve.simulation.core.history import (
     Abort,
     Ahead,
@@ -52,8 +51,7 @@ from trioserve.simulation.core.history import (
 from trioserve.simulation.core.progress_rule import check_nobody_could_start
 from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead
 from trioserve.simulation.core.transfer_watch import TransferWatch
-from trioserve.simulation.poor_hash import poor_hash
-from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
+from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, poor_hash
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 

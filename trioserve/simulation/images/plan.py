@@ -16,9 +16,8 @@ from random import Random
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.orders import Moments, Order
 from trioserve.simulation.script import line_of, parts_of
-from trioserve.simulation.stack.pause_plan import Halt, Sleep, drawn_halts
+from trioserve.simulation.stack.pause_plan import Halt, Moments, Order, Sleep, drawn_halts
 
 __all__ = [
     "Client",

@@ -2,7 +2,7 @@
 
 Clients read slowly, leave, or run out of patience. Operators abort by id, pause, and drain. Requests and steps fail,
 and the engine restarts. The core is checked wherever a task touches it: every slot is free, or used or kept by a
-request that is still inside. Each client knows which deltas it may receive (image_book.py). After a client has left,
+request that is still inside. Each client knows which deltas it may receive (ImageBook). After a client has left,
 at most the step in flight still computes its request.
 """
 
@@ -20,27 +20,77 @@ from trio.testing import MockClock
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import Draining, EngineFault, EngineReopening, Overloaded
 from trioserve.contracts.events import FinishReason, IterativePhase
-from trioserve.contracts.image_generation import ImageDelta, ImageParams
+from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX
-from trioserve.simulation.clients_inside import ClientsInside
-from trioserve.simulation.idle_watch import IdleWatch, waits_for_a_step
-from trioserve.simulation.images.image_book import ImageBook
 from trioserve.simulation.images.plan import Client, Fail, ImagesPlan
-from trioserve.simulation.orders import Order
-from trioserve.simulation.stack.pause_plan import Halt
+from trioserve.simulation.stack.pause_plan import Halt, Order
 from trioserve.simulation.stack.pauses import Pauses
-from trioserve.simulation.traced_run import TracedRun, without_log_lines
+from trioserve.simulation.traced_run import ClientsInside, IdleWatch, TracedRun, waits_for_a_step, without_log_lines
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
 from trioserve.testing.fake_iterative_executor import FakeImageExecutor, image_after
 from trioserve.testing.iterative_invariants import check_iterative_core
 from trioserve.testing.task_order import seeded_schedule
 
-__all__ = ["ImagesSimulation"]
+__all__ = ["ImagesSimulation", "ImageBook"]
+
+
+class ImageBook:
+    """Expected deltas of one picture.
+
+    Args:
+        name: the picture's name in messages.
+        index: the picture's index in its request.
+        step_count: steps that were asked for.
+        pictures: the picture after each step after which it is shown.
+        last: the finished picture.
+
+    Attributes:
+        steps_done: steps in the latest delta, or -1 before the first.
+        end: how the picture ended, or None before its end.
+    """
+
+    def __init__(self, name: str, index: int, step_count: int, pictures: dict[int, RGBImage], last: RGBImage) -> None:
+        self.name = name
+        self.steps_done = -1
+        self.end: FinishReason | None = None
+        self._index = index
+        self._step_count = step_count
+        self._images = dict(pictures)
+        self._last = last
+
+    def take(self, delta: ImageDelta) -> None:
+        """Take a delta, and assert that it may come.
+
+        Args:
+            delta: the delta.
+        """
+        shown_delta = f"{self.name}: {_shown(delta)}"
+        assert delta.index == self._index, f"{shown_delta} is of picture {delta.index}"
+        assert self.end is None, f"{shown_delta} comes after its end"
+        assert delta.step_count == self._step_count, f"{shown_delta}: {self._step_count} steps were asked for"
+        self.end = delta.finish_reason
+        if self.end is FinishReason.STOP:
+            assert delta.steps_done == self._step_count, f"{shown_delta} is reported as finished"
+            assert delta.image == self._last, f"{shown_delta} is another picture"
+            return
+        grows = delta.steps_done > self.steps_done or self.end is not None
+        assert grows, f"{shown_delta} comes after {self.steps_done} steps were reported"
+        self.steps_done = delta.steps_done
+        if delta.image is not None:
+            shown = [step for step, image in self._images.items() if image == delta.image]
+            assert shown, f"{shown_delta} was not to be shown, or is shown again"
+            assert self.end is None, f"{shown_delta} ends without success, and shows a picture"
+            assert shown[0] <= delta.steps_done, f"{shown_delta} is what it is after {shown[0]} steps"
+            self._images = {step: image for step, image in self._images.items() if step > shown[0]}
+        if self.end is None:
+            missed = [step for step in self._images if step <= delta.steps_done]
+            assert not missed, f"{shown_delta}: the picture after steps {missed} was not shown"
+
 
 REST_SECONDS = 10.0  # by then the step in flight is over, and an engine that broke with it has restarted
 SECONDS_MAX = 10_000.0  # of virtual time: a task that has not ended by then waits for something that never comes

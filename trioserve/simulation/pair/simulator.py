@@ -32,10 +32,8 @@ from trioserve.simulation.pair.history import (
     Step,
     Stop,
 )
-from trioserve.simulation.pair.host import PairHost
-from trioserve.simulation.pair.network import Network
-from trioserve.simulation.pair.router import ROUTER, Client, PairRouter, StageRequest, request_of
-from trioserve.simulation.pair.transport import Holding, Serving
+from trioserve.simulation.pair.host import ROUTER, Client, PairHost, PairRouter, StageRequest, request_of
+from trioserve.simulation.pair.transport import Holding, Network, Serving
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_idle

@@ -1,21 +1,27 @@
 """A simulated rank. It obeys orders one after another, and receives others meanwhile, like a real one.
 
 Its group decides what happens to it, and at which moment.
+
+Its connection is in memory, and its process is an object. Its model computes from a plan as a rank receives it, and
+uses everything from the message that a real model uses. So missing or wrong content gives other tokens.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import trio
 
-from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.link import KILLED
 from trioserve.ranks.messages import (
@@ -44,11 +50,204 @@ from trioserve.ranks.messages import (
     encode,
 )
 from trioserve.ranks.plan_wire import plan_from_wire
-from trioserve.simulation.ranks.memory_process import PEER_HOST, MemoryConnection, MemoryProcess
 from trioserve.simulation.ranks.plan import BLOCK_SIZE, Harm, Moment, RanksStage
-from trioserve.simulation.ranks.wire_executor import LookingModel, WireExecutor
+from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 
-__all__ = ["CAUSE", "END_CODE", "CameApart", "PlayedGroup", "PlayedRank", "Refused"]
+__all__ = [
+    "CAUSE",
+    "END_CODE",
+    "PEER_HOST",
+    "CameApart",
+    "LookingModel",
+    "MemoryConnection",
+    "MemoryProcess",
+    "PlayedGroup",
+    "PlayedRank",
+    "Refused",
+    "WireExecutor",
+]
+
+
+class LookingModel(FakeModel):
+    """A model whose penalties depend on tokens, and where every sampling parameter changes the output."""
+
+    def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
+        sampling = request.sampling
+        looked_at: Sequence[int] = ()
+        if sampling.repetition_penalty != 1.0:
+            looked_at = tokens
+        elif sampling.presence_penalty or sampling.frequency_penalty:
+            looked_at = tokens[len(request.prompt_token_ids) :]
+        numbers = [
+            float(sampling.temperature),
+            float(sampling.top_p),
+            float(sampling.top_k),
+            float(sampling.min_p),
+            float(sampling.presence_penalty),
+            float(sampling.frequency_penalty),
+            float(sampling.repetition_penalty),
+            *(float(number) for entry in sorted((sampling.logit_bias or {}).items()) for number in entry),
+        ]
+        asked = zlib.crc32(repr((numbers, list(looked_at))).encode())
+        return super().next_token_id(request, tokens, digest ^ asked)
+
+
+class WireExecutor(FakeExecutor):
+    """An executor that trusts the content of its slots. It does not know the tokens before a chunk."""
+
+    def _check_plan(self, plan: StepPlan, chunks: Iterable[ScheduledChunk]) -> None:
+        assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
+        assert plan.chunks, "an empty step"
+        assert plan.token_count == sum(chunk.row_count for chunk in plan.chunks)
+        for chunk in chunks:
+            end = chunk.start + chunk.row_count
+            block_count = -(-end // self.block_size)
+            assert len(chunk.block_table) == block_count, f"{chunk.request.id}: {len(chunk.block_table)} blocks"
+            assert len(chunk.row_tokens) == chunk.row_count, f"{chunk.request.id}: tokens are missing"
+
+    def _read(self, chunk: ScheduledChunk) -> list[int]:
+        digests: list[int] = []
+        for position in range(chunk.start + chunk.row_count):
+            found = self._slots[self._slot(chunk, position)]
+            assert found is not None, f"{chunk.request.id}: position {position} was never written"
+            digests.append(found[0])
+        return digests
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk, digests: list[int], top_count: int) -> tuple[TokenLogprob, ...]:
+        prompt = chunk.request.prompt_token_ids
+        return tuple(
+            self.model.logprob(prompt[position], digests[position - 1], top_count)
+            for position in range(chunk.start + 1, min(chunk.start + chunk.count, len(prompt) - 1) + 1)
+        )
+
+
+PEER_HOST = "10.0.0.2"
+
+
+class MemoryConnection:
+    """Both ends of a connection. The server's end is a Connection. The rank's end are the methods below it.
+
+    Args:
+        pipe_bytes: most bytes on their way to the rank.
+        piece_bytes: most bytes that the server gets at a time.
+
+    Attributes:
+        is_closed: whether the server has closed it.
+    """
+
+    def __init__(self, pipe_bytes: int, piece_bytes: int) -> None:
+        self._pipe_bytes, self._piece_bytes = pipe_bytes, piece_bytes
+        self._to_rank, self._from_rank = bytearray(), bytearray()
+        self._is_ended = False
+        self.is_closed = False
+        self.peer_host = PEER_HOST
+        self._changed = trio.Event()
+
+    # --- the server's end ---
+
+    async def wait_readable(self) -> None:
+        await self._until(lambda: bool(self._from_rank) or self._is_ended)
+
+    async def wait_writable(self) -> None:
+        await self._until(lambda: len(self._to_rank) < self._pipe_bytes or self._is_ended)
+
+    def receive(self, byte_count_max: int) -> bytes:
+        assert not self.is_closed, "the server reads from a connection that it has closed"
+        if self._from_rank:
+            piece = bytes(self._from_rank[: min(byte_count_max, self._piece_bytes)])
+            del self._from_rank[: len(piece)]
+            return piece
+        if not self._is_ended:
+            raise BlockingIOError
+        if self._to_rank:  # like the kernel, if something was not read
+            raise OSError(errno.ECONNRESET, "Connection reset by peer")
+        return b""
+
+    def send(self, content: bytes | bytearray) -> int:
+        assert not self.is_closed, "the server writes to a connection that it has closed"
+        if self._is_ended:
+            raise OSError(errno.EPIPE, "Broken pipe")
+        room = self._pipe_bytes - len(self._to_rank)
+        if room <= 0:
+            raise BlockingIOError
+        self._to_rank += content[:room]
+        self._note()
+        return min(room, len(content))
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._note()
+
+    # --- the rank's end ---
+
+    async def take(self) -> bytes:
+        """Wait for content from the server.
+
+        Returns:
+            All received bytes, or none when the server has closed the connection.
+        """
+        await self._until(lambda: bool(self._to_rank) or self.is_closed)
+        taken = bytes(self._to_rank)
+        self._to_rank.clear()
+        self._note()
+        return taken
+
+    def send_to_server(self, content: bytes) -> None:
+        self._from_rank += content
+        self._note()
+
+    def end(self) -> None:
+        """End the rank's side, as when its process is gone."""
+        self._is_ended = True
+        self._note()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        await trio.lowlevel.checkpoint()
+        while not holds():
+            await self._changed.wait()
+
+    def _note(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+class MemoryProcess:
+    """A Process.
+
+    Args:
+        pid: the process id.
+        on_kill: ends the simulated rank.
+    """
+
+    def __init__(self, pid: int, on_kill: Callable[[], None]) -> None:
+        self.pid = pid
+        self._on_kill = on_kill
+        self._how: str | None = None
+        self._ended = trio.Event()
+
+    def kill(self) -> None:
+        if self._how is None:
+            self.end(f"{KILLED} by SIGKILL")
+        self._on_kill()
+
+    async def exited(self) -> None:
+        await self._ended.wait()
+
+    def how_ended(self) -> str | None:
+        return self._how
+
+    def close(self) -> None:
+        self.kill()
+
+    def end(self, how: str) -> None:
+        """Note how the process ended, in the kernel's words.
+
+        Args:
+            how: how it ended.
+        """
+        self._how = self._how or how
+        self._ended.set()
+
 
 END_CODE = 3
 STEPS_KEPT = 4

@@ -63,7 +63,7 @@ from trioserve.ranks.messages import RankSetup
 from trioserve.ranks.ranked_weights import RankedWeights
 from trioserve.simulation.ranks.plan import BLOCK_SIZE, Abort, Client, Harm, Load, RanksPlan, RanksStage, Swap, Unload
 from trioserve.simulation.ranks.played_opening import PlayedOpening
-from trioserve.simulation.ranks.wire_executor import LookingModel
+from trioserve.simulation.ranks.played_rank import LookingModel
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse
 from trioserve.simulation.stack.forms import compile_forms, guide_of
 from trioserve.simulation.stack.swaps import source_of, version_of

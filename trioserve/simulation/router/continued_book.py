@@ -3,20 +3,22 @@
 The records use only requests and reports. A stream, or a request that lost its endpoint before its first token, comes
 before newcomers of its priority, but only a limited number in a row while newcomers wait. Streams that broke off come
 before streams that must move. Within both kinds, the earliest one comes first.
+
+The other records decide which endpoint may do which stage of a disaggregated request.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.router.ticket import Break
 from trioserve.simulation.router.endpoint_book import EndpointBook
 from trioserve.simulation.router.history import RouterWorld
 from trioserve.simulation.router.queue_rules import ExpectedRequest
 
-__all__ = ["ContinuedBook", "may_try"]
+__all__ = ["ContinuedBook", "check_place", "is_next_stage_there", "is_pair_there", "may_do", "may_try"]
 
 # Shares of a turn: above the first, a turn is certainly whole. Below the second, it certainly is not. The sums of times
 # on both sides differ by far less.
@@ -263,3 +265,61 @@ def may_try(book: EndpointBook, entry: ExpectedRequest) -> bool:
     if book.id not in entry.tried:
         return True
     return book.checks > entry.tried[book.id] and (entry.has_token or book.id not in entry.failed_by)
+
+
+def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
+    """Return True if an endpoint may do the next stage of a request.
+
+    Args:
+        book: the endpoint.
+        entry: the request.
+    """
+    return book.is_meant_for(entry.stage) and not (entry.stage is Stage.DECODE and book.id == entry.prefilled_by)
+
+
+def is_pair_there(serving: Iterable[EndpointBook], tried: Collection[str] = ()) -> bool:
+    """Return True if one endpoint may compute a prompt and another one the response.
+
+    Args:
+        serving: endpoints with the model.
+        tried: endpoints that must not be used.
+    """
+    available = [book for book in serving if book.is_given and book.id not in tried]
+    return any(
+        first is not second and first.is_meant_for(Stage.PREFILL) and second.is_meant_for(Stage.DECODE)
+        for first in available
+        for second in available
+    )
+
+
+def is_next_stage_there(entry: ExpectedRequest, serving: Iterable[EndpointBook]) -> bool:
+    """Return True if a request that waits for a stage can still get it.
+
+    Args:
+        entry: the request.
+        serving: endpoints with its model.
+    """
+    if entry.stage is Stage.PREFILL:
+        return is_pair_there(serving, entry.tried)
+    return entry.is_held and any(
+        book.is_given and book.id not in entry.tried and may_do(book, entry) for book in serving
+    )
+
+
+def check_place(entry: ExpectedRequest, book: EndpointBook, taking: Iterable[EndpointBook]) -> None:
+    """Check the endpoint that a request is about to get.
+
+    Args:
+        entry: the request.
+        book: the endpoint.
+        taking: all endpoints that must accept it.
+    """
+    assert may_do(book, entry), f"{entry.name} is in stage {entry.stage}, but gets {book.id}, which is for {book.role}"
+    if entry.stage is not None:
+        return
+    nearest = [other.id for other in taking if other.id == entry.prefilled_by]
+    if nearest:
+        assert book.id in nearest, f"{entry.name} has its prompt at {nearest[0]}, but gets {book.id}"
+    elif book.role == "prefill" and book.id != entry.prefilled_by:
+        beside = [other.id for other in taking if other.role != "prefill"]
+        assert not beside, f"{entry.name} gets {book.id}, which is for prompts, but {beside} could accept it"

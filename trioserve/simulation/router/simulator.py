@@ -18,7 +18,13 @@ from trioserve.router.moments import SPARE_DEADLINES_MAX
 from trioserve.router.policies import POLICIES
 from trioserve.router.silence import LOOK_SECONDS
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.simulation.router.books import RouterBooks
+from trioserve.simulation.router.books import (
+    RouterBooks,
+    check_refused_at_the_door,
+    check_refused_in_queue,
+    check_taken_into_queue,
+)
+from trioserve.simulation.router.continued_book import is_pair_there
 from trioserve.simulation.router.endpoint_book import CLOSE_SECONDS, EndpointBook
 from trioserve.simulation.router.history import (
     Add,
@@ -53,14 +59,7 @@ from trioserve.simulation.router.history import (
     Unload,
     Wait,
 )
-from trioserve.simulation.router.pair_book import is_pair_there
-from trioserve.simulation.router.queue_rules import ExpectedRequest
-from trioserve.simulation.router.refusals import (
-    check_refused_at_the_door,
-    check_refused_in_queue,
-    check_taken_into_queue,
-)
-from trioserve.simulation.router.streams import SimulatedStream
+from trioserve.simulation.router.queue_rules import ExpectedRequest, SimulatedStream
 
 __all__ = ["RouterSimulation"]
 

@@ -13,11 +13,18 @@ import msgspec
 import trio
 
 from trioserve.contracts.events import AbortOutcome
-from trioserve.simulation.stack.http_connection import Caller
+from trioserve.simulation.stack.http_connection import Caller, Response
 from trioserve.simulation.stack.http_plan import FOR_GOOD_SECONDS, Ask, Connection, Delete
-from trioserve.simulation.stack.http_protocol import Response
-from trioserve.simulation.stack.http_requests import KEY, expected_tokens, key_of, path_of, request_of
-from trioserve.simulation.stack.http_response import BROKEN_OFF, COMPLETE, outcome_of
+from trioserve.simulation.stack.http_requests import (
+    BROKEN_OFF,
+    COMPLETE,
+    KEY,
+    expected_tokens,
+    key_of,
+    outcome_of,
+    path_of,
+    request_of,
+)
 from trioserve.simulation.stack.http_server import MOMENT_SECONDS, HttpServer
 
 __all__ = ["HttpClients"]

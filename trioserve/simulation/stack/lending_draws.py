@@ -1,4 +1,9 @@
-"""Draws adapters that are loaded and unloaded during requests, and images for which the encoder has little memory."""
+"""Draws adapters that are loaded and unloaded during requests, and images for which the encoder has little memory.
+
+This is not part of plan.py on purpose. A line leaves out a value that is the same object as the default of its field,
+and Python shares equal numbers within a file. Lines are seeds of further draws, so in one file with Stage, every seed
+would give another plan.
+"""
 
 from __future__ import annotations
 

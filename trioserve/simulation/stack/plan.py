@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.orders import Moments, Order
 from trioserve.simulation.script import line_of, parts_of
 from trioserve.simulation.stack.calls import CALL_BLOCKS, drawn_family, drawn_question
-from trioserve.simulation.stack.forms import drawn_form
+from trioserve.simulation.stack.forms import FORM_SHARE, drawn_form, drawn_known_count, drawn_stops
 from trioserve.simulation.stack.http_plan import (
     Ask,
     Connection,
@@ -35,8 +34,16 @@ from trioserve.simulation.stack.lending_draws import (
     drawn_shelf,
     drawn_unloads,
 )
-from trioserve.simulation.stack.pause_plan import Halt, Sleep, Wake, drawn_halts, drawn_swaps, with_retraction
-from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
+from trioserve.simulation.stack.pause_plan import (
+    Halt,
+    Moments,
+    Order,
+    Sleep,
+    Wake,
+    drawn_halts,
+    drawn_swaps,
+    with_retraction,
+)
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.vision.image_file import why_no_images
 

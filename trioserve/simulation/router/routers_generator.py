@@ -12,9 +12,8 @@ from random import Random
 import msgspec
 
 from trioserve.router.policies import POLICIES
-from trioserve.simulation.routers.history import Back, Come, Die, Meet, Part, RoutersEvent
-from trioserve.simulation.routers.simulator import RoutersSimulation
-from trioserve.simulation.routers.world import RoutersWorld
+from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersEvent, RoutersWorld
+from trioserve.simulation.router.routers_simulator import RoutersSimulation
 
 __all__ = ["SETTLED_SECONDS", "RoutersGenerator", "Traffic", "drawn_traffic"]
 

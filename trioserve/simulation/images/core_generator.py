@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 
 from trioserve.contracts.events import FinishReason
-from trioserve.simulation.iterative.history import (
+from trioserve.simulation.images.core_history import (
     Abort,
     Arrive,
     Begin,
@@ -18,7 +18,7 @@ from trioserve.simulation.iterative.history import (
     IterativeWorld,
     Update,
 )
-from trioserve.simulation.iterative.simulator import IterativeSimulation
+from trioserve.simulation.images.core_simulator import IterativeSimulation
 
 __all__ = ["IterativeGenerator"]
 

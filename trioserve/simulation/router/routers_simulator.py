@@ -20,12 +20,9 @@ from trioserve.router.peer_shares import PeerShares
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
-from trioserve.simulation.routers.books import RoutersBooks
-from trioserve.simulation.routers.endpoint import SimulatedEndpoint
-from trioserve.simulation.routers.figures import Figures
-from trioserve.simulation.routers.history import Back, Come, Die, Meet, Part, RoutersEvent
-from trioserve.simulation.routers.world import RoutersWorld
-from trioserve.simulation.verdict import Trace
+from trioserve.simulation.router.routers_books import Figures, RoutersBooks, SimulatedEndpoint
+from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersEvent, RoutersWorld
+from trioserve.simulation.script import Trace
 
 __all__ = ["RoutersSimulation"]
 
