@@ -6,6 +6,7 @@ test compares them. The site also fills in `<!-- described: NAME -->` with the d
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -16,10 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
+import trioserve
+from trioserve.api.error_responses import CODES as ERROR_CODES
 from trioserve.api.error_responses import TABLE as ERRORS
 from trioserve.assemble import EngineParameters
 from trioserve.assemble_images import ImageEngineParameters
 from trioserve.config import Config
+from trioserve.contracts import errors
 from trioserve.metrics.catalogue import CATALOGUE, Metric, Question
 from trioserve.options.option import in_python, options_of
 from trioserve.options.router import RouterOptions
@@ -31,6 +35,9 @@ DOCS = Path(__file__).parents[1]
 GENERATED = re.compile(r"^(<!-- generated: ([a-z-]+) -->\n).*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 
 ALERTS = Path(__file__).parents[2] / "examples" / "observability" / "prometheus" / "rules" / "alerts.yml"
+
+PRODUCT = Path(trioserve.__file__).parent
+REFUSALS = ("Overloaded", "Draining", "StepOverdue", "EngineReopening", "NoEndpoint")
 
 ENGINE_MEMBERS = (
     *("model", "ready", "generate", "abort", "live_requests", "encode", "decode", "stats", "load", "drain"),
@@ -129,6 +136,65 @@ def error_table() -> str:
             for code, kind in rows
         ),
     )
+
+
+def exception_table() -> str:
+    """Return a table of the exceptions, with causes and remedies from their docstrings."""
+    rows = []
+    for kind in vars(errors).values():
+        if not (isinstance(kind, type) and issubclass(kind, errors.TrioserveError)):
+            continue
+        remedy = re.search(r"^Remedy: (.+(?:\n.+)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+        assert remedy is not None, f"{kind.__name__} has no remedy"
+        codes = [f"`{code}`" if code else "none" for each, code in ERROR_CODES if issubclass(kind, each)]
+        base = kind.__base__.__name__ if kind.__base__ is not Exception else "Exception"
+        module = "trioserve" if kind.__name__ in trioserve.__all__ else errors.__name__
+        name = f"`{module}.{kind.__name__}`<br>a kind of `{base}`"
+        rows.append((name, codes[0] if codes else "-", _meaning(kind), " ".join(remedy[1].split())))
+    return _table(("exception", "HTTP `code`", "cause", "remedy"), rows)
+
+
+def refusal_table() -> str:
+    """Return a table of the reasons of refused requests, with the server's messages from the code."""
+    found: dict[str, dict[str, None]] = {}
+    for path in sorted(PRODUCT.rglob("*.py")):
+        if path.relative_to(PRODUCT).parts[0] in ("simulation", "testing", "bench"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = _texts(tree)
+        for call in ast.walk(tree):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in REFUSALS):
+                continue
+            [reason] = (_text(word.value, texts) for word in call.keywords if word.arg == "reason")
+            message = _text(call.args[0], texts) if call.args else "..."
+            if re.search(r"\w", message):
+                found.setdefault(reason, {})[message] = None
+    rows = [(f"`{reason}`", "<br>".join(messages)) for reason, messages in sorted(found.items())]
+    return _table(("`X-Trioserve-Reason`", "message"), rows)
+
+
+def _texts(tree: ast.AST) -> dict[str, ast.expr]:
+    """Return the expressions that are assigned to names in a file."""
+    return {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _text(value: ast.expr, texts: dict[str, ast.expr]) -> str:
+    """Return a text of the code, with three dots for the parts that are known only when the program runs."""
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    if isinstance(value, ast.JoinedStr):
+        return "".join(_text(part, {}) for part in value.values)
+    if isinstance(value, ast.BinOp):
+        return _text(value.left, texts) + _text(value.right, texts)
+    if isinstance(value, ast.Name) and value.id in texts:
+        return _text(texts[value.id], {})
+    return "..."
 
 
 def name_table(module_name: str) -> str:
@@ -255,6 +321,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics-of-the-router": lambda: metric_table("router"),
     "metrics-of-pictures": lambda: metric_table("images"),
     "error-codes": error_table,
+    "exceptions": exception_table,
+    "refusals": refusal_table,
     "names-of-trioserve": lambda: name_table("trioserve"),
     "names-of-the-kit": lambda: name_table("trioserve.testing"),
     "names-of-the-engine": lambda: _member_table(*_engine_classes()),

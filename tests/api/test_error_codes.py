@@ -159,11 +159,11 @@ def codes_in_source() -> dict[str, str]:
 
 def test_every_code_in_the_source_is_in_the_table():
     missing = {code: path for code, path in codes_in_source().items() if code not in TABLE}
-    assert not missing, f"add a row to error_responses.TABLE, and to docs/reference/http-api.md: {missing}"
+    assert not missing, f"add a row to error_responses.TABLE, and to docs/reference/errors.md: {missing}"
 
 
 def test_every_code_of_the_table_is_in_the_source():
-    of_errors = {code for _error, code in error_responses._CODES}
+    of_errors = {code for _error, code in error_responses.CODES}
     known = {*codes_in_source(), *of_errors, *(deadline.value for deadline in Deadline), None}
     assert set(TABLE) <= known | {code for code, _message in error_responses._ENDED.values()}
     assert of_errors <= set(TABLE)
@@ -178,7 +178,7 @@ def test_only_error_responses_converts_codes_to_responses():
 
 
 def test_page_lists_every_reason_of_overload():
-    page = (ROOT / "docs/reference/http-api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
     for path, call in calls_of("Overloaded"):
         (reason,) = (keyword.value for keyword in call.keywords if keyword.arg == "reason")
         for code in codes_in(reason):

@@ -36,6 +36,7 @@ from trioserve.http.content_coding import CODINGS
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, UnknownCoding
 
 __all__ = [
+    "CODES",
     "REASON_HEADER",
     "TABLE",
     "ErrorKind",
@@ -307,10 +308,10 @@ TABLE: dict[str | None, ErrorKind] = {
     ),
     "batch_expired": ErrorKind(None, None, "in a batch's line: the batch expired before the line ran", "repeat it"),
 }
-"""All error codes of the server. docs/site/tables.py prints them as a table for docs/reference/http-api.md."""
+"""All error codes of the server. docs/site/tables.py prints them as a table for docs/reference/errors.md."""
 
 # The first row with a matching class counts, so each class is listed before its base classes.
-_CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (
+CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (
     (BodyTooLarge, "body_too_large"),
     (BodyTimeout, "body_timeout"),
     (UnknownCoding, "unsupported_content_encoding"),
@@ -390,7 +391,7 @@ def error_response(error: Exception) -> ErrorResponse:
     """
     if isinstance(error, Refusal):
         return error.response
-    row = next((row for row in _CODES if isinstance(error, row[0])), None)
+    row = next((row for row in CODES if isinstance(error, row[0])), None)
     if row is None:
         return coded_response("internal_error", INTERNAL_MESSAGE)
     code = reason = row[1]

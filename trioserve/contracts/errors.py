@@ -1,4 +1,7 @@
-"""All exceptions. The type says whose fault the error is. The message says what was received and what is allowed."""
+"""All exceptions. The type says whose fault the error is. The message says what was received and what is allowed.
+
+The index of errors in the documents has the first paragraph and the remedy of each docstring.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ __all__ = [
 
 
 class TrioserveError(Exception):
-    """Base class of all exceptions that trioserve raises on purpose."""
+    """Base class of all exceptions that trioserve raises on purpose.
+
+    Remedy: catch it where any error of trioserve is handled alike.
+    """
 
 
 # --- the caller's fault ---------------------------------------------------------------------------------------------
@@ -48,6 +54,8 @@ class TrioserveError(Exception):
 
 class InvalidRequest(TrioserveError):
     """The request cannot be served in this form.
+
+    Remedy: correct the field that the message names. The same request fails again.
 
     Args:
         message: What was received, what is allowed and what to do.
@@ -64,6 +72,8 @@ class ContextTooLong(InvalidRequest):
 
     The message begins like OpenAI's message, "This model's maximum context length is". Clients search for this text to
     know that they must shorten the request.
+
+    Remedy: shorten the prompt or lower `max_tokens`, or serve with a higher `--max-model-len`.
     """
 
 
@@ -71,15 +81,22 @@ class ResumeMismatch(InvalidRequest):
     """A response cannot resume because the server computes another prompt for the request.
 
     One cause is a chat template that prints today's date.
+
+    Remedy: send the request again without `resume`.
     """
 
 
 class UnknownModel(InvalidRequest):
-    """The request names a model that this server does not serve."""
+    """The request names a model that this server does not serve.
+
+    Remedy: use a name that `/v1/models` lists.
+    """
 
 
 class AdapterRefused(InvalidRequest):
     """A LoRA adapter cannot be loaded or unloaded as requested.
+
+    Remedy: correct the name or the path of the adapter, or unload another adapter first.
 
     Args:
         message: What was received, what is allowed and what to do.
@@ -93,7 +110,10 @@ class AdapterRefused(InvalidRequest):
 
 
 class AlreadyEnded(InvalidRequest):
-    """A request stream was used again after its scope was left."""
+    """A request stream was used again after its scope was left.
+
+    Remedy: read the stream inside of its scope, or make a new request.
+    """
 
 
 class WrongLoop(TrioserveError, RuntimeError):
@@ -101,17 +121,24 @@ class WrongLoop(TrioserveError, RuntimeError):
 
     Examples: from an asyncio task, from another thread or another Trio run, without a running loop, or from a forked
     child of the process that opened the engine. The message says what to do.
+
+    Remedy: call from the loop that opened the engine, or use `trioserve.asyncio` in an asyncio program.
     """
 
 
 class StartupError(TrioserveError):
     """The server cannot start as configured: a port is in use, or a flag is out of range. Printed as one sentence,
     without a traceback.
+
+    Remedy: correct the option that the message names, or install what it says.
     """
 
 
 class ModelLoadError(StartupError):
-    """The model cannot be read: wrong path, missing weights, damaged file or unknown architecture."""
+    """The model cannot be read: wrong path, missing weights, damaged file or unknown architecture.
+
+    Remedy: check the path and the files of the model. `trioserve doctor --model` reads their headers.
+    """
 
 
 # --- the fault of the environment: load, disk, network, other servers -----------------------------------------------
@@ -119,6 +146,8 @@ class ModelLoadError(StartupError):
 
 class Overloaded(TrioserveError):
     """A request was refused because a limit is reached. The server stores nothing for it.
+
+    Remedy: try again after `retry_after_seconds`, raise the limit, or add a server.
 
     Args:
         message: The limit, its value, and what to do.
@@ -133,55 +162,89 @@ class Overloaded(TrioserveError):
 
 
 class Draining(Overloaded):
-    """A request was refused because the server drains. Another server may accept it."""
+    """A request was refused because the server drains. Another server may accept it.
+
+    Remedy: send the request to another server.
+    """
 
 
 class StepOverdue(Overloaded):
-    """A request was refused because the engine's current step takes too long, and its end cannot be predicted."""
+    """A request was refused because the engine's current step takes too long, and its end cannot be predicted.
+
+    Remedy: send the request to another server. If no step ends, restart this one.
+    """
 
 
 class EngineReopening(Overloaded):
-    """A request was refused because the engine failed and is being restarted."""
+    """A request was refused because the engine failed and is being restarted.
+
+    Remedy: try again after `retry_after_seconds`.
+    """
 
 
 class NoEndpoint(Overloaded):
-    """A request was refused because no endpoint of its model accepts requests now."""
+    """A request was refused because no endpoint of its model accepts requests now.
+
+    Remedy: try again after `retry_after_seconds`, and check the endpoints with `trioserve endpoints`.
+    """
 
 
 class QueueWaitOver(TrioserveError):
-    """The request's queue deadline passed. It was not sent to an endpoint."""
+    """The request's queue deadline passed. It was not sent to an endpoint.
+
+    Remedy: try again later, or allow more time with `queue_timeout`.
+    """
 
 
 class DeadlinePassed(TrioserveError):
-    """A deadline of the request passed before its results were complete."""
+    """A deadline of the request passed before its results were complete.
+
+    Remedy: allow more time, or ask for fewer tokens.
+    """
 
 
 class RequestAborted(TrioserveError):
-    """The request was aborted by its id."""
+    """The request was aborted by its id.
+
+    Remedy: send the request again if its response is still wanted.
+    """
 
 
 class WeightsLost(TrioserveError):
     """New weights arrived only in part, or the executor restarted while they arrived.
 
     The message says which weights are loaded now, and what to do.
+
+    Remedy: update the weights again.
     """
 
 
 class StoreFull(TrioserveError):
-    """An object cannot be stored: a limit is reached, or the disk is full. No part of the object was stored."""
+    """An object cannot be stored: a limit is reached, or the disk is full. No part of the object was stored.
+
+    Remedy: delete stored objects, or raise `--store-max-bytes` or `--store-max-objects`.
+    """
 
 
 class DiskFull(StoreFull):
-    """The store's disk is full. Other programs may free space later, without any request to the server."""
+    """The store's disk is full. Other programs may free space later, without any request to the server.
+
+    Remedy: free space on the disk of `--data-dir`.
+    """
 
 
 class EndpointLost(TrioserveError):
-    """The endpoint failed while it served this request, and no other endpoint could resume it."""
+    """The endpoint failed while it served this request, and no other endpoint could resume it.
+
+    Remedy: send the request again.
+    """
 
 
 class RequestPoisoned(EndpointLost):
     """Several endpoints in a row, or one engine several times, broke while serving this request. The request is not
     retried.
+
+    Remedy: do not send the request again. Report it with the logs of the servers.
     """
 
 
@@ -189,19 +252,31 @@ class RequestPoisoned(EndpointLost):
 
 
 class RequestFailed(TrioserveError):
-    """The engine could not continue this one request. Other requests are not affected."""
+    """The engine could not continue this one request. Other requests are not affected.
+
+    Remedy: change the request. If it is valid, report it with the log of the server.
+    """
 
 
 class StoreFault(TrioserveError):
-    """Stored content could not be read or written. A failed write changes nothing in the store."""
+    """Stored content could not be read or written. A failed write changes nothing in the store.
+
+    Remedy: check the disk of `--data-dir`.
+    """
 
 
 class RankLost(TrioserveError):
-    """A rank has ended, hangs, or returned results that differ from those of the other ranks."""
+    """A rank has ended, hangs, or returned results that differ from those of the other ranks.
+
+    Remedy: read the log of the rank that the message names. The engine reopens by itself, `engine_restarts` times.
+    """
 
 
 class EngineFault(TrioserveError):
-    """The engine itself failed. The error leaves the engine's own task and ends every request with an error."""
+    """The engine itself failed. The error leaves the engine's own task and ends every request with an error.
+
+    Remedy: open the engine again, or restart the server. Report it with the log.
+    """
 
 
 # --- faults in libraries --------------------------------------------------------------------------------------------
