@@ -301,7 +301,7 @@ async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
     async with served(max_num_seqs=2, max_queued_requests=1, max_num_batched_tokens=16) as server:
         core, engine = server.engine.core, server.engine
         if phase == "being tokenized":
-            prompts = engine._prompts
+            prompts = engine._texts.prompts
             encode = prompts.encode_prompt
 
             async def slow_encode(*arguments, **options):

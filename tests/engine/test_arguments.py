@@ -15,7 +15,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine import request_preparation
-from trioserve.engine.lifecycle import engine_shell
+from trioserve.engine.lifecycle import engine_lifecycle
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -92,7 +92,7 @@ async def test_error_while_a_request_enters_releases_its_place(autojump_clock, m
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         for file, name in (
             (request_preparation, "ChoiceOutput"),
-            (engine_shell, "functools"),
+            (engine_lifecycle, "functools"),
         ):  # used while the choices are made and the alarms are set
             monkeypatch.setattr(file, name, None)
             with pytest.raises((TypeError, AttributeError)):

@@ -126,7 +126,7 @@ async def test_choice_with_a_text_error_keeps_log_probabilities_of_its_tokens(au
         def broken(*_arguments: object) -> None:
             raise ValueError("no such token")
 
-        [request] = fake._requests
+        [request] = fake.requests
         monkeypatch.setattr(request.choices[0].output, "feed", broken)
         await trio.sleep(0.02)
         [partial] = fake.abort_with_partial("r")["r"].partials

@@ -368,7 +368,7 @@ async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, erro
             await anext(stream)
         check_all_free(fake)
         assert fake.live_requests() == []
-        assert fake._preparing_count == 0
+        assert fake.preparing_count == 0
 
 
 async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_meanwhile():
@@ -396,9 +396,9 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
 
             nursery.start_soon(ask)
             await begun.wait()
-            assert fake._preparing_count == 1
+            assert fake.preparing_count == 1
             nursery.cancel_scope.cancel()
-        assert fake._preparing_count == 0
+        assert fake.preparing_count == 0
         assert fake.live_requests() == []
         proceed.set()
 

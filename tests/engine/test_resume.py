@@ -334,13 +334,13 @@ async def test_long_known_output_does_not_block_the_event_loop(autojump_clock: t
         block_count=4096, max_model_len=8192, max_num_batched_tokens=4096, max_num_seqs=2
     ) as fake:
         sizes: list[int] = []
-        run = fake._prompts.run
+        run = fake._texts.prompts.run
 
         async def watched(function: Any, *, size: int) -> Any:
             sizes.append(size)
             return await run(function, size=size)
 
-        fake._prompts.run = watched
+        fake._texts.prompts.run = watched
         resume = Resume(token_ids=((65,) * 4000,), finished=(False,))
         async with fake.generate([1, 2], SamplingParams(max_tokens=4001, ignore_eos=True), resume=resume) as stream:
             assert (await anext(stream)).finish_reason is FinishReason.LENGTH

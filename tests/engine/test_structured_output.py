@@ -226,7 +226,7 @@ async def test_invalid_grammar_is_refused_and_holds_nothing(form, words):
 async def test_grammar_is_compiled_once_and_cached():
     compiler = None
     async with open_fake_engine() as engine:
-        compiler = engine._guides._factory.compiler
+        compiler = engine._texts.guides._factory.compiler
         form = StructuredOutput.regex("once[0-9]")
         compiles, hits = compiler.compiles_total, compiler.hits_total
         for _ in range(3):

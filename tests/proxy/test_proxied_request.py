@@ -318,7 +318,7 @@ async def test_endpoint_gets_the_remaining_deadline(open_setup, autojump_clock):
             await setup.servers["a"].engine.step()
             await holder.read()
             await wait_all_tasks_blocked()
-            [request] = setup.servers["a"].engine._requests
+            [request] = setup.servers["a"].engine.requests
             assert request.deadlines.timeout == pytest.approx(6, abs=0.1)
             await setup.servers["a"].engine.step()
             events = [event async for event in response]

@@ -18,7 +18,7 @@ import trio
 
 from trioserve.asyncio.trio_thread import NoteStarted, ThreadOwner, TrioTask, TrioThread
 from trioserve.contracts.errors import EngineFault
-from trioserve.engine.lifecycle.engine_life import EngineLife
+from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "for_asyncio", "made", "opened_in_a_thread"]
@@ -26,7 +26,7 @@ __all__ = ["EngineT", "ThreadedEngine", "awaited", "called", "for_asyncio", "mad
 P = ParamSpec("P")
 T = TypeVar("T")
 U = TypeVar("U")
-EngineT = TypeVar("EngineT", bound=EngineLife[Any, Any, Any, Any])
+EngineT = TypeVar("EngineT", bound=EngineLifecycle[Any, Any])
 
 
 class ThreadedEngine(Generic[EngineT]):

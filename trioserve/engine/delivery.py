@@ -30,6 +30,7 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery, WatchesCancels
+from trioserve.engine.lifecycle.request_scope import ScopeState
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.engine.request_metrics import WHOLE, RequestMetrics
@@ -180,6 +181,10 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     def give_up(self) -> list[Choice]:
         """Forget all sequences and holds, because the core is lost. See `CoreDelivery.give_up`."""
         choices = super().give_up()
+        for choice in choices:
+            if choice.request.is_given_away and not choice.is_ended and choice.request.scope is not ScopeState.LEFT:
+                # It was about to end with this step, and its other choices have ended.
+                choice.request.push_end(choice, FinishReason.HANDED_OVER)
         held, self._held = self._held, {}
         for choice in held.values():
             choice.is_held = False

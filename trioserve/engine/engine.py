@@ -1,7 +1,6 @@
 """The engine for text, as a Trio program sees it: generate, embed, abort by id, pause, sleep, drain.
 
-The core makes decisions, and the executor computes tensors. This module prepares requests for text. `EngineShell`
-admits requests, and `EngineLife` runs the engine.
+`EngineLifecycle` runs the engine and its requests. `TextWork` prepares them for the core.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 import trio
@@ -21,7 +20,7 @@ from msgspec import UNSET
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
-from trioserve.admission.text_threads import TextRunner, TextThreads
+from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.arguments import refuse, to_bool, to_float, to_str
 from trioserve.contracts.deadlines import Deadlines
@@ -29,49 +28,37 @@ from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.events import FinishReason, HandOverOutcome
 from trioserve.contracts.images import ImageEncoder
-from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
+from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.partial import AbortResult
 from trioserve.contracts.pooling import PoolingParams, TextPair
-from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
-from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ReasoningOutcome
-from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
+from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.contracts.weights import WEIGHT_GROUP, WeightGroup
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters, show_adapters
-from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
-from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard, no_parts
-from trioserve.engine.guide_preparation import GuidePreparation
-from trioserve.engine.image_encoding import ImageEncoding
+from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
 from trioserve.engine.kv_events import KvEvents
-from trioserve.engine.lifecycle.engine_life import SERVER_STOPPING
-from trioserve.engine.lifecycle.engine_loop import EngineLoop, StepRunner, WhenIdle
-from trioserve.engine.lifecycle.engine_shell import EngineShell, new_request_id
-from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, SpannedRequest, sampling_attributes
-from trioserve.engine.lifecycle.requests_by_id import RequestsById
-from trioserve.engine.lifecycle.step_times import StepTimes
-from trioserve.engine.live_feed import EngineLook, LiveFeed
+from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
+from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
+from trioserve.engine.lifecycle.request_admission import new_request_id
 from trioserve.engine.model_description import ModelDescription
-from trioserve.engine.open_request import Choice, OpenRequest, view_of
+from trioserve.engine.open_request import OpenRequest, view_of
 from trioserve.engine.part_stream import PartStream
 from trioserve.engine.pooling_preparation import (
-    check_can_be_pooled,
-    check_can_generate,
     checked_inputs,
     name_of_input,
-    pooling_sequences,
 )
 from trioserve.engine.pooling_request import PoolingRequest
 from trioserve.engine.pooling_stream import PoolingStream
 from trioserve.engine.request_preparation import (
-    RequestPreparation,
     checked_kv_transfer,
     checked_prompt,
     instance_of,
@@ -79,17 +66,15 @@ from trioserve.engine.request_preparation import (
 )
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.weight_updates import WEIGHTS_REPLACED, GivenSource, WeightTarget, WeightUpdates
-from trioserve.metrics.engine_gauges import EngineGauges
+from trioserve.engine.text_work import TextWork
+from trioserve.engine.weight_updates import GivenSource, WeightTarget
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.restraints import with_tool_choice
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.media_fetcher import MediaFetcher
-from trioserve.vision.image_prompt import ImageReader
 
 __all__ = ["Engine", "ModelDescription"]
 
@@ -100,7 +85,7 @@ WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended wi
 
 
 @uninterrupted
-class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
+class Engine(EngineLifecycle[OpenRequest, EngineParts]):
     """An engine that serves one model. `open_engine` makes it.
 
     Args:
@@ -126,11 +111,9 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         guard: see `EngineParts`.
         cache_release: see `EngineParts`.
         weights: see `EngineParts`.
-
-    Attributes:
-        kv_events: changes of the prefix cache, for subscribers. None: events are disabled.
     """
 
+    _core: EngineCore
     _delivery: Delivery
 
     def __init__(
@@ -159,244 +142,53 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone",
         weights: WeightTarget | str = "this engine has no weights",
     ) -> None:
+        self.role = role
+        self.tokenizer = tokenizer
+        self.families = families or ResponseFamilies(tokenizer)
+        self.adapters = adapters or Adapters()
+        self._text_threads = text_threads
+        self._texts = TextWork(
+            model=model,
+            core_settings=core.settings,
+            tokenizer=tokenizer,
+            text_threads=text_threads,
+            metrics=metrics,
+            settings=settings,
+            role=role,
+            families=self.families,
+            guides=guides,
+            image_decoder=image_decoder,
+            media=media,
+            adapters=self.adapters,
+        )
         super().__init__(
+            self._texts,
+            EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights),
             metrics=metrics,
             settings=settings,
             sequences_max=core.settings.max_num_seqs,
             new_request_id=new_request_id,
         )
-        self.model = self._first_model = model
-        self._weights = WeightUpdates(
-            weights,
-            self._pausing,
-            self._gate,
-            computes=lambda: self._is_running,
-            check_may_replace=self._check_may_replace,
-            end_begun=lambda: self._end_begun(WEIGHTS_REPLACED_MESSAGE, WEIGHTS_REPLACED),
-            take_weights=self._take_weights,
-            note_ended=self._note_update_ended,
-        )
-        self.adapters = adapters or Adapters()
-        self.role = role
-        self.tokenizer = tokenizer
-        self.families = families or ResponseFamilies(tokenizer)
         defaults = default_sampling or SamplingParams()
         # Such a limit of the operator must not refuse a prompt that leaves less space.
         if defaults.max_tokens is not None:
             defaults = msgspec.structs.replace(defaults, clamp_max_tokens=True)
         self.default_sampling = defaults
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
-        # Requests that have left, and whose blocks another engine still has to read.
-        self._kept_holds = RequestsById[OpenRequest]()
-        self.step_times = StepTimes()
-        self._text_threads = text_threads
-        self._image_reader: ImageReader | None = None
-        self._images: ImageEncoding | None = None
-        if model.images is not None:
-            assert image_decoder is not None, "the model reads images, and there is no decoder for them"
-            self._image_reader = ImageReader(model.images, image_decoder.limits)
-            self._images = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
-        self._prompts = self._encoder(text_threads, media)
-        self._preparation = RequestPreparation(model, tokenizer, role=role)
-        self._guides = GuidePreparation(guides, text_threads, metrics)
-        self.kv_events: KvEvents | None = None
-        self.live_feed = LiveFeed(
-            model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
-        )
-        self._forget_connector: Callable[[], None] = lambda: None
-        self._install(
-            EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights)
-        )
-        self._show_sleep()
-        self._show_weights()
-        metrics.on_scrape(self._set_gauges)
+        self.step_times = self._texts.step_times
+        self.live_feed = self._texts.live_feed
         show_router(metrics, self.dispatch)
-        show_adapters(metrics, self.adapters, self._requests)
-
-    def _install(self, parts: EngineParts) -> None:
-        """Use new parts, and forget the previous ones."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, _ = parts
-        self._guard = guard
-        self._why_no_cache_release = cache_release if isinstance(cache_release, str) else None
-        if self._images is not None:
-            self._images.encoder = image_encoder
-        metrics, settings = self.metrics, self._settings
-        self._core = core
-        self._connector = connector
-        self._delivery = Delivery(
-            core,
-            metrics,
-            wake=self.wake,
-            step_watch=self.step_watch,
-            cancels=self.live_feed,
-            weight_version=self._weights.stamped_version,
-        )
-        self.live_feed.install(core, connector)
-        self._install_loop(
-            EngineLoop(
-                core,
-                steps,
-                self._delivery,
-                readers_first=readers_first,
-                when_idle=when_idle,
-                after_step=self._after_step,
-                step_times=self.step_times,
-                gate=self._gate,
-            )
-        )
-        if settings.kv_events_max:
-            self.kv_events = KvEvents(
-                core.cache,
-                model=self.model.name,
-                block_size=core.settings.block_size,
-                window_tokens=core.settings.window_tokens,
-                events_max=settings.kv_events_max,
-            )
-        self._gauges = EngineGauges(metrics, core.stats())
-        self._forget_connector()
-        self._forget_connector = (lambda: None) if connector is None else show_connector(metrics, connector.counts)
-
-    # --- the life of the engine ---
-
-    async def run(
-        self,
-        *,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Run the engine and its connector, see `EngineLife.run`.
-
-        Args:
-            task_status: notified when the engine runs.
-
-        Raises:
-            StartupError: the connector cannot start.
-            EngineFault: the engine broke for good.
-        """
-        if self._connector is None:
-            await self._run_steps(task_status)
-            return
-        with errors_unwrapped():
-            async with trio.open_nursery() as nursery:
-                scope = trio.CancelScope()
-                place = await nursery.start(self._run_connector, self._connector, scope)
-                listens = "" if place is None else f" listens={place}"
-                logger.info("connector runs connector=%s role=%s%s", type(self._connector).__name__, self.role, listens)
-                # The connector must run until the step in flight is over, because the core may call it.
-                scope.shield = True
-                try:
-                    await self._run_steps(task_status)
-                finally:
-                    scope.cancel()
-
-    async def _run_connector(
-        self, connector: RunningConnector, scope: trio.CancelScope, task_status: trio.TaskStatus[object]
-    ) -> None:
-        try:
-            with scope:
-                await connector.run(task_status=cast(Started, task_status))
-                # The connector broke its contract. Blocks that are held or being loaded still have deadlines.
-                logger.warning("connector ended without a request to stop connector=%s", type(connector).__name__)
-        except Exception as error:
-            if not self._is_running:
-                raise
-            if self.fault is not None:
-                logger.exception("the connector failed beside a step")
-            self._outer_error = error  # raised when the step in flight is over, like the error of a step
-            self._steps_scope.cancel()
-
-    def close(self) -> None:
-        super().close()
-        self._core.progress(trio.current_time())  # frees blocks that the connector releases at once
-
-    async def keep_deadlines(self) -> None:
-        """End requests whose deadline has passed, and unload unused adapters."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.adapters.keep)
-            await super().keep_deadlines()
+        show_adapters(metrics, self.adapters, self.requests)
 
     @property
-    def _is_busy(self) -> bool:
-        return bool(self._requests or self._kept_holds)
+    def model(self) -> ModelDescription:
+        """The model that is served. Its version changes when its weights are replaced."""
+        return self._texts.model
 
-    def _note_broken(self) -> None:
-        self._kept_holds.clear()  # no one reports the end of these holds
-
-    def _note_leaving(self) -> None:
-        self.live_feed.leave()
-
-    def _note_over(self) -> None:
-        super()._note_over()
-        if self.kv_events is not None:
-            self.kv_events.end()
-
-    def _take_down(self) -> Callable[[Choice], EngineRequest | None]:
-        lives = {live.request.id: live for live in self._core.live_requests()}
-        self._kept_holds.clear()
-        self._install(no_parts(self._core.settings))
-
-        def continued(choice: Choice) -> EngineRequest | None:
-            live = lives.get(choice.sequence_id)
-            count = choice.output.token_count
-            if live is None or (count and count >= live.request.output_tokens_max):
-                return None
-            known = live.tokens[live.prompt_count :][:count]
-            return self._preparation.continued(choice.request, live.request, known)
-
-        return continued
-
-    def _ended_given_up(self, choice: Choice) -> bool:
-        if choice.request.is_given_away:  # It was about to end with this step, and its other choices have ended.
-            choice.request.push_end(choice, FinishReason.HANDED_OVER)
-        return choice.request.is_given_away
-
-    def abort_all(self, message: str, *, hands_over: bool = False) -> None:
-        """End every request and every hold. Each reader gets a last delta with finish reason ABORT, unless it had its
-        last one.
-
-        If another server can resume the request, the delta's stop reason says so.
-
-        Args:
-            message: message for the readers.
-            hands_over: True to give requests away as `hand_over` does, if the engine has a connector. Blocks of
-                requests that were given away stay held until they are read or the engine is closed.
-        """
-        hands_over = hands_over and self._connector is not None and self.step_watch.overdue() is None
-        for request in self._requests:
-            if hands_over and self._gives_away(request):
-                continue
-            stop_reason = SERVER_STOPPING if request.is_resumable else None
-            self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
-            self._delivery.end_holds(request)
-        for request in self._kept_holds:
-            if not (hands_over and request.is_given_away):
-                self._delivery.end_holds(request)
-
-    def reopen(self, parts: EngineParts) -> None:
-        if self._weights.install(parts.weights):
-            self.model = self._first_model
-            self._show_weights()
-        super().reopen(parts)
-
-    def _begin_carried(self) -> None:
-        for request in self._carried:
-            request.use_weights(self._weights.version)
-        super()._begin_carried()
-
-    async def _pause_and_sleep(self, level: int, mode: str) -> None:
-        async with self._weights.turn:
-            if mode == "wait" and self._weights.is_half and self._has_begun():
-                # Sleeping would block the update without which these requests cannot end.
-                raise InvalidRequest(
-                    "an update of the weights failed halfway, so begun requests cannot end: update the weights first, "
-                    "or sleep with another mode",
-                    param="mode",
-                )
-            self._check_may_pause(mode)  # an engine that started to drain meanwhile must finish its requests
-            await super()._pause_and_sleep(level, mode)
-
-    def _end_begun_unless_it_goes_on(self) -> None:
-        if not self._weights.is_under_way:
-            super()._end_begun_unless_it_goes_on()
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """Changes of the prefix cache, for subscribers. None: events are disabled."""
+        return self._texts.kv_events
 
     # --- weights ---
 
@@ -433,7 +225,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             EngineFault: the engine is broken.
         """
         self._own_run.check("engine.update_weights")
-        return await self._weights.update(source, version, in_flight)
+        return await self.weight_updates.update(source, version, in_flight)
 
     async def init_weights_update_group(self, group: WeightGroup) -> None:
         """Join a torch.distributed group in which a trainer will send weights. Return when all members have joined.
@@ -445,7 +237,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             InvalidRequest: an argument is not allowed, or the members did not join in time.
         """
         self._own_run.check("engine.init_weights_update_group")
-        await self._weights.join_group(instance_of(WeightGroup, "group", group, group))
+        await self.weight_updates.join_group(instance_of(WeightGroup, "group", group, group))
 
     async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
         """Leave a group. Waits for an update that is running.
@@ -457,59 +249,19 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             InvalidRequest: there is no such group.
         """
         self._own_run.check("engine.destroy_weights_update_group")
-        await self._weights.leave_group(group_name)
+        await self.weight_updates.leave_group(group_name)
 
     @property
     def weight_version(self) -> str:
         """Version of the current weights: "default" until they are replaced."""
-        return self._weights.shown_version
-
-    @property
-    def has_half_weights(self) -> bool:
-        return self._weights.is_half
-
-    def _check_may_replace(self) -> None:
-        """Raise the refusal if the weights cannot be replaced now."""
-        if self.fault is not None:
-            raise self.fault
-        if self.draining:
-            raise self._admission.refused_draining()
-        if self.sleep_level:
-            raise InvalidRequest("the engine sleeps, and its weights cannot be replaced: wake it up first")
-        if not self._is_running:
-            raise self._admission.refused_reopening()
-
-    def _take_weights(self, version: str, recomputes: bool) -> None:
-        """Use new weights from now on. No step is in flight."""
-        self.model = self._first_model.with_weights(version)
-        if recomputes:
-            self._core.preempt_all(trio.current_time())
-        for request in self._requests:
-            request.use_weights(version)
-        self._delivery.use_weights(version)
-        self._show_weights()
-
-    def _show_weights(self) -> None:
-        self.metrics.weights_info.clear()
-        self.metrics.weights_info.labels(self.weight_version).set(1)
-
-    def _note_update_ended(self) -> None:
-        if self.draining:
-            self._end_begun_unless_it_goes_on()
-        self.load_changes.note()
-
-    def _gives_away(self, request: OpenRequest) -> bool:
-        """Return True if another engine resumes the request, from now on or already."""
-        if request.is_given_away:
-            return True
-        return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
+        return self.weight_updates.shown_version
 
     # --- paused ---
 
     async def pause_generation(
         self, mode: Literal["abort", "wait", "keep", "retract"] = "abort", *, clear_cache: bool = False
     ) -> None:
-        """Begin no further step until `resume_generation`. See `EngineLife.pause_generation`.
+        """Begin no further step until `resume_generation`. See `EngineLifecycle.pause_generation`.
 
         Args:
             mode: as there. In addition, "retract" keeps begun requests and frees their blocks. When the engine is
@@ -623,7 +375,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         request = OpenRequest(
             prompt,
             sampling,
-            **self._scope_arguments(
+            **self._admission.arguments(
                 request_id=request_id,
                 priority=priority,
                 deadlines=deadlines,
@@ -711,7 +463,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             name_of=name_of or name_of_input(len(checked)),
             cut=cut,
             sequence_count_max=max(1, self._core.settings.max_num_seqs // 2),
-            **self._scope_arguments(
+            **self._admission.arguments(
                 request_id=request_id,
                 priority=priority,
                 deadlines=deadlines,
@@ -767,7 +519,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
                 outcome=outcome,
                 partials=tuple(
                     request.partial()
-                    for request in self._requests.of(request_id)
+                    for request in self.requests.of(request_id)
                     if request.generates and owner in (None, request.owner)
                 ),
             )
@@ -794,7 +546,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             request_ids = (request_ids,)
         outcomes = {}
         for request_id in dict.fromkeys(to_str("request_ids", request_id, verb="holds") for request_id in request_ids):
-            requests = [request for request in self._requests.of(request_id) if owner in (None, request.owner)]
+            requests = [request for request in self.requests.of(request_id) if owner in (None, request.owner)]
             resumable = [request for request in requests if request.is_resumable and not request.is_finished]
             answers = [self._delivery.hand_over(request) for request in resumable]
             if any(answers):
@@ -819,7 +571,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             request_ids = (request_ids,)
         outcomes = {}
         for request_id in dict.fromkeys(to_str("request_ids", request_id, verb="holds") for request_id in request_ids):
-            requests = [request for request in self._requests.of(request_id) if owner in (None, request.owner)]
+            requests = [request for request in self.requests.of(request_id) if owner in (None, request.owner)]
             answers = [request.end_reasoning() for request in requests]
             if any(answers):
                 outcomes[request_id] = ReasoningOutcome.ENDING
@@ -835,7 +587,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         """
         self._own_run.check("engine.live_requests")
         sequences = {live.request.id: live for live in self._core.live_requests()}
-        requests = [*self._requests, *self._kept_holds]
+        requests = [*self.requests, *self.kept_holds]
         requests = [request for request in requests if owner in (None, request.owner)]
         now = trio.current_time()
         return [
@@ -887,7 +639,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         await self.adapters.wait_until_forgotten(ids)
 
     def _end_users(self, name: str, ids: Collection[AdapterId]) -> None:
-        for request in self._requests:
+        for request in self.requests:
             if request.adapter_ref is not None and request.adapter_ref.id in ids and not request.is_finished:
                 message = f"the adapter {name} was unloaded, and the time in which this request could end is over"
                 self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=ADAPTER_UNLOADED)
@@ -904,7 +656,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             ContextTooLong: the text is so long that it is not tokenized.
         """
         self._own_run.check("engine.encode")
-        return await self._prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
+        return await self._texts.prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids.
@@ -917,7 +669,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             InvalidRequest: the model does not have one of the ids.
         """
         self._own_run.check("engine.decode")
-        return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._texts.prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @contextmanager
     def tokenizing(self, *, owner: str | None = None) -> Iterator[PromptEncoder]:
@@ -930,7 +682,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         """
         try:
             with self._text_threads.aside(owner) as texts:
-                yield self._encoder(texts)
+                yield self._texts.encoder(texts)
         except Overloaded as refusal:
             self.metrics.requests_rejected_total.labels(refusal.reason).inc()
             raise
@@ -946,163 +698,15 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         stats = self._core.stats()
         return EndpointLoad(
             running=stats.running_count,
-            waiting=stats.waiting_count + self._preparing_count,
+            waiting=stats.waiting_count + self.preparing_count,
             max_num_seqs=self._core.settings.max_num_seqs,
             kv_usage=stats.kv_usage,
             role=UNSET if self.role is None else self.role,
             fingerprint=UNSET if self.model.fingerprint is None else self.model.fingerprint,
-            weight_version=self._weights.stamped_version or UNSET,
+            weight_version=self.weight_updates.stamped_version or UNSET,
         )
-
-    # --- hooks of EngineShell ---
-
-    def _new_choices(self, request: OpenRequest) -> list[Choice]:
-        if request.adapter is not None:
-            request.adapter_lease = self.adapters.acquire(request.adapter)
-            request.adapter_digest = request.adapter_lease.ref.digest
-        return self._preparation.new_choices(request)
-
-    async def _prepare(self, request: OpenRequest) -> None:
-        try:
-            await self._prepare_in_turn(request)
-        except Overloaded as refusal:
-            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
-            raise
-
-    async def _prepare_in_turn(self, request: OpenRequest) -> None:
-        """Do the costly preparation before the core gets the request. Each stage takes tenants in turn."""
-        request.guides = await self._guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
-        prompts = self._prompts.within(self._text_threads.of_tenant(request.tenant))
-        await request.tokenize(prompts)
-        if request.resume is not None:
-            await self._take_known(request, request.resume, prompts)
-        if self._images is not None and request.images:
-            self._preparation.check_room(request)
-            await self._wait_until_admitted()
-            await self._images.prepare(request)
-
-    def _release(self, request: OpenRequest) -> None:
-        self._release_outputs(request)
-        self._release_adapter(request)
-
-    def _release_prepared(self, request: OpenRequest) -> None:
-        self._release_outputs(request)
-
-    def _end_holds(self, request: OpenRequest) -> None:
-        self._delivery.end_holds(request)
-
-    def _leave_holds(self, request: OpenRequest) -> None:
-        if request.is_hold_kept and request.is_held and self.fault is None:
-            self._kept_holds.add(request)
-            request.on_released = lambda: self._forget_hold(request)
-        else:
-            self._delivery.end_holds(request)
-            self.live_feed.note_left(request)
-
-    def _note_left(self, request: OpenRequest) -> None:
-        request.trace.left(
-            prompt_tokens=request.prompt_token_count,
-            completion_tokens=request.completion_token_count,
-            cached_tokens=request.cached_token_count,
-        )
-
-    def _known(self, request_id: str) -> list[OpenRequest]:
-        return [*self._requests.of(request_id), *self._kept_holds.of(request_id)]
-
-    def _release_outputs(self, request: OpenRequest) -> None:
-        """Release the embeddings of its images, so that other requests can use the memory."""
-        if self._images is not None:
-            self._images.release(request)
 
     @property
     def image_outputs(self) -> EncoderOutputs | None:
         """Image embeddings and their users, for tests and status. None: the model reads no images."""
-        return None if self._images is None else self._images.outputs
-
-    def _check(self, request: OpenRequest) -> None:
-        if isinstance(request, PoolingRequest):
-            check_can_be_pooled(self.model, request.params, request.inputs)
-        else:
-            check_can_generate(self.model)
-            self._preparation.check(request)
-
-    def _sequences(self, request: OpenRequest) -> list[EngineRequest]:
-        request.use_weights(self._weights.version)
-        sequences = (
-            pooling_sequences(self.model, request)
-            if isinstance(request, PoolingRequest)
-            else self._preparation.sequences(request)
-        )
-        request.trace.prepared(request.prompt_token_count)
-        return sequences
-
-    async def _take_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
-        """Put the choices into the state after their known tokens, in this thread if that is short, otherwise in a text
-        thread.
-        """
-        known = self._preparation.resumed_output(request, resume)
-        request.take_known(await prompts.run(known.choices, size=known.size))
-        self.metrics.resumed_requests_total.inc()
-        self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
-        if request.is_finished:
-            request.on_gone()  # no output is left to compute
-
-    def _begin_next(self, request: OpenRequest) -> None:
-        """Hand the next sequence of a request to the core."""
-        choice, sequence = request.upcoming.popleft()
-        self._core.add(sequence)
-        self._delivery.add(choice)
-
-    def _encoder(self, texts: TextRunner, media: MediaFetcher | None = None) -> PromptEncoder:
-        model = self.model
-        return PromptEncoder(
-            self.tokenizer,
-            texts,
-            vocab_size=model.vocab_size,
-            context_tokens_max=model.context_tokens_max,
-            tool_family=self.families.tool_family,
-            images=self._image_reader,
-            media=media,
-        )
-
-    def _forget_hold(self, request: OpenRequest) -> None:
-        if self.fault is None:
-            self._kept_holds.remove(request)
-            self.live_feed.note_left(request)
-            self._note_idle()
-
-    def _release_adapter(self, request: OpenRequest) -> None:
-        lease, request.adapter_lease = request.adapter_lease, None
-        if lease is not None:
-            self.adapters.release(lease)
-
-    def _trace(self, request: OpenRequest) -> RequestTrace:
-        """Begin the trace of a request that has entered the queue."""
-        if self.tracer is NO_TRACER:
-            return NO_TRACE
-        is_pooling = isinstance(request, PoolingRequest)
-        operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
-        span = self._span_of(
-            request,
-            "embeddings" if is_pooling else operation,
-            model_name=request.adapter or self.model.name,
-            attributes={} if is_pooling else sampling_attributes(request.sampling),
-            traceparent=None if request.kv_transfer is None else request.kv_transfer.traceparent,
-        )
-        return SpannedRequest(span, is_pooling=is_pooling) if span.is_recording else NO_TRACE
-
-    def _look(self) -> EngineLook:
-        return EngineLook(
-            is_draining=self.draining,
-            restarts=self._restarts.taken_count,
-            preparing_count=self._preparing_count,
-            held_count=self._delivery.held_count,
-            role=self.role,
-        )
-
-    def _set_gauges(self) -> None:
-        stats = self._core.stats()
-        self._show_shell(
-            running_count=stats.running_count, waiting_count=stats.waiting_count, deferred_count=stats.remote_kv_count
-        )
-        self._gauges.show(stats, held_count=self._delivery.held_count)
+        return None if self._texts.images is None else self._texts.images.outputs

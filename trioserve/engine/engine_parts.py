@@ -11,8 +11,8 @@ from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.lifecycle.engine_life import Guard
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
+from trioserve.engine.lifecycle.work import Guard
 from trioserve.engine.weight_updates import WeightTarget
 
 __all__ = ["EngineParts", "Guard", "CacheRelease", "OpenParts", "no_parts"]

@@ -6,7 +6,7 @@ Unread output is bounded by the length of the response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import trio
@@ -121,7 +121,6 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         adapter_lease: use of the adapter, from entering until the core has no part of the request.
         adapter_digest: digest of the adapter that the request has or had. None: no adapter.
         weight_version: weights that compute the next token. None: the engine's first weights.
-        on_released: called when no block of the request is held any more.
         is_hold_kept: True if held blocks outlive the scope.
         is_given_away: True if the request ends with the step in flight, and another engine resumes it.
         known: deltas of the earlier part of a resumed response. Set after entering.
@@ -160,6 +159,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             owner=owner,
             tenant=tenant,
             sequence_count=sampling.n if resume is None else resume.finished.count(False),
+            merge=merge,
             part_of=part_of,
         )
         self.adapter = adapter
@@ -169,7 +169,6 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
         self.is_given_away = False
-        self.on_released: Callable[[], None] = lambda: None
         self.sampling = sampling
         self.cache_salt = cache_salt
         self.add_special_tokens = add_special_tokens
@@ -185,7 +184,6 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.given: tuple[GivenRows, ...] = ()
         self._image_names: tuple[bytes, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-        self.cached_token_count = 0
         self.guides: PreparedGuides | None = None
         self.is_reasoning_ended_early = resume is not None and resume.end_thinking
         # If log probabilities of the first tokens are unknown, none are kept.
@@ -208,9 +206,6 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             sequences=max(1, self.sequence_count),
             known_tokens=0 if self.resume is None else sum(map(len, self.resume.token_ids)),
         )
-
-    def merged(self, pending: Delta, delta: Delta) -> Delta:
-        return merge(pending, delta)
 
     @property
     def prompts(self) -> tuple[PoolingInput, ...]:

@@ -170,7 +170,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
     @property
     def turn_owner(self) -> trio.lowlevel.Task | None:
         """The task that replaces weights or puts the engine to sleep, or None."""
-        return self._weights.turn.statistics().owner
+        return self.weight_updates.turn.statistics().owner
 
     @property
     def is_replacing_weights(self) -> bool:
@@ -180,7 +180,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
     @property
     def open_requests(self) -> list[OpenRequest]:
         """Requests that have entered the engine and have not left it."""
-        return list(self._requests)
+        return list(self.requests)
 
     def assert_all_free(self) -> None:
         """Assert that no request has a KV block, a slot or other state in the engine. See `testing.assert_all_free`."""

@@ -105,7 +105,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
     @property
     def open_requests(self) -> list[OpenImage]:
         """Requests that have entered the engine and have not left it."""
-        return list(self._requests)
+        return list(self.requests)
 
     def expected(self, stream: ImageStream, *, steps_done: int | None = None) -> list[RGBImage]:
         """Return the images of a stream after a number of denoising steps. They do not depend on other requests.
@@ -114,7 +114,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
             stream: a stream that is still open.
             steps_done: number of steps. Default: all steps of the request.
         """
-        (request,) = [request for request in self._requests.of(stream.id) if request.seeds == stream.seeds]
+        (request,) = [request for request in self.requests.of(stream.id) if request.seeds == stream.seeds]
         asked = [
             request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
             for choice, seed in zip(request.choices, request.seeds, strict=True)

@@ -199,7 +199,7 @@ class SteppedByHand(Generic[Plan]):
     executor: FailsRequests
     broken_openings = 0
     wake: Any  # method of the engine
-    _requests: RequestsById[Any]
+    requests: RequestsById[Any]
 
     # --- steps ---
 
@@ -326,9 +326,9 @@ class SteppedByHand(Generic[Plan]):
             request_id: id of a request that has not ended.
             message: error text for the client.
         """
-        choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
+        choices = [choice for request in self.requests.of(request_id) for choice in request.choices]
         live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
-        assert live_ids, f"no request {request_id!r} is open. Open: {[request.id for request in self._requests]}"
+        assert live_ids, f"no request {request_id!r} is open. Open: {[request.id for request in self.requests]}"
         for sequence_id in live_ids:
             self.executor.errors[sequence_id] = message
 
@@ -339,4 +339,4 @@ class SteppedByHand(Generic[Plan]):
         """Id of the first request whose response has not ended, also of a request that still waits in the queue. None:
         there is none.
         """
-        return next((request.id for request in self._requests if not request.is_finished), None)
+        return next((request.id for request in self.requests if not request.is_finished), None)

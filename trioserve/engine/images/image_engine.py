@@ -1,13 +1,13 @@
 """The engine of a model that generates images, as a Trio program sees it.
 
-`EngineShell` and `EngineLife` provide what it shares with the engine for text: queue, leases, deadlines, aborts by id,
-drain, pauses and faults. This module defines requests for images, and how the core gets them.
+`EngineLifecycle` provides what it shares with the engine for text: queue, leases, deadlines, aborts by id, drain,
+pauses and faults. `ImageWork` prepares requests for images, and hands them to the core.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 
 import msgspec
@@ -19,13 +19,13 @@ from trioserve.admission.router_metrics import show_router
 from trioserve.contracts.arguments import to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageModelDescription, ImageParams, ImageRequestLimits
 from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeStats
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.settings import IterativeSettings
 from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.images.image_delivery import ImageDelivery
 from trioserve.engine.images.image_parts import ImageParts, ImageSteps, no_image_parts
@@ -33,11 +33,11 @@ from trioserve.engine.images.image_preparation import ImagePreparation
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_attributes
 from trioserve.engine.images.open_image import ImageChoice, OpenImage, view_of
-from trioserve.engine.lifecycle.engine_life import SERVER_STOPPING, Guard
-from trioserve.engine.lifecycle.engine_loop import EngineLoop
-from trioserve.engine.lifecycle.engine_shell import EngineShell, new_request_id
-from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace
+from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
+from trioserve.engine.lifecycle.request_admission import new_request_id
+from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, request_span
 from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
+from trioserve.engine.lifecycle.work import Guard, Host
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.image_gauges import ImageGauges
@@ -57,7 +57,114 @@ class ImageStepTimes(PlanTimes[IterativePlan]):
 
 
 @uninterrupted
-class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImageParts]):
+class ImageWork:
+    """The `Work` of an engine for images. `ImageEngine` documents the arguments."""
+
+    part_name = "images"
+    tasks: Sequence[Callable[[], Awaitable[None]]] = ()
+
+    def __init__(
+        self,
+        model: ImageModelDescription,
+        core_settings: IterativeSettings,
+        limits: ImageRequestLimits,
+        metrics: Metrics,
+    ) -> None:
+        self.model = model
+        self._metrics = metrics
+        self._core_settings = core_settings
+        self._preparation = ImagePreparation(model, limits, step_work_max=core_settings.step_work_max)
+        self.step_times = ImageStepTimes()
+        self._parts_total = 0  # parts of all requests so far, to make their ids in the core unique
+
+    def attach(self, engine: Host) -> None:
+        self._engine = engine
+
+    def install(self, parts: ImageParts) -> ImageDelivery:
+        self._core = parts.core
+        self._gauges = ImageGauges(self._metrics, parts.core.stats())
+        return ImageDelivery(parts.core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
+
+    def no_parts(self) -> ImageParts:
+        return no_image_parts(self._core_settings)
+
+    def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
+        # No latent is saved. The seed and the steps reproduce it.
+        return lambda choice: choice.asked
+
+    # --- a request ---
+
+    def check(self, request: OpenImage) -> None:
+        request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
+
+    def begin(self, request: OpenImage, *, is_waiting: bool) -> list[ImageChoice]:
+        request.trace = self._trace(request)
+        if is_waiting:
+            self._make_way(request)
+        return [self._new_choice(request, index) for index in range(request.sequence_count)]
+
+    def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
+        self._parts_total += 1
+        return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
+
+    def _make_way(self, request: OpenImage) -> None:
+        """Lend a lease to a request that can take the slot of a running request with a higher priority number.
+
+        In the queue it would wait until another request has ended.
+        """
+        if any(live.request.priority > request.priority for live in self._core.live_requests()):
+            self._engine.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
+
+    async def prepare(self, request: OpenImage) -> None:
+        """Do nothing, because `check` has prepared everything. The model encodes the prompt."""
+
+    def sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
+        asked = []
+        for choice in request.choices:
+            if not choice.is_ended:
+                seed = request.seeds[choice.index]
+                choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
+                asked.append(choice.asked)
+        return asked
+
+    def release(self, request: OpenImage) -> None:
+        """Do nothing, because a request acquires nothing outside of the core."""
+
+    def keeps_hold(self, request: OpenImage) -> bool:
+        return False
+
+    def gives_away(self, request: OpenImage) -> bool:
+        return False
+
+    def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
+        raise AssertionError("an engine for images has no weights to replace")
+
+    def _trace(self, request: OpenImage) -> RequestTrace:
+        if self._engine.tracer is NO_TRACER:
+            return NO_TRACE
+        span = request_span(
+            self._engine.tracer, request, OPERATION, model_name=self.model.name, attributes=image_attributes(request)
+        )
+        return SpannedImage(span) if span.is_recording else NO_TRACE
+
+    # --- observers ---
+
+    def note_left(self, request: OpenImage) -> None:
+        """Do nothing, because nobody follows single requests."""
+
+    def note_leaving(self) -> None:
+        """Do nothing, because there are no subscribers."""
+
+    def note_over(self) -> None:
+        """Do nothing, because there are no subscribers."""
+
+    def show(self, stats: IterativeStats) -> int:
+        self._gauges.show(stats)
+        return 0
+
+
+@uninterrupted
+class ImageEngine(EngineLifecycle[OpenImage, ImageParts]):
     """An engine that serves one image model. `open_image_engine` makes it.
 
     Args:
@@ -72,8 +179,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         cache_release: see `EngineParts`.
     """
 
-    _delivery: ImageDelivery
-    _part_name = "images"
+    _core: IterativeCore
 
     def __init__(
         self,
@@ -88,42 +194,22 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         guard: Guard | None = None,
         cache_release: CacheRelease[ImageParts] | str = ImageParts._field_defaults["cache_release"],
     ) -> None:
+        limits = limits or ImageRequestLimits()
+        self.model = model
+        self.limits = msgspec.structs.replace(limits, steps_max=min(limits.steps_max, model.steps_max))
+        self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
+        work = ImageWork(model, core.settings, self.limits, metrics)
+        self.step_times = work.step_times
         super().__init__(
+            work,
+            ImageParts(core, steps, guard, cache_release),
             metrics=metrics,
             settings=settings,
             sequences_max=core.settings.slot_count,
             lent_max=core.settings.kept_slot_count,
             new_request_id=new_request_id,
         )
-        self.model = model
-        limits = limits or ImageRequestLimits()
-        self.limits = msgspec.structs.replace(limits, steps_max=min(limits.steps_max, model.steps_max))
-        self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
-        self._preparation = ImagePreparation(model, self.limits, step_work_max=core.settings.step_work_max)
-        self.step_times = ImageStepTimes()
-        self._parts_total = 0  # parts of all requests so far, to make their ids in the core unique
-        self._install(ImageParts(core, steps, guard, cache_release))
-        self._show_sleep()
-        metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
-
-    def _install(self, parts: ImageParts) -> None:
-        core, steps, guard, cache_release = parts
-        self._guard = guard
-        self._why_no_cache_release = cache_release if isinstance(cache_release, str) else None
-        self._core = core
-        self._delivery = ImageDelivery(core, self.metrics, wake=self.wake, step_watch=self.step_watch)
-        self._install_loop(
-            EngineLoop(
-                core,
-                steps,
-                self._delivery,
-                after_step=self._after_step,
-                step_times=self.step_times,
-                gate=self._gate,
-            )
-        )
-        self._gauges = ImageGauges(self.metrics, core.stats())
 
     # --- requests ---
 
@@ -168,7 +254,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
             to_str("prompt", prompt),
             params,
             seed=self._draw_bits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
-            **self._scope_arguments(
+            **self._admission.arguments(
                 request_id=request_id,
                 priority=priority,
                 deadlines=deadlines,
@@ -188,7 +274,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         self._own_run.check("engine.live_requests")
         lives = {live.request.id: live for live in self._core.live_requests()}
         now = trio.current_time()
-        requests = [request for request in self._requests if owner in (None, request.owner)]
+        requests = [request for request in self.requests if owner in (None, request.owner)]
         return [
             view_of(request, [lives.get(choice.sequence_id) for choice in request.choices], now)
             for request in sorted(requests, key=lambda request: request.entered_at)
@@ -205,70 +291,8 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         stats = self._core.stats()
         return EndpointLoad(
             running=stats.running_count,
-            waiting=stats.waiting_count + self._preparing_count,
+            waiting=stats.waiting_count + self.preparing_count,
             max_num_seqs=self._core.settings.slot_count,
             kv_usage=stats.slots_used / stats.slots_total,
             fingerprint=UNSET if self.model.fingerprint is None else self.model.fingerprint,
         )
-
-    def abort_all(self, message: str) -> None:
-        """End every request. Each reader gets a last delta for each unfinished image.
-
-        Args:
-            message: message for the readers.
-        """
-        for request in self._requests:
-            self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=SERVER_STOPPING)
-
-    # --- hooks of EngineShell ---
-
-    def _check(self, request: OpenImage) -> None:
-        request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
-
-    def _new_choices(self, request: OpenImage) -> list[ImageChoice]:
-        return [self._new_choice(request, index) for index in range(request.sequence_count)]
-
-    def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
-        self._parts_total += 1
-        return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
-
-    def _make_way(self, request: OpenImage) -> None:
-        """Lend a lease to a request that can take the slot of a running request with a higher priority number.
-
-        In the queue it would wait until another request has ended.
-        """
-        if any(live.request.priority > request.priority for live in self._core.live_requests()):
-            self.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
-
-    async def _prepare(self, request: OpenImage) -> None:
-        """Do nothing, because `_check` has prepared everything. The model encodes the prompt."""
-
-    def _sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
-        asked = []
-        for choice in request.choices:
-            if not choice.is_ended:
-                seed = request.seeds[choice.index]
-                choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
-                asked.append(choice.asked)
-        return asked
-
-    def _begin_next(self, request: OpenImage) -> None:
-        choice, asked = request.upcoming.popleft()
-        self._core.add(asked)
-        self._delivery.add(choice)
-
-    def _take_down(self) -> Callable[[ImageChoice], IterativeRequest | None]:
-        self._install(no_image_parts(self._core.settings))
-        # No latent is saved. The seed and the steps reproduce it.
-        return lambda choice: choice.asked
-
-    def _trace(self, request: OpenImage) -> RequestTrace:
-        if self.tracer is NO_TRACER:
-            return NO_TRACE
-        span = self._span_of(request, OPERATION, model_name=self.model.name, attributes=image_attributes(request))
-        return SpannedImage(span) if span.is_recording else NO_TRACE
-
-    def _set_gauges(self) -> None:
-        stats = self._core.stats()
-        self._show_shell(running_count=stats.running_count, waiting_count=stats.waiting_count, deferred_count=0)
-        self._gauges.show(stats)

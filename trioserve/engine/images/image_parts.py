@@ -10,8 +10,8 @@ from trioserve.contracts.step import IsAbandoned
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.engine.engine_parts import CacheRelease
-from trioserve.engine.lifecycle.engine_life import Guard
 from trioserve.engine.lifecycle.stepped_core import StepRunnerOf
+from trioserve.engine.lifecycle.work import Guard
 
 __all__ = ["ImageParts", "ImageSteps", "no_image_parts"]
 
@@ -19,7 +19,7 @@ ImageSteps: TypeAlias = StepRunnerOf[IterativePlan, IterativeResult]
 
 
 class ImageParts(NamedTuple):
-    """Parts of one opening of an image engine.
+    """Parts of one opening of an image engine. The fields from `connector` on are those that only texts use.
 
     Attributes:
         core: a core without requests.
@@ -32,6 +32,10 @@ class ImageParts(NamedTuple):
     steps: ImageSteps
     guard: Guard | None = None
     cache_release: CacheRelease[ImageParts] | str = "this engine cannot release its latents alone"
+    connector: None = None
+    readers_first: bool = False
+    when_idle: None = None
+    weights: str = "this engine has no weights"
 
 
 class _NoSteps:

@@ -95,17 +95,16 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
             owner=owner,
             tenant=tenant,
             sequence_count=params.n,
+            merge=merge,
             part_of=part_of,
         )
+        self.is_resumable = True  # the same prompt and seed give the same images
         self.prompt = prompt
         self.params = params
         self.seeds = tuple((seed + index) % 2**64 for index in range(params.n))
 
     def routed(self) -> RoutedRequest:
         return local_request((self.prompt,), tenant=self.tenant, priority=self.priority, sequences=self.sequence_count)
-
-    def merged(self, pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
-        return merge(pending, delta)
 
     def delta(self, choice: ImageChoice, image: RGBImage | None) -> ImageDelta:
         """Make a delta with the progress of an image.

@@ -193,6 +193,13 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         for choice in unfinished:
             self._push_last(request, choice, reason, message, stop_reason)
 
+    def end_holds(self, request: ScopeT) -> None:
+        """End the holds of a request's blocks.
+
+        Args:
+            request: the request.
+        """
+
     def note_left_queue(self, count: int) -> None:
         """Count sequences that were aborted before the core had them.
 

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import logging
+import secrets
+from collections.abc import Callable
+from typing import TypedDict
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
+from trioserve.contracts.arguments import to_int
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import Draining, EngineReopening, Overloaded, StepOverdue
+from trioserve.contracts.tracing import Span
 from trioserve.engine.lifecycle.request_scope import AnyScope
+from trioserve.engine.request_preparation import instance_of, text_or_none
+from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["RequestAdmission"]
+__all__ = ["RequestAdmission", "ScopeArguments", "new_request_id"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+class ScopeArguments(TypedDict):
+    """Arguments that every request has, see `RequestScope`."""
+
+    request_id: str
+    priority: int
+    deadlines: Deadlines
+    owner: str | None
+    tenant: str
+    part_of: Span
 
 
 class RequestAdmission:
@@ -22,11 +45,39 @@ class RequestAdmission:
     Args:
         dispatch: the queue before the engine.
         metrics: counts refusals.
+        settings: limits of the engine.
+        new_request_id: makes the id of a request whose caller gives none.
     """
 
-    def __init__(self, dispatch: Dispatch, metrics: Metrics) -> None:
+    def __init__(
+        self, dispatch: Dispatch, metrics: Metrics, settings: EngineSettings, new_request_id: Callable[[], str]
+    ) -> None:
         self._dispatch = dispatch
         self._metrics = metrics
+        self._settings = settings
+        self._new_request_id = new_request_id
+
+    def arguments(
+        self,
+        *,
+        request_id: str | None,
+        priority: int,
+        deadlines: Deadlines | None,
+        owner: str | None,
+        tenant: str | None,
+        part_of: Span,
+    ) -> ScopeArguments:
+        """Check the arguments of a caller, and apply the engine's defaults and limits. Raises InvalidRequest."""
+        asked = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
+        owner = text_or_none("owner", owner)
+        return ScopeArguments(
+            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            priority=to_int("priority", priority),
+            deadlines=asked.within(self._settings.deadlines, self._settings.deadlines_max),
+            owner=owner,
+            tenant=text_or_none("tenant", tenant) or owner or "",
+            part_of=part_of,
+        )
 
     def begin(self, request: AnyScope) -> AdmissionScope:
         """Put a request into the queue. It may get its lease at once.

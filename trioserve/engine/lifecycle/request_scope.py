@@ -90,6 +90,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         owner: user who may see and abort the request. None: not restricted.
         tenant: the queue is fair between tenants.
         sequence_count: most sequences that the core has of this request at a time.
+        merge: merges two consecutive deltas of one part that the reader has not read, the older one first.
         part_of: parent span of the request's trace.
 
     Attributes:
@@ -103,6 +104,9 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         fault_count: failed steps that had this request since it last made progress.
         lone_fault_count: how many of these steps had no other request.
         trace: receives the events of the request.
+        is_resumable: True if the request can be resumed elsewhere after an abort or a deadline.
+        cached_token_count: prompt tokens that the prefix cache had.
+        on_released: called when no block is held any more.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         owner: str | None,
         tenant: str,
         sequence_count: int,
+        merge: Callable[[DeltaT, DeltaT], DeltaT],
         part_of: Span = NO_SPAN,
     ) -> None:
         self.id = request_id
@@ -135,6 +140,10 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.upcoming: deque[tuple[PartT, AskedT]] = deque()
         self.begin_next: Callable[[], None] = lambda: None
         self.on_gone: Callable[[], None] = lambda: None
+        self.on_released: Callable[[], None] = lambda: None
+        self.is_resumable = False
+        self.cached_token_count = 0
+        self._merge = merge
         self.fault_count = 0
         self.lone_fault_count = 0
         self.scope = ScopeState.NEW
@@ -151,15 +160,6 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     @abstractmethod
     def routed(self) -> RoutedRequest:
         """Return the description of the request for the queue."""
-
-    @abstractmethod
-    def merged(self, pending: DeltaT, delta: DeltaT) -> DeltaT:
-        """Merge two consecutive deltas of one part that the reader has not read.
-
-        Args:
-            pending: the older delta.
-            delta: the newer delta.
-        """
 
     @abstractmethod
     def push_end(
@@ -182,6 +182,23 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         """
 
     # --- state ---
+
+    @property
+    def prompt_token_count(self) -> int:
+        """Tokens of the prompt, or 0 if the request has none."""
+        return 0
+
+    @property
+    def completion_token_count(self) -> int:
+        """Sampled tokens so far, or 0 if the request samples none."""
+        return 0
+
+    def use_weights(self, version: str | None) -> None:
+        """Use a weight version for all sequences that the core gets from now on.
+
+        Args:
+            version: the version. None: the engine's first weights.
+        """
 
     @property
     def has_begun(self) -> bool:
@@ -274,7 +291,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         if len(held) == 1:
             delta = held[0]
         else:
-            delta = take_unread(held, self.merged)
+            delta = take_unread(held, self._merge)
             if held:
                 self._pending[index] = held  # after the other choices
         self.note_read(delta)
@@ -343,7 +360,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         if delta.finish_reason is not None:
             delta = self.trace.ended(delta)
         if index in pending:
-            hold_unread(pending[index], delta, self.merged)
+            hold_unread(pending[index], delta, self._merge)
         else:
             pending[index] = [delta]
         if delta.finish_reason is not None:

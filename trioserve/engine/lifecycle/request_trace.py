@@ -6,18 +6,26 @@ scope, the core's state of the request, and the holds of its blocks.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import AnyDelta, Delta
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.contracts.tracing import NO_SPAN, Attributes, Span, Tracer
 
-__all__ = ["NO_TRACE", "RequestTrace", "SpannedRequest", "sampling_attributes"]
+__all__ = ["NO_TRACE", "RequestTrace", "SpannedRequest", "request_span", "sampling_attributes"]
 
 DeltaT = TypeVar("DeltaT", bound=AnyDelta)
+
+
+class Traced(Protocol):
+    """A request that gets a span."""
+
+    id: str
+    priority: int
+    part_of: Span
 
 
 class RequestTrace:
@@ -225,3 +233,38 @@ def sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
         "gen_ai.request.choice.count": sampling.n,
     }
     return {name: value for name, value in attributes.items() if value is not None}
+
+
+def request_span(
+    tracer: Tracer,
+    request: Traced,
+    operation: str,
+    *,
+    model_name: str,
+    attributes: Attributes,
+    traceparent: str | None = None,
+) -> Span:
+    """Begin a span for a request that has entered the queue now.
+
+    Args:
+        tracer: makes the span.
+        request: the request.
+        operation: operation name from OpenTelemetry's conventions for generative AI.
+        model_name: name of the model or adapter.
+        attributes: further attributes.
+        traceparent: trace context of another engine that gave the request away. None: none.
+    """
+    return tracer.begin(
+        f"{operation} {model_name}",
+        parent=request.part_of,
+        traceparent=traceparent,
+        attributes={
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "trioserve",
+            "gen_ai.request.model": model_name,
+            "gen_ai.response.model": model_name,
+            "trioserve.request.id": request.id,
+            "trioserve.priority": request.priority,
+            **attributes,
+        },
+    )

@@ -16,7 +16,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from trioserve.engine.engine_parts import CacheRelease
-from trioserve.engine.lifecycle.engine_life import EngineLife
+from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["supervise"]
@@ -30,7 +30,7 @@ class Parts(Protocol):
 
 
 PartsType = TypeVar("PartsType", bound=Parts)
-EngineType = TypeVar("EngineType", bound=EngineLife[Any, Any, Any, Any])
+EngineType = TypeVar("EngineType", bound=EngineLifecycle[Any, Any])
 
 
 @enable_ki_protection

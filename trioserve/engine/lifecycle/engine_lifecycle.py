@@ -1,171 +1,176 @@
-"""The life of any engine: it runs, pauses, sleeps, drains, breaks, and is reopened. All faults of an engine end here.
+"""The lifecycle of an engine of any kind, and of its requests.
 
-`EngineShell` and its subclasses define requests, and how a core gets them.
+An engine runs, pauses, sleeps, drains, breaks, and is reopened. All faults of an engine end here. A request enters the
+queue, gets a lease, is prepared, joins the core, and leaves. Every way out of a request leads to one synchronous call,
+`_leave`.
+
+A `Work` knows what the engine computes: texts and pooling, or images.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import trio
 
+from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.local_endpoint import local_dispatch
-from trioserve.contracts.arguments import refuse, to_int
+from trioserve.admission.recent_requests import EndedIds
+from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
+from trioserve.contracts.deadlines import Deadline, passed_message
 from trioserve.contracts.errors import EngineFault, InvalidRequest, RankLost
-from trioserve.contracts.events import FinishReason
-from trioserve.contracts.iterative import IterativeStats
+from trioserve.contracts.events import AbortOutcome, FinishReason
+from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.output import REQUEST_POISONED
-from trioserve.contracts.stats import EngineStats
+from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery
 from trioserve.engine.lifecycle.engine_loop import EngineLoop
 from trioserve.engine.lifecycle.load_changes import LoadChanges
 from trioserve.engine.lifecycle.pausing import PauseState, Pausing
 from trioserve.engine.lifecycle.request_admission import RequestAdmission
-from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope, ScopeState
+from trioserve.engine.lifecycle.request_scope import RequestScope, ScopeState
 from trioserve.engine.lifecycle.requests_by_id import RequestsById
 from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX, Readmission, RestartBudget
 from trioserve.engine.lifecycle.sleeping import LEVELS, Sleeping
 from trioserve.engine.lifecycle.step_gate import StepGate
 from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.work import Guard, Parts, Work
+from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.weight_updates import WEIGHTS_REPLACED, WeightUpdates
 from trioserve.metrics.engine_gauges import ShellGauges
 from trioserve.metrics.registry import Metrics
-from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
+from trioserve.trio_tools.deadline_keeper import Alarm, DeadlineKeeper
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun
 
-__all__ = ["PAUSED", "SERVER_STOPPING", "EngineLife", "Guard"]
+__all__ = ["PAUSED", "SERVER_STOPPING", "EngineLifecycle"]
 
 logger = logging.getLogger(__name__)
 
 SERVER_STOPPING = "server_stopping"
 PAUSED = "paused"
 PAUSE_MODES = ("abort", "wait", "keep")
-
-Guard = Callable[[], Coroutine[Any, Any, None]]
-"""Waits until the processes that compute are lost, also while the engine is idle, and raises the reason."""
+WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended with its partial result"
 
 ScopeT = TypeVar("ScopeT", bound=RequestScope[Any, Any, Any])
-PartT = TypeVar("PartT", bound=RequestPart[Any])
-AskedT = TypeVar("AskedT")
-PartsT = TypeVar("PartsT")
+PartsT = TypeVar("PartsT", bound=Parts)
 
 
 @uninterrupted
-class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
-    """The life of an engine. Every method belongs to the thread of the Trio program that opened the engine.
-
-    The type parameters are: ScopeT, its requests. PartT, the parts of a request. AskedT, what the core gets for a part.
-    PartsT, the parts of the engine that are lost with a fault and rebuilt when it is reopened.
+class EngineLifecycle(Generic[ScopeT, PartsT]):
+    """Runs an engine and its requests. Every method belongs to the thread of the Trio program that opened the engine.
 
     Args:
+        work: what the engine computes.
+        parts: the first parts.
         metrics: registry of the engine's metrics.
         settings: limits of the engine.
         sequences_max: most sequences that run at a time.
+        new_request_id: makes the id of a request whose caller gives none.
         lent_max: further leases for requests that must not wait in the queue.
+
+    Attributes:
+        requests: entered and not left.
+        kept_holds: requests that have left, and whose blocks another engine still has to read.
+        preparing_count: sequences of entered requests that the core does not have yet.
+        weight_updates: replaces the weights.
+        instance: random name of this engine. It stays the same when the engine is reopened.
+        reopens_at: set while the engine is broken or asleep: the earliest time to reopen it.
+        on_fault: passes a fault on to the clients.
+        role: role in KV exchange, shown to routers. None: the engine does not exchange KV with others.
     """
 
-    _delivery: CoreDelivery[ScopeT, PartT, Any, Any]
+    _delivery: CoreDelivery[ScopeT, Any, Any, Any]
     _loop: EngineLoop[Any, Any, Any]
-    _why_no_cache_release: str | None = None  # None: sleep level 1 is possible. A string says why it is not.
-    _guard: Guard | None = None
+    role: EngineRole | None = None
 
-    def __init__(self, *, metrics: Metrics, settings: EngineSettings, sequences_max: int, lent_max: int = 0) -> None:
+    def __init__(
+        self,
+        work: Work[ScopeT, PartsT],
+        parts: PartsT,
+        *,
+        metrics: Metrics,
+        settings: EngineSettings,
+        sequences_max: int,
+        new_request_id: Callable[[], str],
+        lent_max: int = 0,
+    ) -> None:
         self._own_run = OwnRun()
+        self._work = work
         self.metrics = metrics
         self._settings = settings
+        self.tracer: Tracer = NO_TRACER
         self.draining = False
         self.fault: EngineFault | None = None
-        self.on_fault: Callable[[], Awaitable[None]] | None = None  # passes the fault on to the clients
+        self.on_fault: Callable[[], Awaitable[None]] | None = None
         self.step_watch = StepWatch(settings.step_seconds_max)
-        self._requests = RequestsById[ScopeT]()  # entered and not left
-        self._preparing_count = 0
+        self.requests = RequestsById[ScopeT]()
+        self.kept_holds = RequestsById[ScopeT]()
+        self._ended_ids = EndedIds()
+        self._live_max = sequences_max + settings.waiting_requests_max
+        self.preparing_count = 0
         self._leased_count = 0  # sequences among these whose request has its lease
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(sequences_max, settings, lent_max=lent_max)
-        self._admission = RequestAdmission(self.dispatch, metrics)
+        self._admission = RequestAdmission(self.dispatch, metrics, settings, new_request_id)
         self._is_running = False
         self._idle = trio.Event()
-        self._restarts = RestartBudget(settings.restarts_max)
+        self.restarts = RestartBudget(settings.restarts_max)
         self._readmission = Readmission[ScopeT](
             self._begin, end=self._end_poisoned, has_brought=lambda: self._delivery.has_brought
         )
         self._last_fault: EngineFault | None = None  # the engine was reopened after this fault
         self._carried: list[ScopeT] = []  # requests to resume in the reopened engine
         self._reopened = trio.Event()
-        self.reopens_at: float | None = None  # set while the engine is broken or asleep: the earliest time to reopen it
-        self._gate = StepGate()
-        self._pausing = Pausing(self._gate, self._has_begun, self._on_resume)
+        self.reopens_at: float | None = None
+        self.gate = StepGate()
+        self._pausing = Pausing(self.gate, self._has_begun, self._on_resume)
         self._sleeping = Sleeping()
         self._is_paused_by_sleep = False
+        self.weight_updates = WeightUpdates(
+            parts.weights,
+            self._pausing,
+            self.gate,
+            computes=lambda: self._is_running,
+            check_may_replace=self._check_may_replace,
+            end_begun=lambda: self._end_begun(WEIGHTS_REPLACED_MESSAGE, WEIGHTS_REPLACED),
+            take_weights=lambda version, recomputes: work.use_weights(version, recomputes=recomputes),
+            note_ended=self._note_update_ended,
+        )
         self.instance = secrets.token_hex(8)
-        """Random name of this engine. It stays the same when the engine is reopened."""
-        self.load_changes = LoadChanges()
-        self._steps_scope = trio.CancelScope()
         self._outer_error: Exception | None = None  # error of the connector or of the guard
         self._shell_gauges = ShellGauges(metrics)
-
-    # --- different for each kind of engine ---
-
-    @abstractmethod
-    def _install(self, parts: PartsT) -> None:
-        """Use new parts, and forget the previous ones. Calls `_install_loop`."""
-
-    @abstractmethod
-    def _take_down(self) -> Callable[[PartT], AskedT | None]:
-        """Drop the parts that broke.
-
-        Returns:
-            A function that returns, for each part that the core had, how the part continues in the next core. None
-            means that this is unknown, so the request ends with an error.
-        """
-
-    @abstractmethod
-    def _begin_next(self, request: ScopeT) -> None:
-        """Hand the next sequence of a request to the core."""
-
-    @abstractmethod
-    def _set_gauges(self) -> None:
-        """Update the gauges. Called before the metrics are shown."""
-
-    @abstractmethod
-    def abort_all(self, message: str) -> None:
-        """End every request. Each reader gets a last delta with finish reason ABORT and a message, unless it had its
-        last one.
-
-        Args:
-            message: message for the readers.
-        """
-
-    def _ended_given_up(self, choice: PartT) -> bool:
-        """Return True if a sequence was about to end when its core was lost, so that it need not be resumed."""
-        return False
-
-    def _note_leaving(self) -> None:
-        """Notify subscribers that the engine accepts no new requests, or has broken."""
-
-    def _note_broken(self) -> None:
-        """Note that the engine has broken for good. The core will report nothing more."""
-
-    def _note_over(self) -> None:
-        """Note that no more steps will come from these parts, or that the engine drains."""
-        self.load_changes.end()
-
-    @property
-    def _is_busy(self) -> bool:
-        """True while a request is entered, or its blocks are held."""
-        return bool(self._requests)
+        work.attach(self)
+        self._install(parts)
+        self._show_sleep()
+        metrics.on_scrape(self._set_gauges)
 
     # --- running ---
 
-    def _install_loop(self, loop: EngineLoop[Any, Any, Any]) -> None:
-        self._loop = loop
+    def _install(self, parts: PartsT) -> None:
+        """Use new parts, and forget the previous ones."""
+        self._core = parts.core
+        self._connector = parts.connector
+        self._guard = parts.guard
+        self._why_no_cache_release = parts.cache_release if isinstance(parts.cache_release, str) else None
+        self._delivery = self._work.install(parts)
+        self._loop = EngineLoop(
+            parts.core,
+            parts.steps,
+            self._delivery,
+            readers_first=parts.readers_first,
+            when_idle=parts.when_idle,
+            after_step=self._after_step,
+            step_times=self._work.step_times,
+            gate=self.gate,
+        )
         self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()
         self._outer_error = None
@@ -185,10 +190,42 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             task_status: notified when the engine runs.
 
         Raises:
+            StartupError: the connector cannot start.
             EngineFault: the engine broke for good. Every reader has this error, and `on_fault` had up to
                 `grace_seconds_max` to pass it on.
         """
-        await self._run_steps(task_status)
+        connector = self._connector
+        if connector is None:
+            await self._run_steps(task_status)
+            return
+        with errors_unwrapped():
+            async with trio.open_nursery() as nursery:
+                scope = trio.CancelScope()
+                place = await nursery.start(self._run_connector, connector, scope)
+                listens = "" if place is None else f" listens={place}"
+                logger.info("connector runs connector=%s role=%s%s", type(connector).__name__, self.role, listens)
+                # The connector must run until the step in flight is over, because the core may call it.
+                scope.shield = True
+                try:
+                    await self._run_steps(task_status)
+                finally:
+                    scope.cancel()
+
+    async def _run_connector(
+        self, connector: RunningConnector, scope: trio.CancelScope, task_status: trio.TaskStatus[object]
+    ) -> None:
+        try:
+            with scope:
+                await connector.run(task_status=cast(Started, task_status))
+                # The connector broke its contract. Blocks that are held or being loaded still have deadlines.
+                logger.warning("connector ended without a request to stop connector=%s", type(connector).__name__)
+        except Exception as error:
+            if not self._is_running:
+                raise
+            if self.fault is not None:
+                logger.exception("the connector failed beside a step")
+            self._outer_error = error  # raised when the step in flight is over, like the error of a step
+            self._steps_scope.cancel()
 
     async def _run_guard(self, guard: Guard, scope: trio.CancelScope) -> None:
         """Run the guard until its scope is cancelled. Its error stops the steps."""
@@ -235,7 +272,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
                 raise fault from error
             # Log the fault here, where it is handled. The traceback must not live longer, because it refers to the
             # model.
-            logger.exception("the engine broke, and is being reopened restarts=%d", self._restarts.taken_count)
+            logger.exception("the engine broke, and is being reopened restarts=%d", self.restarts.taken_count)
             self._carry_requests(fault)
         finally:
             self._is_running = False
@@ -245,18 +282,18 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
 
     async def _fail(self, fault: EngineFault) -> None:
         """Notify all requests and subscribers that the engine broke for good."""
-        if self._restarts.ended_by:
-            fault.args = (f"{fault}; {self._restarts.ended_by}",)
+        if self.restarts.ended_by:
+            fault.args = (f"{fault}; {self.restarts.ended_by}",)
         self.fault = fault
         self.reopens_at = None
         self._reopened.set()
         self._pausing.end()
         self._sleeping.end()
-        self._note_broken()
+        self.kept_holds.clear()  # no one reports the end of these holds
         self._note_idle()
         self._note_over()
-        self._note_leaving()
-        for request in self._requests:
+        self._work.note_leaving()
+        for request in self.requests:
             request.fail(fault)
         if self.on_fault is not None:
             with trio.move_on_after(self._settings.grace_seconds_max):
@@ -274,12 +311,35 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._pausing.end()
         self._sleeping.end()
         self.abort_all("the engine was closed")
+        self._core.progress(trio.current_time())  # frees blocks that the connector releases at once
+
+    def abort_all(self, message: str, *, hands_over: bool = False) -> None:
+        """End every request and every hold. Each reader gets a last delta with finish reason ABORT, unless it had its
+        last one.
+
+        If another server can resume the request, the delta's stop reason says so.
+
+        Args:
+            message: message for the readers.
+            hands_over: True to give requests away as `Engine.hand_over` does, if the engine has a connector. Blocks of
+                requests that were given away stay held until they are read or the engine is closed.
+        """
+        hands_over = hands_over and self._connector is not None and self.step_watch.overdue() is None
+        for request in self.requests:
+            if hands_over and self._work.gives_away(request):
+                continue
+            stop_reason = SERVER_STOPPING if request.is_resumable else None
+            self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
+            self._delivery.end_holds(request)
+        for request in self.kept_holds:
+            if not (hands_over and self._work.gives_away(request)):
+                self._delivery.end_holds(request)
 
     # --- reopened after a fault ---
 
     def _is_to_be_reopened(self, fault: EngineFault, *, has_progress: bool) -> bool:
         now = trio.current_time()
-        seconds = self._restarts.take(now, has_progress=has_progress)
+        seconds = self.restarts.take(now, has_progress=has_progress)
         if seconds is None:
             return False
         self.reopens_at = now + seconds
@@ -299,15 +359,17 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._reopened = trio.Event()
         suspect_ids = delivery.ids_in_flight()
         choices = delivery.give_up()
-        continued = self._take_down()
+        continued = self._work.continued()
+        self.kept_holds.clear()
+        self._install(self._work.no_parts())
         self._note_over()
         self.step_watch.forget(trio.current_time())
-        requests: dict[ScopeT, list[tuple[PartT, AskedT]]] = {}
+        requests: dict[ScopeT, list[tuple[Any, Any]]] = {}
         lost: list[ScopeT] = []
         for choice in choices:
             request: ScopeT = choice.request
             carried = requests.setdefault(request, [])
-            if choice.is_ended or request.scope is ScopeState.LEFT or self._ended_given_up(choice):
+            if choice.is_ended or request.scope is ScopeState.LEFT:
                 continue
             goes_on = continued(choice)
             if goes_on is None:
@@ -335,7 +397,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         """End a request that broke the engine: all failed steps had it, and one of them had no other request."""
         logger.error("request ended: it was in %d steps that failed request=%s", request.fault_count, request.id)
         self.metrics.requests_poisoned_total.inc()
-        self._restarts.forgive(request.fault_count)
+        self.restarts.forgive(request.fault_count)
         message = (
             f"the engine broke {request.fault_count} times in steps that computed this request, also in a step that "
             f"computed nothing else; it was ended so that other requests continue: {self._last_fault}"
@@ -354,6 +416,8 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             parts: the new parts.
         """
         assert self.reopens_at is not None, "the engine did not break"
+        if self.weight_updates.install(parts.weights):
+            self._work.use_weights(None)
         self._install(parts)
         self.reopens_at = None
 
@@ -374,6 +438,8 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
 
     def _begin_carried(self) -> None:
         carried, self._carried = self._carried, []
+        for request in carried:
+            request.use_weights(self.weight_updates.version)
         self._readmission.start(carried)
         self._reopened.set()
         if self.sleep_level:
@@ -384,10 +450,17 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         while request.upcoming and request.core_count < request.sequence_count:
             self._begin_next(request)
 
+    def _begin_next(self, request: ScopeT) -> None:
+        """Hand the next sequence of a request to the core."""
+        choice, sequence = request.upcoming.popleft()
+        self._core.add(sequence)
+        self._delivery.add(choice)
+
     async def keep_deadlines(self) -> None:
-        """End requests whose deadline has passed. This is the engine's second task, and runs until it is cancelled."""
+        """End requests whose deadline has passed, and run the tasks of the engine's work, until this is cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.dispatch.run)
+            for run in (*self._work.tasks, self.dispatch.run):
+                nursery.start_soon(run)
             await self._deadline_keeper.run()
 
     @property
@@ -411,21 +484,17 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._pausing.end()
         self.dispatch.drain()
         self._note_over()
-        self._note_leaving()
-        for request in self._requests:
+        self._work.note_leaving()
+        for request in self.requests:
             if request.has_begun and not request.has_run:
                 self._delivery.end(request, FinishReason.ABORT)
                 request.fail(self._admission.refused_draining())
-        self._end_begun_unless_it_goes_on()
+        self._end_begun_if_blocked()
 
-    def _end_begun_unless_it_goes_on(self) -> None:
+    def _end_begun_if_blocked(self) -> None:
         """End begun requests if they cannot continue, because the server is shutting down."""
-        if not self._gate.is_open:
+        if not self.gate.is_open and not self.weight_updates.is_under_way:
             self._end_begun("the server is shutting down, and its engine is paused", SERVER_STOPPING)
-
-    @abstractmethod
-    def stats(self) -> EngineStats | IterativeStats:
-        """Return counts from the core."""
 
     async def wait_until_idle(self) -> None:
         """Wait until no request is entered, no block is held for another engine, and all KV blocks are free.
@@ -448,8 +517,18 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         """True if the core still has sequences, including sequences whose readers left during the step in flight."""
         if not self._is_running or self.fault is not None:
             return False
-        stats = self.stats()
-        return stats.running_count + stats.waiting_count > 0
+        stats = self._core.stats()
+        return bool(stats.running_count + stats.waiting_count > 0)
+
+    @property
+    def _is_busy(self) -> bool:
+        """True while a request is entered, or its blocks are held."""
+        return bool(self.requests or self.kept_holds)
+
+    def _note_over(self) -> None:
+        """Note that no more steps will come from these parts, or that the engine drains."""
+        self.load_changes.end()
+        self._work.note_over()
 
     def _note_idle(self) -> None:
         if not (self._idle.is_set() or self._is_busy or self._computes):
@@ -514,7 +593,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
     @property
     def has_half_weights(self) -> bool:
         """True after an update of the weights failed halfway. Nothing is computed until another update is complete."""
-        return False
+        return self.weight_updates.is_half
 
     @property
     def is_paused(self) -> bool:
@@ -560,10 +639,19 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             raise self.fault
 
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
-        if not self.sleep_level:
-            await self._pause_for_sleep(mode)
-            if self._pausing.state is PauseState.PAUSED and not self.sleep_level:
-                self._fall_asleep(level)
+        async with self.weight_updates.turn:
+            if mode == "wait" and self.weight_updates.is_half and self._has_begun():
+                # Sleeping would block the update without which these requests cannot end.
+                raise InvalidRequest(
+                    "an update of the weights failed halfway, so begun requests cannot end: update the weights first, "
+                    "or sleep with another mode",
+                    param="mode",
+                )
+            self._check_may_pause(mode)  # an engine that started to drain meanwhile must finish its requests
+            if not self.sleep_level:
+                await self._pause_for_sleep(mode)
+                if self._pausing.state is PauseState.PAUSED and not self.sleep_level:
+                    self._fall_asleep(level)
 
     async def _pause_for_sleep(self, mode: str) -> None:
         if self._pausing.state is PauseState.RUNS:
@@ -642,10 +730,10 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             raise self._admission.refused_draining()
 
     def _has_begun(self) -> bool:
-        return any(request.has_begun for request in self._requests)
+        return any(request.has_begun for request in self.requests)
 
     def _end_begun(self, message: str, stop_reason: str) -> None:
-        for request in self._requests:
+        for request in self.requests:
             if request.has_begun:
                 self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
 
@@ -654,7 +742,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self.load_changes.note()
         self.wake()
 
-    async def _wait_until_admitted(self) -> None:
+    async def wait_until_admitted(self) -> None:
         """Wait until new requests are computed, or the engine accepts no more requests."""
         while self._pausing.holds_up or self.reopens_at is not None:
             if self.draining or self.fault is not None:
@@ -663,30 +751,240 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             if self.reopens_at is not None:
                 await self._reopened.wait()
 
+    # --- weights ---
+
+    def _check_may_replace(self) -> None:
+        """Raise the refusal if the weights cannot be replaced now."""
+        if self.fault is not None:
+            raise self.fault
+        if self.draining:
+            raise self._admission.refused_draining()
+        if self.sleep_level:
+            raise InvalidRequest("the engine sleeps, and its weights cannot be replaced: wake it up first")
+        if not self._is_running:
+            raise self._admission.refused_reopening()
+
+    def _note_update_ended(self) -> None:
+        if self.draining:
+            self._end_begun_if_blocked()
+        self.load_changes.note()
+
     # --- what it shows ---
 
     def _waiting_since(self) -> float | None:
         """Return when the oldest unfinished request entered, or None if there is none, or if steps are blocked."""
-        if not self._gate.is_open:
+        if not self.gate.is_open:
             return None
-        return min((request.entered_at for request in self._requests if not request.is_finished), default=None)
+        return min((request.entered_at for request in self.requests if not request.is_finished), default=None)
 
-    def _show_shell(self, *, running_count: int, waiting_count: int, deferred_count: int) -> None:
-        """Update the gauges that every engine has.
-
-        Args:
-            running_count: sequences that run.
-            waiting_count: sequences that wait in the core.
-            deferred_count: sequences among these that wait for something else than free blocks or slots.
-        """
+    def _set_gauges(self) -> None:
+        """Update the gauges. Called before the metrics are shown."""
         now = trio.current_time()
+        stats = self._core.stats()
+        deferred_count = self._work.show(stats)
         self._shell_gauges.show(
-            running_count=running_count,
-            waiting_count=waiting_count + self._preparing_count,
+            running_count=stats.running_count,
+            waiting_count=stats.waiting_count + self.preparing_count,
             deferred_count=deferred_count + self._leased_count,
-            live_count=len(self._requests),
+            live_count=len(self.requests),
             task_count=trio.lowlevel.current_statistics().tasks_living,
             step_seconds=self.step_watch.age_seconds(now),
             step_seconds_max=self.step_watch.seconds_max,
             no_progress_seconds=self.step_watch.idle_seconds(now, self._waiting_since()),
         )
+
+    # --- requests ---
+
+    async def _submit(self, request: ScopeT) -> None:
+        """Enter the queue, wait for a lease, prepare, and hand the sequences to the core. If it raises, nothing is
+        held.
+        """
+        count = request.sequence_count
+        self._work.check(request)
+        self._check_open(count)
+        admission = self._admission.begin(request)
+        request.on_gone = lambda: self._leave_queue(request, admission)
+        self.requests.add(request)
+        try:  # from here on an error must release something
+            request.choices = self._work.begin(request, is_waiting=admission.is_waiting)
+            request.begin_next = lambda: self._begin_next(request)
+            self._set_alarms(request)
+            self.preparing_count += count
+            self.load_changes.note()
+            try:
+                with request.preparation:
+                    await self._admission.lease(request, admission)
+                    request.is_leased = True
+                    self._leased_count += count
+                    request.trace.leased()
+                    await self._work.prepare(request)
+                    if not request.is_finished:  # a resumed response that is already complete needs no computation
+                        await self.wait_until_admitted()
+            finally:
+                self.preparing_count -= count
+                self._leased_count -= count if request.is_leased else 0
+                self.load_changes.note()
+            if request.is_finished:
+                return  # It was aborted meanwhile, and its reader gets the final delta.
+            if not self._is_open:
+                raise self.fault or self._admission.refused_draining()
+            request.use_weights(self.weight_updates.version)
+            sequences = self._work.sequences(request)
+            choices = [choice for choice in request.choices if not choice.is_ended]
+            request.upcoming.extend(zip(choices, sequences, strict=True))
+            self._readmission.admit(request)
+        except BaseException:
+            self._leave(request)
+            raise
+        self._loop.wake()
+
+    def _leave(self, request: ScopeT) -> None:
+        """Leave a request's scope: abort what runs, end or keep its holds, and release what it has.
+
+        This synchronous call is the only way out.
+        """
+        self._delivery.end(request, FinishReason.ABORT)
+        request.cancel_alarms()
+        if self._work.keeps_hold(request) and self.fault is None:
+            self.kept_holds.add(request)
+            request.on_released = lambda: self._forget_hold(request)
+        else:
+            self._delivery.end_holds(request)
+            self._work.note_left(request)
+        self.requests.remove(request)
+        self._ended_ids.note(request.id, request.owner)
+        if self.fault is not None:
+            request.trace.freed()  # a broken core reports nothing more
+            self._work.release(request)
+        request.trace.left(
+            prompt_tokens=request.prompt_token_count,
+            completion_tokens=request.completion_token_count,
+            cached_tokens=request.cached_token_count,
+        )
+        self.load_changes.note()
+        self._note_idle()
+
+    def _forget_hold(self, request: ScopeT) -> None:
+        """Forget a request that has left, because its blocks are not held any more."""
+        if self.fault is None:
+            self.kept_holds.remove(request)
+            self._work.note_left(request)
+            self._note_idle()
+
+    def _leave_queue(self, request: ScopeT, admission: AdmissionScope) -> None:
+        """Return the place in the queue or the lease, because the core has no part of the request any more."""
+        if admission.is_queued:
+            self._delivery.note_left_queue(request.sequence_count)
+        self.dispatch.leave(admission)
+        self._work.release(request)
+        request.trace.freed()
+        self._readmission.look()
+        self._pausing.look()
+
+    def abort(
+        self,
+        request_ids: Iterable[str],
+        reason: FinishReason = FinishReason.ABORT,
+        *,
+        owner: str | None = None,
+        min_age_seconds: float = 0.0,
+    ) -> dict[str, AbortOutcome]:
+        """End requests by the ids that their callers gave. Never waits.
+
+        A reader gets the deltas that came before, and then a last delta with the reason. Blocks are free at once, or
+        right after the step in flight. For a finished request whose blocks are held, the connector is notified, and
+        releases the blocks in its own time.
+
+        Args:
+            request_ids: ids of requests. A single string is one id. An unknown id is not an error.
+            reason: finish reason of the last delta.
+            owner: abort only requests of this user. Requests of others are reported as unknown. None: all requests.
+            min_age_seconds: abort only requests that were entered at least this long ago. Younger requests with the
+                same id continue.
+
+        Returns:
+            The outcome per id.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type. Then no request was ended.
+        """
+        self._own_run.check("engine.abort")
+        if isinstance(request_ids, str):  # otherwise each letter would be an id
+            request_ids = (request_ids,)
+        request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
+        reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
+        outcomes = {}
+        entered_before = trio.current_time() - min_age_seconds
+        for request_id in dict.fromkeys(request_ids):
+            requests = [
+                request
+                for request in (*self.requests.of(request_id), *self.kept_holds.of(request_id))
+                if owner in (None, request.owner) and (not min_age_seconds or request.entered_at <= entered_before)
+            ]
+            unfinished = [request for request in requests if not request.is_finished]
+            for request in unfinished:
+                self._delivery.end_with_final_delta(request, reason, "the request was aborted by its id")
+            for request in requests:
+                self._delivery.end_holds(request)
+            if unfinished:
+                outcomes[request_id] = AbortOutcome.ABORTED
+            elif requests or self._ended_ids.knows(request_id, owner=owner):
+                outcomes[request_id] = AbortOutcome.ALREADY_FINISHED
+            else:
+                outcomes[request_id] = AbortOutcome.UNKNOWN
+        return outcomes
+
+    def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
+        """Call a function at a given time, from the engine's task for deadlines.
+
+        Args:
+            at: time of Trio's clock.
+            function: must not wait or raise.
+
+        Returns:
+            An alarm that can be cancelled.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type.
+        """
+        at = to_float("at", at)
+        if math.isnan(at):
+            refuse("at", at, "a time of Trio's clock")
+        if not callable(function):
+            refuse("function", function, "a function without parameters")
+        return self._deadline_keeper.set(at, function)
+
+    async def wait_until_open(self) -> None:
+        """Wait until new requests are admitted. Raises the refusal if the engine is closed."""
+        await self.wait_until_admitted()
+        if not self._is_open:
+            raise self.fault or self._admission.refused_draining()
+
+    def _check_open(self, count: int) -> None:
+        if self.fault is not None:
+            raise self.fault
+        if self.reopens_at is not None and not self.draining:
+            if not self.sleep_level:
+                raise self._admission.refused_reopening()
+        elif not self._is_open:
+            raise self._admission.refused_draining()
+        overdue = self.step_watch.overdue()
+        if overdue is not None:
+            raise self._admission.refused_overdue(overdue)
+        if count > self._live_max:
+            raise InvalidRequest(
+                f"n is {count}, but at most {self._live_max} {self._work.part_name} may run and wait here", param="n"
+            )
+
+    def _set_alarms(self, request: ScopeT) -> None:
+        for deadline in Deadline:
+            seconds = request.deadlines.seconds(deadline)
+            if seconds is not None:
+                on_deadline = functools.partial(self._pass_deadline, request, deadline, seconds)
+                request.alarms[deadline] = self._deadline_keeper.set(request.entered_at + seconds, on_deadline)
+
+    def _pass_deadline(self, request: ScopeT, deadline: Deadline, seconds: float) -> None:
+        if not request.is_finished:
+            self.metrics.deadlines_passed_total.labels(deadline.value).inc()
+            message = passed_message(deadline, seconds, self._settings.deadlines_max)
+            self._delivery.end_with_final_delta(request, FinishReason.DEADLINE, message, stop_reason=deadline.value)

@@ -1,0 +1,301 @@
+"""The work of an engine for text: requests for text and pooling, from their check to their release.
+
+`EngineLifecycle` runs the engine. It calls this work when a request enters, gets its lease, begins, and leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from trioserve.admission.image_decoder import ImageDecoder
+from trioserve.admission.prompt_encoder import PromptEncoder
+from trioserve.admission.text_threads import TextRunner, TextThreads
+from trioserve.contracts.errors import Overloaded
+from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.prompt import ChatPrompt
+from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.resume import Resume
+from trioserve.contracts.stats import EngineStats
+from trioserve.contracts.tracing import NO_TRACER
+from trioserve.core.settings import CoreSettings
+from trioserve.engine.adapters import Adapters
+from trioserve.engine.connector_metrics import show_connector
+from trioserve.engine.delivery import Delivery
+from trioserve.engine.engine_parts import EngineParts, no_parts
+from trioserve.engine.guide_preparation import GuidePreparation
+from trioserve.engine.image_encoding import ImageEncoding
+from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.lifecycle.request_trace import (
+    NO_TRACE,
+    RequestTrace,
+    SpannedRequest,
+    request_span,
+    sampling_attributes,
+)
+from trioserve.engine.lifecycle.step_times import StepTimes
+from trioserve.engine.lifecycle.work import Host
+from trioserve.engine.live_feed import EngineLook, LiveFeed
+from trioserve.engine.model_description import ModelDescription
+from trioserve.engine.open_request import Choice, OpenRequest
+from trioserve.engine.pooling_preparation import check_can_be_pooled, check_can_generate, pooling_sequences
+from trioserve.engine.pooling_request import PoolingRequest
+from trioserve.engine.request_preparation import RequestPreparation
+from trioserve.engine.settings import EngineSettings
+from trioserve.metrics.engine_gauges import EngineGauges
+from trioserve.metrics.registry import Metrics
+from trioserve.text.guide_factory import GuideFactory
+from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.media_fetcher import MediaFetcher
+from trioserve.vision.image_prompt import ImageReader
+
+__all__ = ["TextWork"]
+
+
+@uninterrupted
+class TextWork:
+    """The `Work` of an engine for text. `Engine` documents the arguments."""
+
+    part_name = "sequences"
+
+    def __init__(
+        self,
+        *,
+        model: ModelDescription,
+        core_settings: CoreSettings,
+        tokenizer: Tokenizer,
+        text_threads: TextThreads,
+        metrics: Metrics,
+        settings: EngineSettings,
+        role: EngineRole | None,
+        families: ResponseFamilies,
+        guides: GuideFactory | None,
+        image_decoder: ImageDecoder | None,
+        media: MediaFetcher | None,
+        adapters: Adapters,
+    ) -> None:
+        self.model = self._first_model = model
+        self.metrics = metrics
+        self.tokenizer = tokenizer
+        self.families = families
+        self.adapters = adapters
+        self.role = role
+        self.step_times = StepTimes()
+        self.tasks: Sequence[Callable[[], Awaitable[None]]] = (adapters.keep,)
+        self.kv_events: KvEvents | None = None
+        self._core_settings = core_settings
+        self._settings = settings
+        self._text_threads = text_threads
+        self._image_reader: ImageReader | None = None
+        self.images: ImageEncoding | None = None
+        if model.images is not None:
+            assert image_decoder is not None, "the model reads images, and there is no decoder for them"
+            self._image_reader = ImageReader(model.images, image_decoder.limits)
+            self.images = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
+        self.prompts = self.encoder(text_threads, media)
+        self._preparation = RequestPreparation(model, tokenizer, role=role)
+        self.guides = GuidePreparation(guides, text_threads, metrics)
+        self._forget_connector: Callable[[], None] = lambda: None
+
+    # --- the parts ---
+
+    def attach(self, engine: Host) -> None:
+        self._engine = engine
+        self.live_feed = LiveFeed(
+            self.model,
+            engine.requests,
+            engine.kept_holds,
+            self.metrics,
+            self.step_times,
+            self._look,
+            trio.current_time(),
+        )
+
+    def install(self, parts: EngineParts) -> Delivery:
+        core, connector, metrics = parts.core, parts.connector, self.metrics
+        if self.images is not None:
+            self.images.encoder = parts.image_encoder
+        self._core = core
+        self._delivery = Delivery(
+            core,
+            metrics,
+            wake=self._engine.wake,
+            step_watch=self._engine.step_watch,
+            cancels=self.live_feed,
+            weight_version=self._engine.weight_updates.stamped_version,
+        )
+        self.live_feed.install(core, connector)
+        if self._settings.kv_events_max:
+            self.kv_events = KvEvents(
+                core.cache,
+                model=self.model.name,
+                block_size=core.settings.block_size,
+                window_tokens=core.settings.window_tokens,
+                events_max=self._settings.kv_events_max,
+            )
+        self._gauges = EngineGauges(metrics, core.stats())
+        self._forget_connector()
+        self._forget_connector = (lambda: None) if connector is None else show_connector(metrics, connector.counts)
+        self.show_weights()
+        return self._delivery
+
+    def no_parts(self) -> EngineParts:
+        return no_parts(self._core_settings)
+
+    def continued(self) -> Callable[[Choice], EngineRequest | None]:
+        lives = {live.request.id: live for live in self._core.live_requests()}
+
+        def continued(choice: Choice) -> EngineRequest | None:
+            live = lives.get(choice.sequence_id)
+            count = choice.output.token_count
+            if live is None or (count and count >= live.request.output_tokens_max):
+                return None
+            known = live.tokens[live.prompt_count :][:count]
+            return self._preparation.continued(choice.request, live.request, known)
+
+        return continued
+
+    def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
+        if version is None:
+            self.model = self._first_model
+            return
+        self.model = self._first_model.with_weights(version)
+        if recomputes:
+            self._core.preempt_all(trio.current_time())
+        for request in self._engine.requests:
+            request.use_weights(version)
+        self._delivery.use_weights(version)
+        self.show_weights()
+
+    def show_weights(self) -> None:
+        self.metrics.weights_info.clear()
+        self.metrics.weights_info.labels(self._engine.weight_updates.shown_version).set(1)
+
+    # --- a request ---
+
+    def check(self, request: OpenRequest) -> None:
+        if isinstance(request, PoolingRequest):
+            check_can_be_pooled(self.model, request.params, request.inputs)
+        else:
+            check_can_generate(self.model)
+            self._preparation.check(request)
+
+    def begin(self, request: OpenRequest, *, is_waiting: bool) -> list[Choice]:
+        request.trace = self._trace(request)
+        if request.adapter is not None:
+            request.adapter_lease = self.adapters.acquire(request.adapter)
+            request.adapter_digest = request.adapter_lease.ref.digest
+        return self._preparation.new_choices(request)
+
+    async def prepare(self, request: OpenRequest) -> None:
+        try:
+            await self._prepare_in_turn(request)
+        except Overloaded as refusal:
+            self.metrics.requests_rejected_total.labels(refusal.reason).inc()
+            raise
+
+    async def _prepare_in_turn(self, request: OpenRequest) -> None:
+        """Do the costly preparation before the core gets the request. Each stage takes tenants in turn."""
+        request.guides = await self.guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
+        prompts = self.prompts.within(self._text_threads.of_tenant(request.tenant))
+        await request.tokenize(prompts)
+        if request.resume is not None:
+            await self._take_known(request, request.resume, prompts)
+        if self.images is not None and request.images:
+            self._preparation.check_room(request)
+            await self._engine.wait_until_admitted()
+            await self.images.prepare(request)
+
+    def sequences(self, request: OpenRequest) -> list[EngineRequest]:
+        sequences = (
+            pooling_sequences(self.model, request)
+            if isinstance(request, PoolingRequest)
+            else self._preparation.sequences(request)
+        )
+        request.trace.prepared(request.prompt_token_count)
+        return sequences
+
+    def release(self, request: OpenRequest) -> None:
+        if self.images is not None:
+            self.images.release(request)  # so that other requests can use the memory of the embeddings
+        lease, request.adapter_lease = request.adapter_lease, None
+        if lease is not None:
+            self.adapters.release(lease)
+
+    def keeps_hold(self, request: OpenRequest) -> bool:
+        return request.is_hold_kept and request.is_held
+
+    def gives_away(self, request: OpenRequest) -> bool:
+        if request.is_given_away:
+            return True
+        return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
+
+    async def _take_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
+        """Put the choices into the state after their known tokens, in this thread if that is short, otherwise in a text
+        thread.
+        """
+        known = self._preparation.resumed_output(request, resume)
+        request.take_known(await prompts.run(known.choices, size=known.size))
+        self.metrics.resumed_requests_total.inc()
+        self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
+        if request.is_finished:
+            request.on_gone()  # no output is left to compute
+
+    def encoder(self, texts: TextRunner, media: MediaFetcher | None = None) -> PromptEncoder:
+        model = self.model
+        return PromptEncoder(
+            self.tokenizer,
+            texts,
+            vocab_size=model.vocab_size,
+            context_tokens_max=model.context_tokens_max,
+            tool_family=self.families.tool_family,
+            images=self._image_reader,
+            media=media,
+        )
+
+    def _trace(self, request: OpenRequest) -> RequestTrace:
+        """Begin the trace of a request that has entered the queue."""
+        if self._engine.tracer is NO_TRACER:
+            return NO_TRACE
+        is_pooling = isinstance(request, PoolingRequest)
+        operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
+        span = request_span(
+            self._engine.tracer,
+            request,
+            "embeddings" if is_pooling else operation,
+            model_name=request.adapter or self.model.name,
+            attributes={} if is_pooling else sampling_attributes(request.sampling),
+            traceparent=None if request.kv_transfer is None else request.kv_transfer.traceparent,
+        )
+        return SpannedRequest(span, is_pooling=is_pooling) if span.is_recording else NO_TRACE
+
+    async def _wait_until_open(self) -> None:
+        await self._engine.wait_until_open()
+
+    # --- observers ---
+
+    def note_left(self, request: OpenRequest) -> None:
+        self.live_feed.note_left(request)
+
+    def note_leaving(self) -> None:
+        self.live_feed.leave()
+
+    def note_over(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.end()
+
+    def show(self, stats: EngineStats) -> int:
+        self._gauges.show(stats, held_count=self._delivery.held_count)
+        return stats.remote_kv_count
+
+    def _look(self) -> EngineLook:
+        return EngineLook(
+            is_draining=self._engine.draining,
+            restarts=self._engine.restarts.taken_count,
+            preparing_count=self._engine.preparing_count,
+            held_count=self._delivery.held_count,
+            role=self.role,
+        )
