@@ -33,7 +33,7 @@ from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.guide_preparation import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.lifecycle.supervisor import supervise
-from trioserve.engine.mask_thread import MaskThread
+from trioserve.engine.mask_rows import MaskThread
 from trioserve.engine.model_description import PoolingModel
 from trioserve.metrics.registry import Metrics
 from trioserve.model.diffusion.directory import is_image_model

@@ -18,11 +18,9 @@ from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterTarget
+from trioserve.engine.between_steps import SentWeights, ThreadedImageEncoder, ThreadedWeights, WrittenWeights
 from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
-from trioserve.engine.lifecycle.engine_loop import StepRunner, ThreadedExecutor, WhenIdle
-from trioserve.engine.lifecycle.launched_steps import LaunchedSteps
-from trioserve.engine.threaded_image_encoder import ThreadedImageEncoder
-from trioserve.engine.threaded_weights import SentWeights, ThreadedWeights, WrittenWeights
+from trioserve.engine.lifecycle.engine_loop import LaunchedSteps, StepRunner, ThreadedExecutor, WhenIdle
 from trioserve.engine.weight_updates import WeightTarget
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.settings import DraftSettings

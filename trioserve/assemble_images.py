@@ -21,7 +21,7 @@ from trioserve.contracts.image_generation import ImageModelDescription, ImageReq
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.engine.images.image_engine import ImageEngine
-from trioserve.engine.images.image_parts import ImageParts
+from trioserve.engine.images.image_work import ImageParts
 from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics

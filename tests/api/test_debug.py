@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from trioserve.engine.lifecycle.step_trace import step_trace
+from trioserve.engine.lifecycle.step_times import step_trace
 from trioserve.testing.memory_router import open_memory_router
 from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.task_tree import task_tree

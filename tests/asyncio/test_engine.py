@@ -34,8 +34,8 @@ from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
 from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
-from trioserve.engine.images.image_stream import ImageStream as TrioImageStream
-from trioserve.engine.pooling_stream import PoolingStream as TrioPoolingStream
+from trioserve.engine.images.image_engine import ImageStream as TrioImageStream
+from trioserve.engine.request_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.testing.fake_engine import InjectedFault, open_fake_engine
 from trioserve.text.output import merge
@@ -48,6 +48,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 NOT_FOR_PROGRAMS = {
     # for other packages
     *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing", "sleep_on"),
+    *("wait_until_admitted", "wait_until_open"),
 }
 
 

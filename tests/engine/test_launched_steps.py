@@ -16,8 +16,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.lifecycle.engine_loop import EngineLoop
-from trioserve.engine.lifecycle.launched_steps import LaunchedSteps
+from trioserve.engine.lifecycle.engine_loop import EngineLoop, LaunchedSteps
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_idle
 from trioserve.trio_tools.worker_thread import WorkerThread

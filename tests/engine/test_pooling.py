@@ -21,7 +21,7 @@ from trioserve.contracts.events import AbortOutcome
 from trioserve.contracts.pooling import LabelledPrompt, Pooling, PoolingParams, PoolingResult, TextPair
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.pooling_preparation import check_can_be_pooled, check_can_generate
+from trioserve.engine.pooling_request import check_can_be_pooled, check_can_generate
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeModel
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from trioserve.contracts.resume import Resume
     from trioserve.contracts.sampling import SamplingParams
     from trioserve.engine.engine import Engine
-    from trioserve.engine.pooling_stream import PoolingStream
-    from trioserve.engine.request_stream import RequestStream
+    from trioserve.engine.request_stream import PoolingStream, RequestStream
     from trioserve.http.exchange import Exchange
     from trioserve.store.store import Store
 

@@ -13,7 +13,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine as TrioEngine
 from trioserve.engine.images.image_engine import ImageEngine as TrioImageEngine
 from trioserve.engine.model_description import ModelDescription
-from trioserve.engine.part_stream import PartStream
+from trioserve.engine.request_stream import PartStream
 
 __all__ = ["Engine", "in_a_thread", "ImageEngine"]
 

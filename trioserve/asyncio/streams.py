@@ -13,11 +13,11 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
-from trioserve.engine.images.image_stream import ImageStream as TrioImageStream
-from trioserve.engine.images.image_stream import images_of
+from trioserve.engine.images.image_engine import ImageStream as TrioImageStream
+from trioserve.engine.images.image_engine import images_of
 from trioserve.engine.images.open_image import merge as merge_images
-from trioserve.engine.lifecycle.error_of_end import error_of
-from trioserve.engine.pooling_stream import PoolingStream as TrioPoolingStream
+from trioserve.engine.lifecycle.scope_stream import error_of
+from trioserve.engine.request_stream import PoolingStream as TrioPoolingStream
 from trioserve.engine.request_stream import RequestStream as TrioStream
 from trioserve.text.output import merge
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.engine.lifecycle.step_trace import step_trace
+from trioserve.engine.lifecycle.step_times import step_trace
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:

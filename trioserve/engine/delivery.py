@@ -33,8 +33,7 @@ from trioserve.engine.lifecycle.core_delivery import CoreDelivery, WatchesCancel
 from trioserve.engine.lifecycle.request_scope import ScopeState
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.open_request import Choice, OpenRequest
-from trioserve.engine.request_metrics import WHOLE, RequestMetrics
-from trioserve.engine.token_timings import TokenTimings
+from trioserve.engine.request_metrics import WHOLE, RequestMetrics, TokenTimings
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["Delivery"]

@@ -51,20 +51,18 @@ from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_admission import new_request_id
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest, view_of
-from trioserve.engine.part_stream import PartStream
-from trioserve.engine.pooling_preparation import (
+from trioserve.engine.pooling_request import (
+    PoolingRequest,
     checked_inputs,
     name_of_input,
 )
-from trioserve.engine.pooling_request import PoolingRequest
-from trioserve.engine.pooling_stream import PoolingStream
 from trioserve.engine.request_preparation import (
     checked_kv_transfer,
     checked_prompt,
     instance_of,
     text_or_none,
 )
-from trioserve.engine.request_stream import RequestStream
+from trioserve.engine.request_stream import PartStream, PoolingStream, RequestStream
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.text_work import TextWork
 from trioserve.engine.weight_updates import GivenSource, WeightTarget

@@ -30,7 +30,7 @@ from trioserve.contracts.version import VERSION
 from trioserve.core.engine import EngineCore
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.request_state import RequestStatus
-from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.request_scope import RequestsById
 from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest

@@ -1,7 +1,7 @@
 """The engine's side of a request for text: its options, its choices, and the output that its reader has received.
 
-lifecycle/request_scope.py has the part that is common to all requests. pooling_request.py has pooling requests.
-Unread output is bounded by the length of the response.
+lifecycle/request_scope.py has the part that is common to all requests. pooling_request.py has pooling requests. Unread
+output is bounded by the length of the response.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from trioserve.core.adapters import AdapterLease
 from trioserve.core.encoder_outputs import OutputClaim
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.request_state import RequestStatus
-from trioserve.engine.given_output import GivenOutput
 from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
-from trioserve.engine.resumed_output import ResumedChoice
+from trioserve.engine.resumed_output import GivenOutput, ResumedChoice
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.sequence_guide import SequenceGuide

@@ -1,16 +1,28 @@
-"""The caller's side of a request for text."""
+"""The caller's side of a request for text or pooling, and the parts of a chat response."""
 
 from __future__ import annotations
 
-from trioserve.contracts.events import TokenLogprob
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from trioserve.contracts.arguments import refuse
+from trioserve.contracts.events import FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
+from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.weights import WeightVersions
-from trioserve.engine.lifecycle.scope_stream import ScopeStream
+from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of
 from trioserve.engine.open_request import OpenRequest
+from trioserve.engine.pooling_request import PoolingRequest
+from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.offered_tools import offered_tools
+from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.trio_tools.interrupts import uninterrupted
+from trioserve.trio_tools.own_run import OwnRun
 
-__all__ = ["RequestStream"]
+__all__ = ["RequestStream", "PoolingStream", "ChoiceParts", "PartStream", "ReadStream"]
 
 
 @uninterrupted
@@ -135,3 +147,140 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
     def drop_hold(self) -> None:
         """End the hold when the scope is left, because no other engine was notified how to read the blocks."""
         self._request.is_hold_kept = False
+
+
+@uninterrupted
+class PoolingStream(RequestStream):
+    """The results of a pooled request: `vectors = await engine.embed(texts)`.
+
+    To see its progress and its token counts, use `async with engine.embed(texts) as stream: vectors = await
+    stream.results()`.
+
+    Entering raises the errors of `RequestStream`. Iteration yields one delta per input, in the order in which the
+    inputs end, with the input's index and its finish reason. `results` does this iteration itself.
+    """
+
+    def __init__(
+        self,
+        request: PoolingRequest,
+        *,
+        submit: Callable[[OpenRequest], Awaitable[None]],
+        leave: Callable[[OpenRequest], None],
+        own_run: OwnRun,
+    ) -> None:
+        super().__init__(request, submit=submit, leave=leave, own_run=own_run)
+        self._inputs = request
+
+    def __await__(self) -> Generator[Any, Any, tuple[PoolingResult, ...]]:
+        return self._all().__await__()
+
+    async def _all(self) -> tuple[PoolingResult, ...]:
+        async with self:
+            return await self.results()
+
+    async def results(self) -> tuple[PoolingResult, ...]:
+        """Wait for the results of all inputs.
+
+        Returns:
+            One result per input, in the order of the inputs.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: an input ended without a result. The first such input
+                decides.
+            EngineFault: the engine broke.
+        """
+        async for delta in self:
+            if (error := error_of(delta)) is not None:
+                raise error
+        return self.pooled
+
+    @property
+    def pooled(self) -> tuple[PoolingResult, ...]:
+        """Results of a stream that was read to its end without an error, in the order of the inputs."""
+        found = tuple(choice.pooled for choice in self._inputs.choices if choice.pooled is not None)
+        assert len(found) == len(self._inputs.inputs), "an input has no result"
+        return found
+
+    @property
+    def input_token_counts(self) -> tuple[int, ...]:
+        """Tokens of each input. Available after entering."""
+        return self._inputs.input_token_counts
+
+
+class ReadStream(Protocol):
+    """The interface of `RequestStream` that `PartStream` needs, for Trio and asyncio."""
+
+    def __anext__(self) -> Awaitable[Delta]: ...
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def known(self) -> tuple[Delta, ...]: ...
+
+
+class ChoiceParts(msgspec.Struct, frozen=True):
+    """New parts of one choice.
+
+    Attributes:
+        index: index of the choice.
+        parts: the new parts. May be empty.
+        delta: the delta from which the parts were read. The last delta of a choice has a finish_reason.
+    """
+
+    index: int
+    parts: list[ResponsePart]
+    delta: Delta
+
+
+@uninterrupted
+class PartStream:
+    """Iterates over the parts of a response: `async for parts in engine.read_parts(stream, tools=...)`.
+
+    Use this inside the stream's scope, instead of iterating over the stream. Iteration raises the errors of the stream.
+    A complete tool call ends with a `ToolCallEnd`. If a choice is aborted or passes its deadline, text that the parser
+    still held back is dropped.
+    """
+
+    def __init__(
+        self,
+        stream: ReadStream,
+        families: ResponseFamilies,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Store the stream, and check the tools.
+
+        Args:
+            stream: the entered stream.
+            families: response formats of the model.
+            tools: tools of the request, in OpenAI's format. None: no tools.
+
+        Raises:
+            InvalidRequest: an entry of `tools` is not a function tool.
+        """
+        for tool in tools or ():
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                refuse("tools", tool, 'a list of {"type": "function", "function": {"name": ...}}', verb="holds")
+        self._stream = stream
+        self._families = families
+        self._tools = offered_tools(tools)
+        self._parsers: dict[int, ResponseParser] = {}
+
+    def __aiter__(self) -> PartStream:
+        return self
+
+    async def __anext__(self) -> ChoiceParts:
+        delta = await self._stream.__anext__()
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self._families.new_parser(
+                self._tools, prompt_token_ids=self._stream.prompt_token_ids
+            )
+            for known in self._stream.known:  # the reader got these parts from an earlier stream
+                if known.index == delta.index and known.text:
+                    parser.feed(known.text)
+        parts = parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            parts += parser.end()
+        return ChoiceParts(delta.index, parts, delta)

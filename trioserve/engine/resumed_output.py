@@ -1,6 +1,7 @@
-"""The known output of a resumed request: each choice is put into the state after its known tokens.
+"""The output that the reader of a request has: what was delivered, and the known output of a resumed request.
 
-The tokens are replayed one by one, as if each had just been sampled. The deltas of the replay are not sent again.
+`GivenOutput` is all that is needed to resume after the delivered output of a choice. To resume, the known tokens are
+replayed one by one, as if each had just been sampled. The deltas of the replay are not sent again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,90 @@ from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.events import FinishReason, Phase, RequestFinished, TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
+from trioserve.contracts.partial import PartialChoice
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.weights import WeightVersions, add_versions
 from trioserve.text.guide_factory import PreparedGuides
 from trioserve.text.output import ChoiceOutput
 from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
 
-__all__ = ["RESUMED_TOKENS_MAX", "REPLAY_CHARACTERS", "ResumedChoice", "ResumedOutput", "checked_resume"]
+__all__ = ["GivenOutput", "RESUMED_TOKENS_MAX", "REPLAY_CHARACTERS", "ResumedChoice", "ResumedOutput", "checked_resume"]
+
+
+class GivenOutput:
+    """Collects the deltas of a choice that were read.
+
+    Args:
+        token_ids: tokens that were received before, for a resumed response.
+        logprobs: log probabilities of these tokens. None: log probabilities are not kept.
+        weight_versions: versions of the weights that sampled these tokens.
+        is_complete: True if the choice had already finished.
+
+    Attributes:
+        keeps: True if more than token ids must be kept of each delta.
+    """
+
+    __slots__ = ("_versions", "finish_reason", "keeps", "logprobs", "token_ids")
+
+    def __init__(
+        self,
+        token_ids: tuple[int, ...] = (),
+        *,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        weight_versions: WeightVersions = (),
+        is_complete: bool = False,
+    ) -> None:
+        self.token_ids = list(token_ids)
+        self.logprobs = None if logprobs is None else list(logprobs)
+        self._versions = [*weight_versions]
+        self.keeps = logprobs is not None or bool(weight_versions)
+        # Replaying the known tokens later decides between STOP and LENGTH. Until then STOP stands for both.
+        self.finish_reason = FinishReason.STOP if is_complete else None
+
+    @property
+    def weight_versions(self) -> WeightVersions:
+        return tuple(self._versions)
+
+    def take(self, delta: Delta) -> None:
+        """Add the next delta that was read.
+
+        Args:
+            delta: the delta.
+        """
+        if delta.weight_versions or self._versions:
+            self.keeps = True
+            add_versions(self._versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or ()
+        # A choice that was complete before stays complete, even if its request was stopped.
+        if self.finish_reason is None:
+            self.finish_reason = delta.finish_reason
+
+    def with_next(self, delta: Delta | None) -> PartialChoice:
+        """Return all received output, and optionally one unread delta.
+
+        Args:
+            delta: the delta that is not read yet. None: none.
+        """
+        given = self
+        if delta is not None:
+            given = GivenOutput(
+                tuple(self.token_ids),
+                logprobs=None if self.logprobs is None else tuple(self.logprobs),
+                weight_versions=self.weight_versions,
+            )
+            given.finish_reason = self.finish_reason
+            given.take(delta)
+        return PartialChoice(
+            token_ids=tuple(given.token_ids),
+            logprobs=None if given.logprobs is None else tuple(given.logprobs),
+            weight_versions=given.weight_versions,
+            finish_reason=given.finish_reason,
+        )
+
 
 # This limits all choices together to about two seconds of a thread. One choice may always fill the model's context.
 RESUMED_TOKENS_MAX = 524_288

@@ -21,7 +21,6 @@ from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.tracing import NO_TRACER
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
-from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine_parts import EngineParts, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
@@ -39,8 +38,8 @@ from trioserve.engine.lifecycle.work import Host
 from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
-from trioserve.engine.pooling_preparation import check_can_be_pooled, check_can_generate, pooling_sequences
-from trioserve.engine.pooling_request import PoolingRequest
+from trioserve.engine.parts_metrics import show_connector
+from trioserve.engine.pooling_request import PoolingRequest, check_can_be_pooled, check_can_generate, pooling_sequences
 from trioserve.engine.request_preparation import RequestPreparation
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.engine_gauges import EngineGauges

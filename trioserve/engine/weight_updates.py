@@ -26,8 +26,7 @@ from trioserve.contracts.weights import (
     WeightGroup,
     WeightSource,
 )
-from trioserve.engine.lifecycle.pausing import Pausing
-from trioserve.engine.lifecycle.step_gate import StepGate
+from trioserve.engine.lifecycle.pausing import Pausing, StepGate
 
 __all__ = ["IN_FLIGHT", "GivenSource", "WEIGHTS_REPLACED", "Replacement", "WeightTarget", "WeightUpdates"]
 
@@ -150,6 +149,11 @@ class WeightUpdates:
         self.is_half = False
         self._has_replaced = False
         self._count = 0
+
+    @property
+    def is_possible(self) -> bool:
+        """True if weights can be replaced, and so the turn matters."""
+        return not isinstance(self._place, str)
 
     @property
     def shown_version(self) -> str:

@@ -12,9 +12,8 @@ from trioserve.contracts.image_generation import ImageModelDescription, ImageReq
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.engine.images.image_engine import ImageEngine
-from trioserve.engine.images.image_parts import ImageParts
-from trioserve.engine.images.image_stream import ImageStream
+from trioserve.engine.images.image_engine import ImageEngine, ImageStream
+from trioserve.engine.images.image_work import ImageParts
 from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.engine.settings import EngineSettings, deadlines_of

@@ -21,7 +21,7 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, never_abandoned
 from trioserve.core.engine import EngineCore
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import CoreSettings, IterativeSettings
-from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.request_scope import RequestsById
 from trioserve.engine.lifecycle.stepped_core import AnyPlan, ComputesPlans
 
 __all__ = ["ControlledSteps", "GatedCore", "GatedImageCore", "GatedSteps", "InjectedFault", "SteppedByHand"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trioserve.contracts.image_generation import ImageParams
 from trioserve.contracts.tracing import NO_SPAN, Span, Tracer
-from trioserve.engine.lifecycle.step_trace import step_trace
+from trioserve.engine.lifecycle.step_times import step_trace
 from trioserve.testing.fake_image_engine import open_fake_image_engine
 
 

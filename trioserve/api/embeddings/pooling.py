@@ -16,7 +16,7 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.pooling import PoolingInput, PoolingParams, PoolingResult
 
 if TYPE_CHECKING:
-    from trioserve.engine.pooling_stream import PoolingStream
+    from trioserve.engine.request_stream import PoolingStream
 
 __all__ = ["PoolingResponse", "pool"]
 

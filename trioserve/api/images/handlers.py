@@ -26,7 +26,7 @@ from trioserve.contracts.image_generation import ImageDelta, ImageParams
 from trioserve.contracts.output import Delta
 
 if TYPE_CHECKING:
-    from trioserve.engine.images.image_stream import ImageStream
+    from trioserve.engine.images.image_engine import ImageStream
 
 __all__ = ["EDITS_PATH", "GENERATIONS_PATH", "create_images", "edit_images"]
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
-    from trioserve.engine.images.image_engine import ImageEngine
-    from trioserve.engine.images.image_stream import ImageStream
+    from trioserve.engine.images.image_engine import ImageEngine, ImageStream
     from trioserve.http.exchange import Exchange
 
 __all__ = ["ImageContext"]

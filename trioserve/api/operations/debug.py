@@ -9,7 +9,7 @@ import trio
 
 from trioserve.api.caller import check_is_admin
 from trioserve.api.route_table import Operation
-from trioserve.engine.lifecycle.step_trace import step_trace
+from trioserve.engine.lifecycle.step_times import step_trace
 from trioserve.trio_tools.task_tree import task_tree
 
 if TYPE_CHECKING:

@@ -7,160 +7,110 @@ pauses and faults. `ImageWork` prepares requests for images, and hands them to t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Generator
 from random import Random
+from typing import Any
 
 import msgspec
 import trio
 from msgspec import UNSET
 
-from trioserve.admission.local_endpoint import LOCAL_ENDPOINT
 from trioserve.admission.router_metrics import show_router
 from trioserve.contracts.arguments import to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
-from trioserve.contracts.ids import RequestId
-from trioserve.contracts.image_generation import ImageModelDescription, ImageParams, ImageRequestLimits
-from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeStats
+from trioserve.contracts.image_generation import (
+    ImageDelta,
+    ImageModelDescription,
+    ImageParams,
+    ImageRequestLimits,
+    RGBImage,
+)
+from trioserve.contracts.iterative import IterativeStats
 from trioserve.contracts.live import LiveImageView
-from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
+from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.core.settings import IterativeSettings
 from trioserve.engine.engine_parts import CacheRelease
-from trioserve.engine.images.image_delivery import ImageDelivery
-from trioserve.engine.images.image_parts import ImageParts, ImageSteps, no_image_parts
-from trioserve.engine.images.image_preparation import ImagePreparation
-from trioserve.engine.images.image_stream import ImageStream
-from trioserve.engine.images.image_trace import OPERATION, SpannedImage, image_attributes
-from trioserve.engine.images.open_image import ImageChoice, OpenImage, view_of
+from trioserve.engine.images.image_work import ImageParts, ImageSteps, ImageWork
+from trioserve.engine.images.open_image import (
+    OpenImage,
+    view_of,
+)
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.request_admission import new_request_id
-from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, request_span
-from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
-from trioserve.engine.lifecycle.work import Guard, Host
+from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of
+from trioserve.engine.lifecycle.work import Guard
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
-from trioserve.metrics.image_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["ImageEngine"]
-
-DRAWN_SEED_BITS = 53  # clients may send a drawn seed back, and JavaScript's numbers are exact up to this size
-
-
-class ImageStepTimes(PlanTimes[IterativePlan]):
-    """Step times of an engine for images."""
-
-    def _counts(self, plan: IterativePlan) -> StepCounts:
-        return StepCounts(len(plan.works), phase=plan.phase.value, work_count=plan.work_count)
+__all__ = ["ImageStream", "images_of", "ImageEngine"]
 
 
 @uninterrupted
-class ImageWork:
-    """The `Work` of an engine for images. `ImageEngine` documents the arguments."""
+class ImageStream(ScopeStream[OpenImage, ImageDelta]):
+    """The images of a request: `pictures = await engine.generate_image("a cat")`.
 
-    part_name = "images"
-    tasks: Sequence[Callable[[], Awaitable[None]]] = ()
+    To see partial results: `async with engine.generate_image("a cat") as stream: async for delta in stream: ...`.
+    `ScopeStream` documents entering, iterating and leaving.
 
-    def __init__(
-        self,
-        model: ImageModelDescription,
-        core_settings: IterativeSettings,
-        limits: ImageRequestLimits,
-        metrics: Metrics,
-    ) -> None:
-        self.model = model
-        self._metrics = metrics
-        self._core_settings = core_settings
-        self._preparation = ImagePreparation(model, limits, step_work_max=core_settings.step_work_max)
-        self.step_times = ImageStepTimes()
-        self._parts_total = 0  # parts of all requests so far, to make their ids in the core unique
+    A slow reader gets the newest delta of each image. The last delta of an image is never lost.
+    """
 
-    def attach(self, engine: Host) -> None:
-        self._engine = engine
+    def __await__(self) -> Generator[Any, Any, tuple[RGBImage, ...]]:
+        return self._all().__await__()
 
-    def install(self, parts: ImageParts) -> ImageDelivery:
-        self._core = parts.core
-        self._gauges = ImageGauges(self._metrics, parts.core.stats())
-        return ImageDelivery(parts.core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
+    async def _all(self) -> tuple[RGBImage, ...]:
+        async with self:
+            return await self.pictures()
 
-    def no_parts(self) -> ImageParts:
-        return no_image_parts(self._core_settings)
+    async def pictures(self) -> tuple[RGBImage, ...]:
+        """Wait for all images.
 
-    def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
-        # No latent is saved. The seed and the steps reproduce it.
-        return lambda choice: choice.asked
+        Returns:
+            The images, in the order of their indexes.
 
-    # --- a request ---
-
-    def check(self, request: OpenImage) -> None:
-        request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
-
-    def begin(self, request: OpenImage, *, is_waiting: bool) -> list[ImageChoice]:
-        request.trace = self._trace(request)
-        if is_waiting:
-            self._make_way(request)
-        return [self._new_choice(request, index) for index in range(request.sequence_count)]
-
-    def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
-        self._parts_total += 1
-        return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
-
-    def _make_way(self, request: OpenImage) -> None:
-        """Lend a lease to a request that can take the slot of a running request with a higher priority number.
-
-        In the queue it would wait until another request has ended.
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: an image was not generated. The first such image decides.
+            EngineFault: the engine broke.
         """
-        if any(live.request.priority > request.priority for live in self._core.live_requests()):
-            self._engine.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
+        return await images_of(self)
 
-    async def prepare(self, request: OpenImage) -> None:
-        """Do nothing, because `check` has prepared everything. The model encodes the prompt."""
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seed of each image."""
+        return self._request.seeds
 
-    def sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
-        asked = []
-        for choice in request.choices:
-            if not choice.is_ended:
-                seed = request.seeds[choice.index]
-                choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
-                asked.append(choice.asked)
-        return asked
+    @property
+    def step_count(self) -> int:
+        """Denoising steps of each image. Available after entering."""
+        return self._request.wanted.step_count
 
-    def release(self, request: OpenImage) -> None:
-        """Do nothing, because a request acquires nothing outside of the core."""
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of each image. Available after entering."""
+        task = self._request.wanted.task
+        return task.width, task.height
 
-    def keeps_hold(self, request: OpenImage) -> bool:
-        return False
 
-    def gives_away(self, request: OpenImage) -> bool:
-        return False
+async def images_of(deltas: AsyncIterable[ImageDelta]) -> tuple[RGBImage, ...]:
+    """Wait for all images of a stream. See `ImageStream.pictures`.
 
-    def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
-        raise AssertionError("an engine for images has no weights to replace")
+    Args:
+        deltas: an entered stream.
+    """
+    made: dict[int, RGBImage] = {}
+    async for delta in deltas:
+        if (error := error_of(delta)) is not None:
+            raise error
+        if delta.finish_reason is not None:
+            assert delta.image is not None, "a finished image is missing"
+            made[delta.index] = delta.image
+    return tuple(made[index] for index in sorted(made))
 
-    def _trace(self, request: OpenImage) -> RequestTrace:
-        if self._engine.tracer is NO_TRACER:
-            return NO_TRACE
-        span = request_span(
-            self._engine.tracer, request, OPERATION, model_name=self.model.name, attributes=image_attributes(request)
-        )
-        return SpannedImage(span) if span.is_recording else NO_TRACE
 
-    # --- observers ---
-
-    def note_left(self, request: OpenImage) -> None:
-        """Do nothing, because nobody follows single requests."""
-
-    def note_leaving(self) -> None:
-        """Do nothing, because there are no subscribers."""
-
-    def note_over(self) -> None:
-        """Do nothing, because there are no subscribers."""
-
-    def show(self, stats: IterativeStats) -> int:
-        self._gauges.show(stats)
-        return 0
+DRAWN_SEED_BITS = 53  # clients may send a drawn seed back, and JavaScript's numbers are exact up to this size
 
 
 @uninterrupted

@@ -14,13 +14,14 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.contracts.live import LiveImageView
-from trioserve.contracts.tracing import NO_SPAN, Span
+from trioserve.contracts.tracing import NO_SPAN, Attributes, Span
 from trioserve.core.iterative.latent_slots import LiveIteration
 from trioserve.core.request_state import RequestStatus
 from trioserve.engine.images.image_preparation import WantedImage
 from trioserve.engine.lifecycle.request_scope import RequestPart, RequestScope
+from trioserve.engine.lifecycle.request_trace import SpannedRequest
 
-__all__ = ["ImageChoice", "OpenImage", "merge", "view_of"]
+__all__ = ["ImageChoice", "OpenImage", "merge", "view_of", "OPERATION", "SpannedImage", "image_attributes"]
 
 
 PHASES = tuple(IterativePhase)
@@ -198,3 +199,49 @@ def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: floa
         step_count=request.wanted.step_count * request.sequence_count,
         slot_count=sum((live.slot is not None) + (live.kept_slot is not None) for live in living),
     )
+
+
+OPERATION = "generate_content"
+
+
+class SpannedImage(SpannedRequest):
+    """Records the events of a request for images. It has no tokens, and its first image begins no new stage."""
+
+    __slots__ = ()
+
+    def leased(self) -> None:
+        self._begin("wait")
+
+    def runs(self) -> None:
+        if not self._has_run:
+            self._has_run = True
+            self._begin("denoise")
+
+    def first_token(self) -> None:
+        if not self._has_token:
+            self._has_token = True
+            self._span.event("first_picture")
+
+    def left(self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
+        self._is_left = True
+        self._span.note({"gen_ai.response.finish_reasons": self._reasons})
+        self._end_if_over()
+
+
+def image_attributes(request: OpenImage) -> Attributes:
+    """Return the options of a request as trace attributes. The prompt is never included, because it is the caller's
+    text.
+
+    Args:
+        request: the request.
+    """
+    task = request.wanted.task
+    return {
+        "gen_ai.output.type": "image",
+        "gen_ai.request.choice.count": request.sequence_count,
+        "trioserve.image.width": task.width,
+        "trioserve.image.height": task.height,
+        "trioserve.image.steps": request.wanted.step_count,
+        "trioserve.image.guidance": task.guidance,
+        "trioserve.image.sampler": task.sampler,
+    }

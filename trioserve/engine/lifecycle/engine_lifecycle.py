@@ -14,6 +14,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import trio
@@ -31,13 +32,10 @@ from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery
 from trioserve.engine.lifecycle.engine_loop import EngineLoop
 from trioserve.engine.lifecycle.load_changes import LoadChanges
-from trioserve.engine.lifecycle.pausing import PauseState, Pausing
+from trioserve.engine.lifecycle.pausing import LEVELS, PauseState, Pausing, Sleeping, StepGate
 from trioserve.engine.lifecycle.request_admission import RequestAdmission
-from trioserve.engine.lifecycle.request_scope import RequestScope, ScopeState
-from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.request_scope import RequestsById, RequestScope, ScopeState
 from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX, Readmission, RestartBudget
-from trioserve.engine.lifecycle.sleeping import LEVELS, Sleeping
-from trioserve.engine.lifecycle.step_gate import StepGate
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.lifecycle.work import Guard, Parts, Work
 from trioserve.engine.request_preparation import instance_of
@@ -639,7 +637,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             raise self.fault
 
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
-        async with self.weight_updates.turn:
+        async with self.weight_updates.turn if self.weight_updates.is_possible else nullcontext():
             if mode == "wait" and self.weight_updates.is_half and self._has_begun():
                 # Sleeping would block the update without which these requests cannot end.
                 raise InvalidRequest(

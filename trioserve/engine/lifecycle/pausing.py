@@ -1,4 +1,6 @@
-"""The pause states of an engine. All decisions are synchronous. Callers may wait for their effect.
+"""The states in which an engine begins no step: paused, replacing weights, and asleep. All decisions are synchronous.
+
+`StepGate` is the gate before each step. `Pausing` opens and closes it. Callers may wait for the effect of a pause:
 
     RUNS ──pause──► PAUSED                    the step in flight is the last
     RUNS ──pause, draining──► DRAINS          begun requests continue, and no new one begins
@@ -7,19 +9,63 @@
     any ──resume──► RUNS
 
 Sleep and weight replacement are separate states. They also stop the steps. An engine that was paused before is still
-paused after them. A caller that stops waiting does not undo the pause, because the pause belongs to the engine.
+paused after them. A caller that stops waiting does not undo the pause, because the pause belongs to the engine. The
+states of sleep:
+
+    AWAKE ──fall_asleep──► FALLING ──note_down──► DOWN ──note_up──► AWAKE
+
+A call to wake up may come at any time from FALLING on. The engine wakes up only after it reached DOWN, so memory is
+always released and allocated completely. The supervisor releases and allocates the memory.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
-from trioserve.engine.lifecycle.step_gate import StepGate
+__all__ = ["StepGate", "PauseState", "Pausing", "LEVELS", "SleepState", "Sleeping"]
 
-__all__ = ["PauseState", "Pausing"]
+
+class StepGate:
+    """A gate that is open until it is closed. Every method belongs to the thread of the engine's Trio program."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self._is_stepping = False
+        self._waiting = trio.lowlevel.ParkingLot()
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def set_open(self, is_open: bool) -> None:
+        """Open or close the gate. Closing does not affect the step in flight. After opening, the caller must wake the
+        step loop.
+
+        Args:
+            is_open: True to allow further steps.
+        """
+        self._is_open = is_open
+        if is_open:
+            self._waiting.unpark_all()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Mark that steps are in flight, until they are delivered. Overlapping steps use one context together."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self._waiting.unpark_all()
+
+    async def wait_until_at_rest(self) -> None:
+        """Wait until no step is in flight while the gate is closed. Opening the gate ends the wait."""
+        while self._is_stepping and not self._is_open:
+            await self._waiting.park()
 
 
 class PauseState(enum.Enum):
@@ -124,3 +170,77 @@ class Pausing:
         self._waiting.unpark_all()
         if resumes:
             self._on_resume()
+
+
+LEVELS = {1: "weights_offloaded", 2: "discard_all"}
+"""Sleep levels, named as in vLLM's metric. Level 1 releases the KV cache. Level 2 also releases the weights."""
+
+
+class SleepState(enum.Enum):
+    AWAKE = "awake"
+    FALLING = "falling"
+    DOWN = "down"
+
+
+class Sleeping:
+    """Sleep state of one engine.
+
+    Attributes:
+        state: the current state.
+        level: the sleep level. 0: awake.
+    """
+
+    def __init__(self) -> None:
+        self.state = SleepState.AWAKE
+        self.level = 0
+        self._is_woken = False
+        self._is_over = False
+        self._count = 0  # number of sleeps so far, so that a waiter for one sleep does not wait for the next one
+        self._waiting = trio.lowlevel.ParkingLot()  # for a change of any of these attributes
+
+    @property
+    def is_waking(self) -> bool:
+        return self.level > 0 and self._is_woken
+
+    def fall_asleep(self, level: int) -> None:
+        assert self.state is SleepState.AWAKE, f"the engine is {self.state.value}"
+        self.state, self.level, self._is_woken = SleepState.FALLING, level, False
+        self._count += 1
+        self._waiting.unpark_all()
+
+    def note_down(self) -> None:
+        """Note that the memory is released."""
+        self.state = SleepState.DOWN
+        self._waiting.unpark_all()
+
+    def wake(self) -> None:
+        """Request to wake up. No effect if the engine is awake."""
+        self._is_woken = True
+        self._waiting.unpark_all()
+
+    def note_up(self) -> None:
+        """Note that all memory is allocated and loaded again."""
+        self.state, self.level = SleepState.AWAKE, 0
+        self._waiting.unpark_all()
+
+    def end(self) -> None:
+        """Release all waiters, because the engine will not wake up any more."""
+        self._is_over = True
+        self._waiting.unpark_all()
+
+    async def wait_until_down(self) -> None:
+        """Wait until the memory of the current sleep is released, or that sleep has ended."""
+        count = self._count
+        while self.state is SleepState.FALLING and self._count == count and not self._is_over:
+            await self._waiting.park()
+
+    async def wait_until_up(self) -> None:
+        """Wait until the current sleep has ended, even if another sleep begins at once."""
+        count = self._count
+        while self.level and self._count == count and not self._is_over:
+            await self._waiting.park()
+
+    async def wait_until_woken(self) -> None:
+        """Wait for a request to wake up. Returns at once if the engine is awake."""
+        while self.level and not self._is_woken:
+            await self._waiting.park()

@@ -67,7 +67,19 @@ class RequestAdmission:
         tenant: str | None,
         part_of: Span,
     ) -> ScopeArguments:
-        """Check the arguments of a caller, and apply the engine's defaults and limits. Raises InvalidRequest."""
+        """Check the arguments of a caller, and apply the engine's defaults and limits.
+
+        Args:
+            request_id: id of the request. None: a new one.
+            priority: a lower number runs sooner.
+            deadlines: deadlines of the request. None: the engine's.
+            owner: user who may see and abort the request.
+            tenant: the queue is fair between tenants. None: the owner.
+            part_of: parent span of the request's trace.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type.
+        """
         asked = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
         owner = text_or_none("owner", owner)
         return ScopeArguments(

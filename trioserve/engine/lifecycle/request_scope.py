@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from typing import Any, Generic, NoReturn, TypeVar
 
+import outcome
 import trio
 from trio.lowlevel import current_task, reschedule
 
@@ -25,9 +26,31 @@ from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace
 from trioserve.trio_tools.deadline_keeper import Alarm
 from trioserve.trio_tools.interrupts import uninterrupted
-from trioserve.trio_tools.none_outcome import NONE_OUTCOME
 
-__all__ = ["AnyScope", "RequestPart", "RequestScope", "ScopeState"]
+__all__ = ["NONE_OUTCOME", "AnyScope", "RequestPart", "RequestScope", "ScopeState", "RequestsById"]
+
+
+class _NoneOutcome(outcome.Outcome[None]):
+    """An outcome with the value None that can be used any number of times.
+
+    Trio would create a new Value for each wake-up, because a Value can be unwrapped only once. Creating and unwrapping
+    a Value takes a tenth of the event loop's time for a token.
+    """
+
+    __slots__ = ()
+
+    def unwrap(self) -> None:
+        return None
+
+    def send(self, gen: Generator[Any, None, Any]) -> NoReturn:
+        raise AssertionError("this outcome is only for wait_task_rescheduled")
+
+    def asend(self, agen: AsyncGenerator[Any, None]) -> NoReturn:
+        raise AssertionError("this outcome is only for wait_task_rescheduled")
+
+
+NONE_OUTCOME = _NoneOutcome()
+"""The only instance. Use it as trio.lowlevel.reschedule(task, NONE_OUTCOME)."""
 
 
 class ScopeState(enum.Enum):
@@ -392,3 +415,35 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
 
 
 AnyScope = RequestScope[Any, Any, Any]
+
+
+class RequestsById(Generic[ScopeT]):
+    """Entered requests. Requests of equal id stay in the order in which they entered."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, list[ScopeT]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def __len__(self) -> int:
+        return sum(len(requests) for requests in self._requests.values())
+
+    def __iter__(self) -> Iterator[ScopeT]:
+        """Iterate over a copy, so that requests may be removed meanwhile."""
+        return iter([request for requests in self._requests.values() for request in requests])
+
+    def of(self, request_id: str) -> list[ScopeT]:
+        return list(self._requests.get(request_id, ()))
+
+    def add(self, request: ScopeT) -> None:
+        self._requests.setdefault(request.id, []).append(request)
+
+    def clear(self) -> None:
+        self._requests.clear()
+
+    def remove(self, request: ScopeT) -> None:
+        requests = self._requests[request.id]
+        requests.remove(request)
+        if not requests:
+            del self._requests[request.id]

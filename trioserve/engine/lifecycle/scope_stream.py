@@ -10,12 +10,33 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from trioserve.contracts.errors import DeadlinePassed, RequestAborted, RequestFailed, TrioserveError
+from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import AnyDelta
 from trioserve.engine.lifecycle.request_scope import RequestScope
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun
 
-__all__ = ["ScopeStream"]
+__all__ = ["error_of", "ScopeStream"]
+
+
+def error_of(delta: AnyDelta) -> TrioserveError | None:
+    """Return the error for the last delta of a request or part that failed.
+
+    Args:
+        delta: any delta.
+
+    Returns:
+        The error, or None if the delta has no finish reason or a successful one.
+    """
+    if delta.finish_reason is FinishReason.DEADLINE:
+        return DeadlinePassed(delta.message or "the request's deadline has passed")
+    if delta.finish_reason is FinishReason.ABORT:
+        return RequestAborted(delta.message or "the request was aborted")
+    if delta.finish_reason is FinishReason.ERROR:
+        return RequestFailed(delta.message or "the engine could not continue this request")
+    return None
+
 
 ScopeT = TypeVar("ScopeT", bound=RequestScope[Any, Any, Any])
 DeltaT = TypeVar("DeltaT", bound=AnyDelta)

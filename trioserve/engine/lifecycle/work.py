@@ -10,8 +10,7 @@ from trioserve.contracts.kv_transfer import RunningConnector
 from trioserve.contracts.tracing import Tracer
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery
 from trioserve.engine.lifecycle.engine_loop import WhenIdle
-from trioserve.engine.lifecycle.request_scope import RequestScope
-from trioserve.engine.lifecycle.requests_by_id import RequestsById
+from trioserve.engine.lifecycle.request_scope import RequestsById, RequestScope
 from trioserve.engine.lifecycle.restarts import RestartBudget
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.weight_updates import WeightTarget, WeightUpdates
@@ -81,11 +80,19 @@ class Work(Protocol[ScopeT, PartsT]):
     tasks: Sequence[Callable[[], Awaitable[None]]]
 
     def attach(self, engine: Host) -> None:
-        """Store the lifecycle of the engine. Called once, before all other methods."""
+        """Store the lifecycle of the engine. Called once, before all other methods.
+
+        Args:
+            engine: the lifecycle.
+        """
         ...
 
     def install(self, parts: PartsT) -> CoreDelivery[ScopeT, Any, Any, Any]:
-        """Use new parts, and forget the previous ones. Return the delivery of their results."""
+        """Use new parts, and forget the previous ones. Return the delivery of their results.
+
+        Args:
+            parts: the new parts.
+        """
         ...
 
     def no_parts(self) -> PartsT:
@@ -102,7 +109,11 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def check(self, request: ScopeT) -> None:
-        """Raise InvalidRequest if this engine cannot serve the request. Called before anything is acquired."""
+        """Raise InvalidRequest if this engine cannot serve the request. Called before anything is acquired.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def begin(self, request: ScopeT, *, is_waiting: bool) -> list[Any]:
@@ -116,23 +127,43 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     async def prepare(self, request: ScopeT) -> None:
-        """Make the input of the core's sequences. Called when the request has its lease."""
+        """Make the input of the core's sequences. Called when the request has its lease.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def sequences(self, request: ScopeT) -> Sequence[Any]:
-        """Return one sequence per part that has not ended."""
+        """Return one sequence per part that has not ended.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def release(self, request: ScopeT) -> None:
-        """Release what was acquired for a request, because the core has no part of it any more. May be called again."""
+        """Release what was acquired for a request, because the core has no part of it any more. May be called again.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def keeps_hold(self, request: ScopeT) -> bool:
-        """Return True if blocks of a request that leaves stay held for another engine."""
+        """Return True if blocks of a request that leaves stay held for another engine.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def gives_away(self, request: ScopeT) -> bool:
-        """Return True if another engine resumes the request, from now on or already."""
+        """Return True if another engine resumes the request, from now on or already.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
@@ -145,7 +176,11 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def note_left(self, request: ScopeT) -> None:
-        """Note that the scope of a request is over, and none of its blocks are held."""
+        """Note that the scope of a request is over, and none of its blocks are held.
+
+        Args:
+            request: the request.
+        """
         ...
 
     def note_leaving(self) -> None:
@@ -157,5 +192,9 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def show(self, stats: Any) -> int:
-        """Update the gauges of this kind of work. Return how many sequences wait for something else than blocks."""
+        """Update the gauges of this kind of work. Return how many sequences wait for something else than blocks.
+
+        Args:
+            stats: counts of the core.
+        """
         ...

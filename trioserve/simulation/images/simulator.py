@@ -24,7 +24,7 @@ from trioserve.contracts.image_generation import ImageDelta, ImageParams, RGBIma
 from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult
 from trioserve.contracts.output import REQUEST_POISONED
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.engine.images.image_stream import ImageStream
+from trioserve.engine.images.image_engine import ImageStream
 from trioserve.engine.lifecycle.request_scope import AnyScope
 from trioserve.engine.lifecycle.restarts import LONE_FAULTS_MAX
 from trioserve.simulation.images.plan import Client, Fail, ImagesPlan

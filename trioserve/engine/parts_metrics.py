@@ -1,13 +1,15 @@
-"""Metrics from a connector's counts: read at every scrape, and matched by name."""
+"""Metrics of the parts of an engine, read at every scrape: the counts of a connector, and the times of each rank."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["show_connector"]
+__all__ = ["show_connector", "RankSeconds", "RankTotals", "show_ranks"]
+
 
 logger = logging.getLogger(__name__)
 
@@ -62,5 +64,46 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
         elif given not in unknown:
             unknown.add(given)
             logger.info("the connector has a count that is not a metric count=%s", given)
+
+    return metrics.on_scrape(show)
+
+
+class RankSeconds(NamedTuple):
+    """Times of one rank so far.
+
+    Attributes:
+        steps: seconds of all steps.
+        together: the part of these seconds that all ranks spent together.
+    """
+
+    steps: float = 0.0
+    together: float = 0.0
+
+
+class RankTotals(Protocol):
+    @property
+    def rank_seconds(self) -> Sequence[tuple[float, float]]:
+        """One `RankSeconds` per rank."""
+        ...
+
+
+def show_ranks(metrics: Metrics, totals: RankTotals) -> Callable[[], None]:
+    """Update the rank metrics at every scrape.
+
+    Args:
+        metrics: registry to update.
+        totals: source of the times.
+
+    Returns:
+        A function that stops the updates.
+    """
+    seen: dict[int, RankSeconds] = {}
+
+    def show() -> None:
+        for rank, seconds in enumerate(totals.rank_seconds):
+            found, before = RankSeconds(*seconds), seen.get(rank, RankSeconds())
+            metrics.rank_step_seconds_total.labels(str(rank)).inc(found.steps - before.steps)
+            metrics.rank_together_seconds_total.labels(str(rank)).inc(found.together - before.together)
+            seen[rank] = found
 
     return metrics.on_scrape(show)

@@ -1,15 +1,20 @@
-"""Checks new weights in a thread of their own, and writes them in the compute thread, after the step in flight."""
+"""Work of the compute thread between two steps: replacing weights, and encoding images.
+
+New weights are checked in a thread of their own, and written after the step in flight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from trioserve.contracts.images import Tiles
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, WeightGroup, WeightSource
 from trioserve.engine.weight_updates import Replacement
 from trioserve.trio_tools.worker_thread import WorkerThread, call_abandonable
 
-__all__ = ["ThreadedWeights", "WrittenWeights"]
+__all__ = ["ThreadedWeights", "WrittenWeights", "Encoding", "ThreadedImageEncoder"]
+
 
 LOOK_THREAD = "trioserve-weights"
 
@@ -140,3 +145,39 @@ class _ThreadedReplacement:
 
     async def replace(self) -> None:
         await self._compute.run(self._weights.replace)  # writes all weights, even when cancelled
+
+
+class Encoding(Protocol):
+    """The encoding of one image.
+
+    Attributes:
+        rows: the result, when `advance` has returned True. See `ImageEncoder.encode`.
+    """
+
+    @property
+    def rows(self) -> object: ...
+
+    def advance(self) -> bool:
+        """Compute a part of the encoding. Return True if it is complete."""
+        ...
+
+
+class ThreadedImageEncoder:
+    """Encodes images in the compute thread. Implements `ImageEncoder`.
+
+    Images are encoded in parts. Each part is submitted when the previous one is done, so a waiting step runs first.
+
+    Args:
+        begin: begins an encoding. Called in the compute thread.
+        thread: the compute thread.
+    """
+
+    def __init__(self, begin: Callable[[Tiles], Encoding], thread: WorkerThread) -> None:
+        self._begin = begin
+        self._thread = thread
+
+    async def encode(self, tiles: Tiles) -> object:
+        encoding = await self._thread.run_cancellable(self._begin, tiles)
+        while not await self._thread.run_cancellable(encoding.advance):
+            pass
+        return encoding.rows

@@ -1,0 +1,271 @@
+"""The work of an engine for images: its parts, the delivery of results, and requests from their check to their release.
+
+`EngineLifecycle` runs the engine. It calls `ImageWork` when a request enters, gets its lease, begins, and leaves.
+`ImageParts` are lost with a fault. They are built again when the engine is reopened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from trioserve.admission.local_endpoint import LOCAL_ENDPOINT
+from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
+from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, RGBImage
+from trioserve.contracts.iterative import (
+    IterativeEvent,
+    IterativePlan,
+    IterativeRequest,
+    IterativeResult,
+    IterativeStats,
+    OutputReady,
+    StepDone,
+)
+from trioserve.contracts.step import IsAbandoned
+from trioserve.contracts.tracing import NO_TRACER
+from trioserve.core.iterative.engine import IterativeCore
+from trioserve.core.settings import IterativeSettings
+from trioserve.engine.engine_parts import CacheRelease
+from trioserve.engine.images.image_preparation import ImagePreparation
+from trioserve.engine.images.open_image import (
+    OPERATION,
+    ImageChoice,
+    OpenImage,
+    SpannedImage,
+    image_attributes,
+)
+from trioserve.engine.lifecycle.core_delivery import CoreDelivery, StepTimings
+from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, request_span
+from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
+from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.stepped_core import StepRunnerOf
+from trioserve.engine.lifecycle.work import Guard, Host
+from trioserve.metrics.image_gauges import ImageGauges
+from trioserve.metrics.registry import Metrics
+from trioserve.trio_tools.interrupts import uninterrupted
+
+__all__ = ["ImageParts", "ImageSteps", "no_image_parts", "ImageDelivery", "ImageWork"]
+
+
+ImageSteps: TypeAlias = StepRunnerOf[IterativePlan, IterativeResult]
+
+
+class ImageParts(NamedTuple):
+    """Parts of one opening of an image engine. The fields from `connector` on are those that only texts use.
+
+    Attributes:
+        core: a core without requests.
+        steps: computes its plans, such as a `ThreadedExecutor` around an `IterativeExecutor`.
+        guard: see `EngineParts`.
+        cache_release: see `EngineParts`. Releases the latents.
+    """
+
+    core: IterativeCore
+    steps: ImageSteps
+    guard: Guard | None = None
+    cache_release: CacheRelease[ImageParts] | str = "this engine cannot release its latents alone"
+    connector: None = None
+    readers_first: bool = False
+    when_idle: None = None
+    weights: str = "this engine has no weights"
+
+
+class _NoSteps:
+    def run_step(self, plan: IterativePlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, IterativeResult | None]:
+        raise AssertionError(f"step {plan.step_index} of an engine that is being opened")
+
+
+def no_image_parts(settings: IterativeSettings) -> ImageParts:
+    """Return the parts of an engine that is being reopened: an empty core, and no computation.
+
+    Args:
+        settings: settings of the empty core.
+    """
+    return ImageParts(IterativeCore(settings), _NoSteps())
+
+
+class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
+    """Delivery of an engine for images. See `CoreDelivery`.
+
+    Args:
+        core: the core.
+        metrics: registry of the engine's metrics.
+        wake: called when the step loop may have something new to do.
+        step_watch: receives the begin and end of each step.
+    """
+
+    def __init__(
+        self, core: IterativeCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch
+    ) -> None:
+        super().__init__(core, StepTimings(metrics), wake=wake, step_watch=step_watch)
+        self._metrics = metrics
+        self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
+
+    def _deliver(self, events: list[IterativeEvent], now: float) -> None:
+        for event in events:
+            if isinstance(event, StepDone):
+                self._on_step(self._choices[event.request_id], event, now)
+            elif isinstance(event, OutputReady):
+                assert isinstance(event.output, RGBImage), f"{event.request_id} gave {type(event.output).__name__}"
+                self._choices[event.request_id].image = event.output  # its end comes next
+            else:
+                has_reader = not self._is_cancelled(event, now)
+                choice = self._choices[event.request_id]
+                if has_reader and event.reason is FinishReason.STOP:
+                    self._note_shown(choice, now)
+                    choice.request.push_whole(choice)
+                elif has_reader:
+                    choice.request.push_end(choice, event.reason, event.message)
+                self._let_go(event, now, event.reason, has_reader=has_reader)
+
+    def _on_step(self, choice: ImageChoice, event: StepDone, now: float) -> None:
+        if event.steps_done <= choice.steps_done:
+            return  # delivered before the engine broke, and computed again
+        choice.steps_done = event.steps_done
+        assert event.partial is None or isinstance(event.partial, RGBImage), "a partial result that is not an image"
+        if event.partial is not None:
+            self._note_shown(choice, now)
+        choice.request.push(choice.request.delta(choice, event.partial))
+
+    def _note_shown(self, choice: ImageChoice, now: float) -> None:
+        """Observe when the first output of an image, partial or complete, was delivered."""
+        if choice.first_shown_at is None:
+            choice.first_shown_at = now
+            self._metrics.time_to_first_picture_seconds.observe(now - choice.request.entered_at)
+            choice.request.note_first_token()
+
+    def _ids_of(self, plan: IterativePlan) -> Iterable[RequestId]:
+        return (work.request.id for work in plan.works)
+
+    def _count_run(self, choice: ImageChoice, now: float) -> None:
+        self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
+
+    def _count_step(self, plan: IterativePlan, now: float) -> None:
+        self._metrics.step_work.labels(plan.phase.value).observe(plan.work_count)
+
+    def _count_end(self, choice: ImageChoice, reason: FinishReason, now: float) -> None:
+        self._ended[reason].inc()
+        if reason is FinishReason.STOP:
+            self._metrics.images_total.inc()
+            self._metrics.e2e_request_latency_seconds.observe(now - choice.request.entered_at)
+            if choice.running_at is not None:
+                self._metrics.request_inference_time_seconds.observe(now - choice.running_at)
+
+    def _count_all_ended(self, request: OpenImage) -> None:
+        if request.has_run:
+            self._metrics.request_params_n.observe(request.params.n)
+
+
+class ImageStepTimes(PlanTimes[IterativePlan]):
+    """Step times of an engine for images."""
+
+    def _counts(self, plan: IterativePlan) -> StepCounts:
+        return StepCounts(len(plan.works), phase=plan.phase.value, work_count=plan.work_count)
+
+
+@uninterrupted
+class ImageWork:
+    """The `Work` of an engine for images. `ImageEngine` documents the arguments."""
+
+    part_name = "images"
+    tasks: Sequence[Callable[[], Awaitable[None]]] = ()
+
+    def __init__(
+        self,
+        model: ImageModelDescription,
+        core_settings: IterativeSettings,
+        limits: ImageRequestLimits,
+        metrics: Metrics,
+    ) -> None:
+        self.model = model
+        self._metrics = metrics
+        self._core_settings = core_settings
+        self._preparation = ImagePreparation(model, limits, step_work_max=core_settings.step_work_max)
+        self.step_times = ImageStepTimes()
+        self._parts_total = 0  # parts of all requests so far, to make their ids in the core unique
+
+    def attach(self, engine: Host) -> None:
+        self._engine = engine
+
+    def install(self, parts: ImageParts) -> ImageDelivery:
+        self._core = parts.core
+        self._gauges = ImageGauges(self._metrics, parts.core.stats())
+        return ImageDelivery(parts.core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
+
+    def no_parts(self) -> ImageParts:
+        return no_image_parts(self._core_settings)
+
+    def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
+        # No latent is saved. The seed and the steps reproduce it.
+        return lambda choice: choice.asked
+
+    # --- a request ---
+
+    def check(self, request: OpenImage) -> None:
+        request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
+
+    def begin(self, request: OpenImage, *, is_waiting: bool) -> list[ImageChoice]:
+        request.trace = self._trace(request)
+        if is_waiting:
+            self._make_way(request)
+        return [self._new_choice(request, index) for index in range(request.sequence_count)]
+
+    def _new_choice(self, request: OpenImage, index: int) -> ImageChoice:
+        self._parts_total += 1
+        return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
+
+    def _make_way(self, request: OpenImage) -> None:
+        """Lend a lease to a request that can take the slot of a running request with a higher priority number.
+
+        In the queue it would wait until another request has ended.
+        """
+        if any(live.request.priority > request.priority for live in self._core.live_requests()):
+            self._engine.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
+
+    async def prepare(self, request: OpenImage) -> None:
+        pass  # `check` has prepared everything, and the model encodes the prompt
+
+    def sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
+        asked = []
+        for choice in request.choices:
+            if not choice.is_ended:
+                seed = request.seeds[choice.index]
+                choice.asked = request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
+                asked.append(choice.asked)
+        return asked
+
+    def release(self, request: OpenImage) -> None:
+        pass  # a request acquires nothing outside of the core
+
+    def keeps_hold(self, request: OpenImage) -> bool:
+        return False
+
+    def gives_away(self, request: OpenImage) -> bool:
+        return False
+
+    def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
+        raise AssertionError("an engine for images has no weights to replace")
+
+    def _trace(self, request: OpenImage) -> RequestTrace:
+        if self._engine.tracer is NO_TRACER:
+            return NO_TRACE
+        span = request_span(
+            self._engine.tracer, request, OPERATION, model_name=self.model.name, attributes=image_attributes(request)
+        )
+        return SpannedImage(span) if span.is_recording else NO_TRACE
+
+    # --- observers ---
+
+    def note_left(self, request: OpenImage) -> None:
+        pass  # nobody follows single requests
+
+    def note_leaving(self) -> None:
+        pass  # there are no subscribers
+
+    def note_over(self) -> None:
+        pass  # there are no subscribers
+
+    def show(self, stats: IterativeStats) -> int:
+        self._gauges.show(stats)
+        return 0
