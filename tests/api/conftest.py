@@ -22,8 +22,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.lifecycle.load_changes import LoadChanges
 from trioserve.engine.lifecycle.step_watch import StepWatch
-from trioserve.http.exchange import Exchange, HeaderFields
-from trioserve.http.headers import Headers
+from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.metrics.registry import Metrics
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper

@@ -10,8 +10,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.http.exchange import BodyTimeout, BodyTooLarge
-from trioserve.http.headers import Headers
+from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Headers
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 

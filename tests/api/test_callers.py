@@ -11,8 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.api_keys import ApiKeys
-from trioserve.api.caller import AccessRules, CallerKind
+from trioserve.api.caller import AccessRules, ApiKeys, CallerKind
 from trioserve.contracts.errors import InvalidRequest, StartupError
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import open_memory_router

@@ -10,7 +10,7 @@ from trioserve.api.error_responses import Refusal
 from trioserve.api.gate import HOSTS_REMEMBERED_MAX, PageGate, checked_host_names, is_loopback_host
 from trioserve.bench.runner import common_headers
 from trioserve.contracts.errors import StartupError
-from trioserve.http.headers import Headers
+from trioserve.http.exchange import Headers
 
 OWN = "127.0.0.1:8000"
 LINK = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
-from trioserve.api.embeddings.request_types import EmbeddingsBody
-from trioserve.api.ollama.request_types import (
+from trioserve.api.anthropic.bodies import CountTokensBody, MessagesBody
+from trioserve.api.embeddings.bodies import EmbeddingsBody
+from trioserve.api.ollama.bodies import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,

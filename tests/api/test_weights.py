@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from trioserve.api.operations.other_paths import OTHER_PATHS
+from trioserve.api.app import OTHER_PATHS
 from trioserve.api.routes import OPERATIONS
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 

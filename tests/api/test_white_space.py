@@ -13,7 +13,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.caller import AccessRules
-from trioserve.api.white_space import WhiteSpaceExchange
+from trioserve.api.heartbeat import WhiteSpaceExchange
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.testing.httpx_transport import MemoryTransport
 from trioserve.testing.memory_server import MemoryServer, open_memory_image_server, open_memory_server

@@ -11,10 +11,8 @@ import msgspec
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest, Overloaded
-from trioserve.http.body_budget import BodyBudget, BodyShare
-from trioserve.http.content_coding import PIECE_BYTES, decoded_body
-from trioserve.http.exchange import BodyTooLarge, UnknownCoding
-from trioserve.http.headers import Headers
+from trioserve.http.body_budget import PIECE_BYTES, BodyBudget, BodyShare, decoded_body
+from trioserve.http.exchange import BodyTooLarge, Headers, UnknownCoding
 from trioserve.http.limits import FrontendLimits
 from trioserve.testing import open_memory_server
 

@@ -8,8 +8,7 @@ import pytest
 import trio
 from trio.testing import lockstep_stream_pair
 
-from trioserve.http.counter_metrics import show_counters
-from trioserve.http.counters import ConnectionRefusal, StreamRefusal
+from trioserve.http.counters import ConnectionRefusal, StreamRefusal, show_counters
 from trioserve.metrics.registry import Metrics
 
 

@@ -9,8 +9,7 @@ import pytest
 import trio
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 
-from trioserve.http.http1.chunk_sizes import ChunkSizes
-from trioserve.http.http1.protocol import CHUNKS_A_PIECE_MAX
+from trioserve.http.http1.protocol import CHUNKS_A_PIECE_MAX, ChunkSizes
 
 JSON = [("content-type", "application/json")]
 

@@ -7,7 +7,7 @@ import random
 import h11
 import pytest
 
-from trioserve.http.http1.fast_path import plain_request
+from trioserve.http.http1.protocol import plain_request
 from trioserve.http.message_head import RequestHead, split_target
 
 POST = b"POST /v1/completions?a=b%20c HTTP/1.1\r\nHost: a:80\r\nContent-Type: application/json\r\nContent-Length: 4\r\n"

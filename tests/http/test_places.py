@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from trioserve.contracts.errors import StartupError
+from trioserve.http.handler_call import RootPath, checked_root_path
 from trioserve.http.listener import addresses, open_unix_listener
-from trioserve.http.root_path import RootPath, checked_root_path
 
 
 async def test_socket_file_of_an_ended_server_is_replaced_and_one_in_use_is_not(tmp_path: Path):

@@ -10,7 +10,7 @@ import trio
 
 from trioserve.http.asgi.app import AsgiApp
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.response_pace import ResponsePace
+from trioserve.http.pace import ResponsePace
 from trioserve.testing.memory_stream import memory_connection
 
 WAIT = FrontendLimits().stall_seconds_max

@@ -7,8 +7,8 @@ import pytest
 import trio
 
 from trioserve.http.asgi.app import AsgiApp
-from trioserve.http.body_pace import BodyPace
 from trioserve.http.limits import FrontendLimits
+from trioserve.http.pace import BodyPace
 
 RATE = FrontendLimits().body_bytes_per_second_min
 WAIT = FrontendLimits().body_wait_seconds_max

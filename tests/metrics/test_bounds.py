@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
-from trioserve.http.counter_metrics import show_counters
+from trioserve.http.counters import show_counters
 from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.memory_client import MemoryClient

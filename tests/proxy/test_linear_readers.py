@@ -10,7 +10,7 @@ import pytest
 
 from trioserve.api.form import FormPart, form_parts
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
-from trioserve.http.http1.chunk_sizes import ChunkSizes
+from trioserve.http.http1.protocol import ChunkSizes
 from trioserve.proxy.continued_stream import ContinuedStream
 from trioserve.proxy.event_splitter import BrokenEvents, EventLines, EventSplitter, LineSplitter
 from trioserve.proxy.response_reader import BadResponse, ResponseReader

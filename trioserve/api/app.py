@@ -11,32 +11,72 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
-from trioserve.api.api_keys import ApiKeys
-from trioserve.api.caller import check_is_admin, check_may_operate
+from trioserve.api.caller import ApiKeys, check_is_admin, check_may_operate
 from trioserve.api.error_responses import HandedOver, Refusal, error_response, refusal
 from trioserve.api.gate import PageGate
-from trioserve.api.heartbeat import HEARTBEAT_HEADER
-from trioserve.api.http_counts import HttpCounts
-from trioserve.api.log_context import begin_request, end_request, tenant_shown
-from trioserve.api.ollama.surface import OLLAMA_PATH
-from trioserve.api.operations.hand_over import hand_over_event
-from trioserve.api.operations.other_paths import other_path
-from trioserve.api.request_end import Outcome, end_line
-from trioserve.api.responder import Responder, request_id_from
+from trioserve.api.heartbeat import HEARTBEAT_HEADER, WhiteSpaceExchange
+from trioserve.api.operations.live_requests import hand_over_event
+from trioserve.api.request_end import HttpCounts, Outcome, end_line
+from trioserve.api.responder import Responder, begin_request, end_request, request_id_from, tenant_shown
 from trioserve.api.route_table import READS, Handler, Route, RouteTable
-from trioserve.api.surfaces import surface_of
-from trioserve.api.white_space import WhiteSpaceExchange
+from trioserve.api.surface import OLLAMA_PATH, surface_of
 from trioserve.contracts.errors import TrioserveError, panics_become_failures
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from trioserve.http.message_head import printable
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
-    from trioserve.http.exchange import Exchange
-    from trioserve.http.headers import Headers
+    from trioserve.http.exchange import Exchange, Headers
     from trioserve.metrics.registry import Metrics
 
-__all__ = ["BaseApp"]
+__all__ = ["OTHER_PATHS", "BaseApp", "other_path"]
+
+UPDATES = "/update_weights_from_disk, /update_weights_from_shared_memory or /update_weights_from_distributed"
+ONE_CALL = f"one call of {UPDATES} replaces all weights, or none, and sets their weight_version"
+
+START_WITH = (
+    "models are chosen at the start of the server: start it with `trioserve serve --model NAME`, which downloads NAME"
+)
+ONLY_SERVED = "models are chosen at the start of the server, which cannot create, copy or delete models"
+
+OTHER_PATHS = {
+    "/api/pull": START_WITH,
+    "/api/push": ONLY_SERVED,
+    "/api/create": ONLY_SERVED,
+    "/api/copy": ONLY_SERVED,
+    "/api/delete": ONLY_SERVED,
+    "/init_weight_transfer_engine": "a trainer joins by torch.distributed with the backend gloo: use "
+    "/init_weights_update_group",
+    "/start_weight_update": ONE_CALL,
+    "/update_weights": f"use {UPDATES}",
+    "/finish_weight_update": ONE_CALL,
+    "/shutdown_weight_transfer_engine": "use /destroy_weights_update_group",
+    "/start_draft_weight_update": "a draft model keeps its weights, which does not change the responses",
+    "/update_weight_version": f"the version is set together with the weights: send weight_version to {UPDATES}",
+    "/weight_checker": "an update refuses weights that do not fit; /weight_info has the current version",
+    "/update_weights_from_tensor": "use /update_weights_from_shared_memory on the server's machine, otherwise "
+    "/update_weights_from_distributed",
+    "/release_memory_occupation": "use /sleep",
+    "/resume_memory_occupation": "use /wake_up",
+}
+"""Advice by path."""
+
+
+def other_path(path: str) -> Refusal | None:
+    """Make the error (404) for a path of another server.
+
+    Args:
+        path: path of a request.
+
+    Returns:
+        The error, or None if the path is not one of these.
+    """
+    instead = OTHER_PATHS.get(path)
+    if instead is None:
+        return None
+    page = "ollama" if path.startswith("/api/") else "rollouts"
+    return refusal("other_path", f"there is nothing at {path}: {instead}; see docs/guides/{page}.md")
+
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from trioserve.contracts.errors import (
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import REQUEST_POISONED, Delta
-from trioserve.http.content_coding import CODINGS
+from trioserve.http.body_budget import CODINGS
 from trioserve.http.exchange import BodyTimeout, BodyTooLarge, UnknownCoding
 
 __all__ = [

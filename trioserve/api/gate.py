@@ -20,8 +20,7 @@ from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.contracts.errors import StartupError
 
 if TYPE_CHECKING:
-    from trioserve.http.exchange import Exchange
-    from trioserve.http.headers import Headers
+    from trioserve.http.exchange import Exchange, Headers
 
 __all__ = ["PageGate", "checked_host_names", "host_name", "is_loopback_host"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.deadline_fields import HEADERS as DEADLINE_HEADERS
-from trioserve.api.embeddings.request_types import PoolingBody
+from trioserve.api.embeddings.bodies import PoolingBody
+from trioserve.api.openai.request_types import HEADERS as DEADLINE_HEADERS
 from trioserve.api.openai.request_types import REFUSED
 from trioserve.api.route_table import Operation
 from trioserve.contracts.sampling import Range

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -29,17 +29,18 @@ class Query:
 
     Args:
         text: query without the question mark.
+        defaults: values of fields that the query lacks.
 
     Raises:
         InvalidRequest: the query has too many fields.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, defaults: Mapping[str, str] = {}) -> None:
         try:
             values = parse_qs(text, keep_blank_values=True, max_num_fields=FIELDS_MAX)
         except ValueError:
             raise InvalidRequest(f"the query has more than {FIELDS_MAX} fields") from None
-        self._values = {name: given[-1] for name, given in values.items()}
+        self._values = {**defaults, **{name: given[-1] for name, given in values.items()}}
 
     def text(self, name: str) -> str | None:
         return self._values.get(name)

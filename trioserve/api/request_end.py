@@ -1,4 +1,6 @@
-"""Log line at the end of a request, which operators search. It never has the text of prompts or responses."""
+"""Record of a request for operators: the log line at its end, and HTTP metrics.
+
+It never has the text of prompts or responses."""
 
 from __future__ import annotations
 
@@ -6,10 +8,20 @@ import enum
 import json
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from trioserve.contracts.deadlines import Deadline
 
-__all__ = ["Outcome", "end_line", "outcome_of_error"]
+if TYPE_CHECKING:
+    from trioserve.metrics.plain_histogram import PlainHistogram
+    from trioserve.metrics.registry import Metrics
+
+__all__ = [
+    "HttpCounts",
+    "Outcome",
+    "end_line",
+    "outcome_of_error",
+]
 
 PLAIN = re.compile(r"[!-~]+")
 QUOTED = re.compile(r"[\"=\\]")
@@ -58,3 +70,82 @@ def end_line(fields: Mapping[str, object]) -> str:
 
 def _word(value: str) -> str:
     return value if PLAIN.fullmatch(value) and not QUOTED.search(value) else json.dumps(value)
+
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER_PATH = "other"
+OTHER_METHOD = "other"
+NO_HANDLER = "none"  # the usual label for an unknown route in metrics by handler
+LEFT = "left"  # label in place of a status
+
+
+class HttpCounts:
+    """Counts requests, and writes the counts to the metrics at every scrape.
+
+    A metric with labels costs more than a dict lookup, and every request is counted.
+
+    Args:
+        metrics: metrics of the server.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._open_count = self._open_shown = 0
+        # Counts since the last scrape, by route, method, status and is_left_out.
+        self._counts: dict[tuple[str | None, str, int | None, bool], int] = {}
+        self._seconds: dict[tuple[str | None, str], PlainHistogram] = {}
+        metrics.on_scrape(self._show)
+
+    def begin(self) -> None:
+        """Count a request whose handler starts."""
+        self._open_count += 1
+
+    def end(self, route: str | None, method: str, status: int | None, seconds: float, *, is_left_out: bool) -> None:
+        """Count the end of a request.
+
+        Args:
+            route: path template of the route. None: unknown path.
+            method: HTTP method.
+            status: status of the response. None: there was no response.
+            seconds: time since the request's head arrived.
+            is_left_out: True: machines poll the route, or the server sent the request. It is left out of the metrics by
+                handler.
+        """
+        self._open_count -= 1
+        method = self.note(route, method, status, is_left_out=is_left_out)
+        if is_left_out:
+            return
+        histogram = self._seconds.get((route, method))
+        if histogram is None:
+            histogram = self._metrics.http_request_duration_seconds.labels(route or NO_HANDLER, method)
+            self._seconds[route, method] = histogram
+        histogram.observe(seconds)
+        self._metrics.http_request_duration_highr_seconds.observe(seconds)
+
+    def note(self, route: str | None, method: str, status: int | None, *, is_left_out: bool) -> str:
+        """Count a response, also of a request without a handler.
+
+        Args:
+            route: path template of the route. None: unknown path.
+            method: HTTP method.
+            status: status of the response. None: there was no response.
+            is_left_out: see `end`.
+
+        Returns:
+            The method as the metrics name it.
+        """
+        method = method if method in METHODS else OTHER_METHOD
+        key = (route, method, status, is_left_out)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return method
+
+    def _show(self) -> None:
+        metrics = self._metrics
+        metrics.streams_open.inc(self._open_count - self._open_shown)
+        self._open_shown = self._open_count
+        for (route, method, status, is_left_out), count in self._counts.items():
+            metrics.http_requests_total.labels(route or OTHER_PATH, str(status or LEFT)).inc(count)
+            if not is_left_out:
+                status_class = LEFT if status is None else f"{status // 100}xx"
+                metrics.http_requests_by_handler_total.labels(route or NO_HANDLER, method, status_class).inc(count)
+        self._counts.clear()

@@ -1,7 +1,8 @@
-"""Ways to answer a request of the API, with the headers that every response has."""
+"""Ways to answer a request of the API, with the headers that every response has, and the request of a log line."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 import trio
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
     from trioserve.api.heartbeat import Heartbeat
     from trioserve.http.exchange import Exchange, HeaderFields
 
-__all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Responder", "request_id_from"]
+__all__ = [
+    "REQUEST_ID_HEADER",
+    "TENANT_CHARACTERS_MAX",
+    "TENANT_HEADER",
+    "Responder",
+    "begin_request",
+    "end_request",
+    "request_fields",
+    "request_id_from",
+    "tenant_shown",
+]
 
 TENANT_HEADER = "x-tenant-id"
 REQUEST_ID_CHARACTERS_MAX = 128  # headers, log lines and every event repeat the id
@@ -227,3 +238,38 @@ def request_id_from(value: str | None) -> str | None:
             param="X-Request-Id",
         )
     return value
+
+
+TENANT_CHARACTERS_MAX = 64  # without keys, clients choose the name
+
+_request: ContextVar[Responder | None] = ContextVar("request", default=None)
+
+
+def begin_request(request: Responder) -> Token[Responder | None]:
+    return _request.set(request)
+
+
+def end_request(token: Token[Responder | None]) -> None:
+    _request.reset(token)
+
+
+def tenant_shown(request: Responder) -> str | None:
+    """Return the tenant's name for logs and traces, which reveals nothing of the key.
+
+    Args:
+        request: any request.
+
+    Returns:
+        The name, or None if the request has no tenant.
+    """
+    name = request.caller.tenant_for_endpoint(request.named_tenant)
+    return name[:TENANT_CHARACTERS_MAX] if name else None
+
+
+def request_fields() -> dict[str, str]:
+    """Return request id, tenant and trace id of the request that this task serves, without unknown ones."""
+    request = _request.get()
+    if request is None:
+        return {}
+    fields = {"request": request.request_id, "tenant": tenant_shown(request), "trace": request.span.trace_id}
+    return {name: value for name, value in fields.items() if value}

@@ -10,37 +10,21 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioserve.api.anthropic import messages
-from trioserve.api.api_keys import ApiKeys
-from trioserve.api.app import BaseApp
+from trioserve.api.app import BaseApp, other_path
 from trioserve.api.batches import handlers as batch_handlers
 from trioserve.api.batches.batches import Batches
-from trioserve.api.caller import AccessRules, Caller
+from trioserve.api.caller import AccessRules, ApiKeys, Caller
 from trioserve.api.decisions import decisions
 from trioserve.api.embeddings import embeddings, scoring
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files import files
 from trioserve.api.generation import usage_of
 from trioserve.api.limits import ROUTER_GRACE, BackgroundSettings, BatchSettings, DetachSettings
-from trioserve.api.ollama import embeddings as ollama_embeddings
 from trioserve.api.ollama import generation as ollama_generation
 from trioserve.api.ollama import models as ollama_models
 from trioserve.api.openai import chat, completions, models, tokenize
 from trioserve.api.openapi import openapi_document
-from trioserve.api.operations import (
-    adapters,
-    debug,
-    hand_over,
-    health,
-    kv_events,
-    live_requests,
-    partial_aborts,
-    pausing,
-    prefix_cache,
-    reasoning,
-    sleeping,
-    weights,
-)
-from trioserve.api.operations.other_paths import other_path
+from trioserve.api.operations import health, kv_events, live_requests, pausing, weights
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.page import files as page_files
 from trioserve.api.page.files import is_of_page
@@ -98,21 +82,13 @@ OPERATIONS: tuple[Operation[ServerContext], ...] = (
     *batch_handlers.OPERATIONS,
     *stream_handlers.OPERATIONS,
     *models.OPERATIONS,
-    *adapters.OPERATIONS,
     *tokenize.OPERATIONS,
     *live_requests.OPERATIONS,
-    *partial_aborts.OPERATIONS,
-    *reasoning.OPERATIONS,
-    *hand_over.OPERATIONS,
     *pausing.OPERATIONS,
-    *sleeping.OPERATIONS,
-    *prefix_cache.OPERATIONS,
     *weights.OPERATIONS,
     *kv_events.OPERATIONS,
     *health.OPERATIONS,
-    *debug.OPERATIONS,
     *ollama_generation.OPERATIONS,
-    *ollama_embeddings.OPERATIONS,
     *ollama_models.OPERATIONS,
     *page_files.OPERATIONS,
     Operation(

@@ -1,18 +1,35 @@
-"""Formats that differ between APIs on all of their paths: header fields of the request id, and errors.
+"""Formats of errors, request ids and keep-alives that differ between APIs on all of their paths.
 
 The path or a header selects the API before anything else of the request is read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trioserve.api.sse import encode, error_event
+from trioserve.api.error_responses import ErrorResponse
+from trioserve.api.sse import encode, error_event, one_line_json
 
 if TYPE_CHECKING:
-    from trioserve.api.error_responses import ErrorResponse
+    from trioserve.http.exchange import Exchange
 
-__all__ = ["OPENAI", "REQUEST_ID_HEADER", "OpenAISurface", "Surface"]
+__all__ = [
+    "ANTHROPIC",
+    "LINES_TYPE",
+    "LINE_KEEP_ALIVE",
+    "MESSAGES_PATH",
+    "OLLAMA_PATH",
+    "OPENAI",
+    "REQUEST_ID_HEADER",
+    "THREAD_UNSUPPORTED",
+    "OpenAISurface",
+    "ResumableSurface",
+    "Surface",
+    "event",
+    "line",
+    "own_statuses",
+    "surface_of",
+]
 
 REQUEST_ID_HEADER = "x-request-id"
 
@@ -66,3 +83,136 @@ class OpenAISurface:
 
 
 OPENAI = OpenAISurface()
+
+
+MESSAGES_PATH = "/v1/messages"
+VERSION_HEADER = "anthropic-version"
+ID_HEADER = "request-id"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Error code for a request with `thread`.
+
+It is sent in the body's details, where Anthropic's client libraries look for it.
+"""
+
+OVERLOADED_STATUS = 529
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+class AnthropicSurface:
+    """Error format of Anthropic's API. The errors are those of OpenAI's API under Anthropic's names.
+
+    Status 503 becomes 529, which clients of Anthropic's API understand as overload.
+    """
+
+    def id_fields(self, request_id: str) -> list[tuple[str, str]]:
+        return [(REQUEST_ID_HEADER, request_id), (ID_HEADER, request_id)]
+
+    def status(self, error: ErrorResponse) -> int:
+        return OVERLOADED_STATUS if error.status == 503 else error.status
+
+    def body(self, error: ErrorResponse, request_id: str) -> bytes:
+        return encode(self._described(error, request_id))
+
+    def event(self, error: ErrorResponse, request_id: str) -> bytes:
+        return event("error", self._described(error, request_id))
+
+    def _described(self, error: ErrorResponse, request_id: str) -> dict[str, Any]:
+        kind = error_type(self.status(error))
+        described: dict[str, Any] = {"type": kind, "message": error.placed_message}
+        if error.code == THREAD_UNSUPPORTED:
+            described["details"] = {"error_code": error.code, "unsupported": [error.param]}
+        return {"type": "error", "error": described, "request_id": request_id}
+
+
+class ResumableSurface(AnthropicSurface):
+    """Error format of a stream that can be resumed at another server. A router decides by the error code."""
+
+    def event(self, error: ErrorResponse, request_id: str) -> bytes:
+        described = self._described(error, request_id)
+        described["error"]["code"] = error.code
+        return event("error", described)
+
+
+ANTHROPIC = AnthropicSurface()
+
+
+def error_type(status: int) -> str:
+    """Return Anthropic's name for errors with this status.
+
+    Args:
+        status: HTTP status.
+    """
+    return TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def event(name: str, value: object) -> bytes:
+    """Return one server-sent event.
+
+    Clients read its name from the first line, and `value` repeats the name as its type.
+
+    Args:
+        name: Name of the event.
+        value: Data of the event.
+    """
+    return b"event: " + name.encode() + b"\ndata: " + one_line_json(value) + b"\n\n"
+
+
+def own_statuses(statuses: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the statuses as this API sends them: 529 in place of 503.
+
+    Args:
+        statuses: HTTP statuses.
+    """
+    return tuple(OVERLOADED_STATUS if status == 503 else status for status in statuses)
+
+
+OLLAMA_PATH = "/api/"
+LINES_TYPE = "application/x-ndjson"
+LINE_KEEP_ALIVE = b" "
+"""Keep-alive between two lines. JSON may begin with white space, but an empty line would not be JSON."""
+
+
+class OllamaSurface(OpenAISurface):
+    """Error format of Ollama's API: the statuses of OpenAI's API, and the error message as the only field."""
+
+    def body(self, error: ErrorResponse, request_id: str) -> bytes:
+        return encode({"error": error.placed_message})
+
+    def event(self, error: ErrorResponse, request_id: str) -> bytes:
+        return line({"error": error.placed_message})
+
+
+OLLAMA = OllamaSurface()
+
+
+def line(value: object) -> bytes:
+    """Return one line of a stream.
+
+    Args:
+        value: Data of the line.
+    """
+    return one_line_json(value) + b"\n"
+
+
+def surface_of(exchange: Exchange) -> Surface:
+    """Choose the format of errors and ids, also for unknown paths.
+
+    Args:
+        exchange: the request.
+    """
+    path = exchange.path
+    if path.startswith(OLLAMA_PATH):
+        return OLLAMA
+    if path.startswith(MESSAGES_PATH) and path[len(MESSAGES_PATH) :][:1] in ("", "/"):
+        return ANTHROPIC
+    return ANTHROPIC if VERSION_HEADER in exchange.headers else OPENAI

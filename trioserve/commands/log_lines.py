@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from trioserve.api.log_context import request_fields
+from trioserve.api.responder import request_fields
 from trioserve.commands.program_end import SteadyStderr
 
 if TYPE_CHECKING:

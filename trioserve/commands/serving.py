@@ -17,21 +17,20 @@ from typing import Any, NamedTuple
 
 import trio
 
-from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp
-from trioserve.api.caller import AccessRules
+from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.gate import checked_host_names, is_loopback_host
 from trioserve.api.page.settings import PageSettings
 from trioserve.commands.log_lines import announce, logging_to
 from trioserve.commands.program_end import StopSignals
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
-from trioserve.http.counter_metrics import show_counters
+from trioserve.http.counters import show_counters
 from trioserve.http.cross_origin import CrossOrigin, checked_origins
 from trioserve.http.exchange import Handler
+from trioserve.http.handler_call import RootPath, checked_root_path
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.listener import addresses, open_listeners, open_unix_listener, tls_context
-from trioserve.http.root_path import RootPath, checked_root_path
 from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.options.server import ServerOptions

@@ -1,4 +1,4 @@
-"""The interface between connections and handlers: a request, its response, and errors of its body.
+"""The interface between connections and handlers: a request, its header fields, its response, and errors of its body.
 
 Each protocol implements Exchange. The connection moves the bytes and cancels the handler when the client leaves.
 """
@@ -6,14 +6,66 @@ Each protocol implements Exchange. The connection moves the bytes and cancels th
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.http.headers import Headers
 
-__all__ = ["Beats", "BodyTimeout", "BodyTooLarge", "Exchange", "Handler", "HeaderFields", "UnknownCoding"]
+__all__ = [
+    "Beats",
+    "BodyTimeout",
+    "BodyTooLarge",
+    "Exchange",
+    "Handler",
+    "HeaderFields",
+    "Headers",
+    "ResponseState",
+    "UnknownCoding",
+]
+
+
+class Headers:
+    """The header fields of one request.
+
+    Args:
+        fields: names and values in the order of the message. A name may occur more than once, in upper or lower case.
+    """
+
+    __slots__ = ("_fields", "_values")
+
+    def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
+        self._fields = [(name.lower(), value) for name, value in fields]
+        self._values: dict[str, str] = {}  # an index, because about a dozen names are looked up for each request
+        for name, value in self._fields:
+            self._values[name] = f"{self._values[name]}, {value}" if name in self._values else value
+
+    def get(self, name: str) -> str | None:
+        """Return the value of a field.
+
+        Args:
+            name: name of the field, in upper or lower case.
+
+        Returns:
+            The value, or None if the request has no such field. The values of repeated fields are joined with ", " (RFC
+            9110, 5.3).
+        """
+        return self._values.get(name.lower())
+
+    def items(self) -> Iterator[tuple[str, str]]:
+        """Return each field in the order of the message, with its name in lower case. Repeated fields stay separate."""
+        return iter(self._fields)
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        # Show only names, because a value may be an API key.
+        return f"Headers({', '.join(name for name, _ in self._fields)})"
+
 
 HeaderFields = Sequence[tuple[str, str]]
 
@@ -166,3 +218,48 @@ class Exchange(abc.ABC):
 
 Handler = Callable[[Exchange], Awaitable[None]]
 """A function that answers one request. The connection calls it in its own task and cancel scope."""
+
+
+class ResponseState:
+    """Progress of one response: not started, started, finished. The state never goes back.
+
+    Args:
+        method: method of the request.
+
+    Attributes:
+        started: True once the handler has given the head to the connection.
+        finished: True once the handler has given the whole body to the connection.
+        bodiless: True if the connection drops the body (HEAD, 204, 304).
+    """
+
+    __slots__ = ("_is_head_request", "bodiless", "finished", "started")
+
+    def __init__(self, *, method: str) -> None:
+        self.started = False
+        self.finished = False
+        self.bodiless = False
+        self._is_head_request = method == "HEAD"
+
+    def start(self, status: int) -> None:
+        if self.started:
+            raise RuntimeError(f"the response has already started: a second one with status {status} is not possible")
+        if not 200 <= status <= 599:
+            raise ValueError(f"status is {status}, allowed is 200 to 599")
+        self.started = True
+        self.bodiless = self._is_head_request or status in (204, 304)
+
+    def check_open(self) -> None:
+        """Raise RuntimeError unless the response has started and is not finished."""
+        if not self.started or self.finished:
+            raise RuntimeError(
+                "the response is already finished" if self.finished else "the response has not been started"
+            )
+
+    def finish(self) -> None:
+        self.check_open()
+        self.finished = True
+
+    def check_body_readable(self) -> None:
+        """Raise RuntimeError if the response has started: the connection may have dropped the rest of the body."""
+        if self.started:
+            raise RuntimeError("the response has already started: read the request body before it")

@@ -10,8 +10,7 @@ import urllib.parse
 
 import msgspec
 
-from trioserve.http.exchange import HeaderFields
-from trioserve.http.headers import Headers
+from trioserve.http.exchange import HeaderFields, Headers
 
 __all__ = ["REASONS", "RequestHead", "encode_fields", "printable", "split_target"]
 

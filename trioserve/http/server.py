@@ -13,17 +13,14 @@ import trio
 
 from trioserve.http.body_budget import BodyBudget
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.closing import close_now
-from trioserve.http.connection_setup import ConnectionSetup
+from trioserve.http.connection_setup import ConnectionSetup, ExchangeSlots, Flusher, KnowsCaller, close_now
 from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
 from trioserve.http.exchange import Handler
-from trioserve.http.exchange_slots import ExchangeSlots, KnowsCaller
-from trioserve.http.flusher import Flusher
 from trioserve.http.http1.connection import H11Connection
 from trioserve.http.http2.connection import H2Connection
 from trioserve.http.http2.frames import PREFACE
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.rate_bucket import RateBucket
+from trioserve.http.pace import RateBucket
 from trioserve.trio_tools.connection_limit import ConnectionLimit, Place, remote_address
 from trioserve.trio_tools.tcp_stream import TcpStream, end_when_vanished
 

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.api.streams.cursors import DETACH_HEADER, RESUMABLE_HEADER, Position, PositionKeeper
-from trioserve.http.exchange import HeaderFields
-from trioserve.http.headers import Headers
+from trioserve.api.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
+from trioserve.http.exchange import HeaderFields, Headers
 from trioserve.proxy.routed_body import LINE_PATHS
 
 __all__ = ["ClientEvents", "ClientLines", "NumberedEvents", "not_the_same", "wants_lines"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from trioserve.api.openai.prompt_fields import AS_FITS
+from trioserve.api.openai.chat_prompt import AS_FITS
 from trioserve.api.openai.request_types import COMPLETION_TOKENS_DEFAULT, Int32, decode_body
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, RequestAborted

@@ -15,8 +15,7 @@ import msgspec
 from trioserve.api.caller import CallerKind
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.operations.hand_over import HAND_OVER
-from trioserve.api.operations.live_requests import REQUEST_PATH
+from trioserve.api.operations.live_requests import HAND_OVER, REQUEST_PATH
 from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint

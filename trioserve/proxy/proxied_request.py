@@ -18,9 +18,8 @@ import msgspec
 import trio
 
 from trioserve.api.caller import check_model
-from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import Refusal, deadline_refusal
-from trioserve.api.openai.request_types import decode_body
+from trioserve.api.openai.request_types import deadlines_of, decode_body
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
 from trioserve.contracts.endpoint import EndpointId, RoutedRequest
 from trioserve.contracts.errors import Overloaded

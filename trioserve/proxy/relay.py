@@ -12,8 +12,8 @@ import trio
 from trioserve.admission.dispatch import Fault
 from trioserve.admission.text_threads import TEXT_QUEUE_FULL
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, deadline_refusal
-from trioserve.api.ollama.surface import LINES_TYPE
 from trioserve.api.streams.cursors import RESUMABLE_HEADER, RESUME_HEADER
+from trioserve.api.surface import LINES_TYPE
 from trioserve.contracts.endpoint import EndpointId, Stage
 from trioserve.contracts.errors import (
     Draining,

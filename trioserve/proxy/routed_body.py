@@ -11,8 +11,8 @@ import msgspec
 
 from trioserve.api.form import INLINE_BYTES_MAX, FormPart, form_boundary, form_parts, text_of, twice
 from trioserve.api.ollama.models import untagged
-from trioserve.api.ollama.surface import OLLAMA_PATH
 from trioserve.api.openai.request_types import Int32, decode_body, wrong_field
+from trioserve.api.surface import OLLAMA_PATH
 from trioserve.contracts.block_hash import BlockHash, root_hash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS
 from trioserve.contracts.image_generation import PROMPT_CHARACTERS_MAX

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp
-from trioserve.api.caller import AccessRules, check_is_admin
+from trioserve.api.caller import AccessRules, ApiKeys, check_is_admin
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.ollama.models import model_card, read_api_version, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
-from trioserve.api.operations.debug import read_tasks
+from trioserve.api.operations.health import read_tasks
 from trioserve.api.page.files import PAGE_PATH, ROUTER_PATH, UI_PATH, is_of_page, show_file, show_page
 from trioserve.api.page.page import EVENTS_PATH, Page
 from trioserve.api.page.settings import PageSettings

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from trioserve.api.anthropic.chat_messages import chat_messages, chat_tools
-from trioserve.api.anthropic.request_types import CountTokensBody, MessagesBody
+from trioserve.api.anthropic.bodies import CountTokensBody, MessagesBody
+from trioserve.api.anthropic.turn import chat_messages, chat_tools
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.errors import InvalidRequest
 

@@ -11,7 +11,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from trioserve.api.anthropic.content_blocks import BlockEvents, ContentBlocks
+from trioserve.api.anthropic.messages import BlockEvents, ContentBlocks
 from trioserve.text.response_parts import (
     ContentText,
     ReasoningText,

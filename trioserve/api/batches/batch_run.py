@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 
-from trioserve.api.anthropic.surface import MESSAGES_PATH
 from trioserve.api.batches.batch_book import BatchBook, BatchGone, DoneLine
 from trioserve.api.batches.batch_record import BatchError, BatchStatus, BatchUsage
 from trioserve.api.batches.input_lines import (
@@ -26,6 +25,7 @@ from trioserve.api.batches.input_lines import (
 )
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.limits import BatchSettings
+from trioserve.api.surface import MESSAGES_PATH
 from trioserve.contracts.errors import StoreFault, StoreFull
 from trioserve.store.store import Store
 from trioserve.trio_tools.fair_slots import FairSlots

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trioserve.api.anthropic.response_types import MessagesError
-from trioserve.api.anthropic.surface import own_statuses
+from trioserve.api.anthropic.bodies import MessagesError
 from trioserve.api.batches.batch_book import BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
 from trioserve.api.batches.message_batches import (
@@ -38,6 +37,7 @@ from trioserve.api.files.stored_files import (
 from trioserve.api.query import LIST_FIELDS, Query
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
+from trioserve.api.surface import own_statuses
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import Range
 from trioserve.store.store import LIST_MAX

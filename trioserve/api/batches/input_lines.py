@@ -14,8 +14,7 @@ import trio
 from trioserve.api.batches.batch_record import BatchError
 from trioserve.api.files.stored_files import FILE_KIND
 from trioserve.contracts.errors import StoreFault
-from trioserve.http.exchange import Exchange, HeaderFields
-from trioserve.http.headers import Headers
+from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.store.store import Store
 
 __all__ = [

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.anthropic.surface import MESSAGES_PATH
 from trioserve.api.batches.batch_record import (
     MESSAGE_BATCH_KIND,
     MESSAGE_BATCH_PREFIX,
@@ -27,6 +26,7 @@ from trioserve.api.files.stored_files import FileRecord, file_quota, put_file, q
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.query import Query
 from trioserve.api.server_context import ServerContext
+from trioserve.api.surface import MESSAGES_PATH
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import LIST_MAX
 from trioserve.store.stored_objects import DeleteObject, Order, StoredObject

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from trioserve.api.embeddings.pooling import pool
-from trioserve.api.embeddings.request_types import PoolingBody, RerankBody, ScoreBody
-from trioserve.api.embeddings.response_types import PoolingUsage, Reranked, Scores
+from trioserve.api.embeddings.bodies import PoolingBody, PoolingUsage, RerankBody, Reranked, ScoreBody, Scores
+from trioserve.api.embeddings.embeddings import pool
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.contracts.errors import InvalidRequest

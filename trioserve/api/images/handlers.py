@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import foreign_end
 from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.api.images.edit_form import parsed_edit
@@ -20,6 +19,7 @@ from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.image_writer import EventKind, ImageWriter
 from trioserve.api.images.request_types import ImageBody, ImageGenerationBody
 from trioserve.api.images.unsent_images import UnsentShare
+from trioserve.api.openai.request_types import deadlines_of
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import ImageDelta, ImageParams

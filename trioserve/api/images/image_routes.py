@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import trio
 
-from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp
-from trioserve.api.caller import AccessRules
-from trioserve.api.engine_context import EngineContext
+from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images import response_types
 from trioserve.api.images.edit_slots import EditSlots
@@ -23,7 +21,7 @@ from trioserve.api.images.image_models import list_image_models, read_image_mode
 from trioserve.api.images.request_types import RANGES, REFUSED, ImageEditBody, ImageGenerationBody
 from trioserve.api.images.unsent_images import UnsentImages
 from trioserve.api.openapi import openapi_document
-from trioserve.api.operations import debug, health, kv_events, live_requests, partial_aborts, pausing, sleeping
+from trioserve.api.operations import health, kv_events, live_requests, pausing
 from trioserve.api.operations.kv_events import stream_load
 from trioserve.api.operations.live_requests import abort_request, abort_requests
 from trioserve.api.operations.routers_heard import RoutersHeard
@@ -102,12 +100,8 @@ def _of_images(
     return msgspec.structs.replace(find_operation(operations, method, path), handler=handler)
 
 
-SHARED: tuple[Operation[EngineContext], ...] = (
-    *pausing.OPERATIONS,
-    *sleeping.OPERATIONS,
-    *health.OPERATIONS,
-)
-"""Operations that a server with a language model also has, with the same handlers."""
+NOT_SHARED = ("/reset_prefix_cache", "/flush_cache", health.STEPS_PATH)
+"""Paths of an engine with a KV cache and steps of tokens, among those that every server has."""
 LIST = find_operation(live_requests.OPERATIONS, "GET", "/v1/requests")
 OPERATIONS: tuple[Operation[ImageContext], ...] = (
     Operation(
@@ -173,11 +167,14 @@ OPERATIONS: tuple[Operation[ImageContext], ...] = (
         description=LIST.description,
         response=response_types.LiveImageRequests,
     ),
-    _of_images(partial_aborts.OPERATIONS, "POST", "/v1/requests/abort", abort_requests),
+    _of_images(live_requests.OPERATIONS, "POST", "/v1/requests/abort", abort_requests),
     _of_images(live_requests.OPERATIONS, "DELETE", "/v1/requests/{request}", abort_request),
-    *SHARED,
+    *(
+        cast("Operation[ImageContext]", operation)
+        for operation in (*pausing.OPERATIONS, *health.OPERATIONS)
+        if operation.path not in NOT_SHARED
+    ),
     _of_images(kv_events.OPERATIONS, "GET", "/kv_events", stream_load),
-    _of_images(debug.OPERATIONS, "GET", debug.TASKS_PATH, debug.read_tasks),
     _of_images(page_files.OPERATIONS, "GET", PAGE_PATH, show_image_page),
     find_operation(page_files.OPERATIONS, "GET", UI_PATH + "{file}"),
     Operation(

@@ -1,26 +1,40 @@
-"""Handlers of POST /api/chat and /api/generate."""
+"""Handlers of Ollama's POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trioserve.api.ollama import response_types
-from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, text_piece
+import trio
+
+from trioserve.api.embeddings.embeddings import add_vectors, pool
+from trioserve.api.ollama import bodies
+from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, nanoseconds, text_piece
+from trioserve.api.ollama.bodies import (
+    OLLAMA_RANGES,
+    OllamaAnswerBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+)
 from trioserve.api.ollama.models import requested_model
-from trioserve.api.ollama.request_types import OLLAMA_RANGES, OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
-from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.ollama.turn import chat_request, text_request
+from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
-from trioserve.api.sse import KEEP_ALIVE, data_event
+from trioserve.api.sse import KEEP_ALIVE, data_event, encode
 from trioserve.api.streams.cursors import DETACH_HEADER
 from trioserve.api.streams.resumption import Resumption
-from trioserve.api.surface import OPENAI
+from trioserve.api.surface import LINE_KEEP_ALIVE, LINES_TYPE, OPENAI, line
 from trioserve.api.turn.chat_turn import chat_turn
+from trioserve.api.whole_response import LargeJson
+from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta
+from trioserve.contracts.pooling import INPUTS_MAX, PoolingParams
 
 if TYPE_CHECKING:
-    from trioserve.api.turn.turn_request import TurnRequest
+    from trioserve.api.turn.chat_turn import TurnRequest
+    from trioserve.contracts.pooling import PoolingResult
     from trioserve.text.response_parts import ResponsePart
 
 __all__ = ["OPERATIONS", "chat", "generate"]
@@ -107,6 +121,59 @@ async def _answer(
         await context.respond_json(answer.whole(turn, choice))
 
 
+async def embed(context: RequestContext) -> None:
+    """Answer with one vector for each text. All vectors are normalized to length 1.
+
+    Args:
+        context: The request.
+    """
+    began_at = trio.current_time()
+    body = await context.body(OllamaEmbedBody)
+    model = requested_model(context, body.model)
+    check_cache_salt(body.cache_salt)
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    if not 1 <= len(inputs) <= INPUTS_MAX:
+        raise InvalidRequest(f"input has {len(inputs)} entries, allowed are 1 to {INPUTS_MAX}", param="input")
+    response = await pool(
+        context,
+        body,
+        inputs,
+        PoolingParams(normalize=True, dimensions=body.dimensions),
+        name_of=lambda index: "input" if isinstance(body.input, str) else f"input[{index}]",
+        is_base64=False,
+    )
+    large = LargeJson()
+    await context.respond_large(
+        large,
+        {
+            "model": body.model or model,
+            "embeddings": await add_vectors(large, response.pooled, _numbers),
+            "total_duration": nanoseconds(trio.current_time() - began_at),
+            "load_duration": 0,
+            "prompt_eval_count": response.usage.prompt_tokens,
+        },
+    )
+
+
+async def embed_one(context: RequestContext) -> None:
+    """Answer the older kind of request: one text.
+
+    The vector is normalized only if the model's configuration says so.
+
+    Args:
+        context: The request.
+    """
+    body = await context.body(OllamaEmbeddingsBody)
+    requested_model(context, body.model)
+    check_cache_salt(body.cache_salt)
+    response = await pool(context, body, [body.prompt], PoolingParams(), name_of=lambda _: "prompt")
+    await context.respond_bytes(b'{"embedding":%b}' % _numbers(0, response.pooled[0]), "application/json")
+
+
+def _numbers(_index: int, vector: PoolingResult) -> bytes:
+    return encode(vector.values())
+
+
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
     Operation(
         method="POST",
@@ -118,10 +185,10 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         "Options for loading a model are ignored. Without messages, the model computes nothing.",
         body=OllamaChatBody,
         ranges=OLLAMA_RANGES,
-        response=response_types.OllamaChatLine,
-        line=response_types.OllamaChatLine,
+        response=bodies.OllamaChatLine,
+        line=bodies.OllamaChatLine,
         errors=GENERATES,
-        error=response_types.OllamaError,
+        error=bodies.OllamaError,
         takes_deadlines=True,
     ),
     Operation(
@@ -133,10 +200,34 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         description="Common fields work as in /api/chat.",
         body=OllamaGenerateBody,
         ranges=OLLAMA_RANGES,
-        response=response_types.OllamaTextLine,
-        line=response_types.OllamaTextLine,
+        response=bodies.OllamaTextLine,
+        line=bodies.OllamaTextLine,
         errors=GENERATES,
-        error=response_types.OllamaError,
+        error=bodies.OllamaError,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path="/api/embed",
+        handler=embed,
+        summary="Make vectors of texts, in Ollama's shape",
+        forwarding=Forwarding.BY_MODEL,
+        body=OllamaEmbedBody,
+        response=bodies.OllamaEmbeddings,
+        errors=GENERATES,
+        error=bodies.OllamaError,
+        takes_deadlines=True,
+    ),
+    Operation(
+        method="POST",
+        path="/api/embeddings",
+        handler=embed_one,
+        summary="Make a vector of one text, in Ollama's older shape",
+        forwarding=Forwarding.BY_MODEL,
+        body=OllamaEmbeddingsBody,
+        response=bodies.OllamaEmbedding,
+        errors=GENERATES,
+        error=bodies.OllamaError,
         takes_deadlines=True,
     ),
 )

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-from trioserve.api.ollama import response_types
+from trioserve.api.ollama import bodies
 from trioserve.api.ollama.answer import iso_time
-from trioserve.api.ollama.request_types import OllamaShowBody
+from trioserve.api.ollama.bodies import OllamaShowBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.responder import Responder
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation
@@ -191,16 +191,16 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/api/tags",
         handler=list_tags,
         summary="List the models, in Ollama's shape",
-        response=response_types.OllamaModels,
-        error=response_types.OllamaError,
+        response=bodies.OllamaModels,
+        error=bodies.OllamaError,
     ),
     Operation(
         method="GET",
         path="/api/ps",
         handler=list_running,
         summary="List the loaded models, in Ollama's shape. All models are always loaded",
-        response=response_types.OllamaRunning,
-        error=response_types.OllamaError,
+        response=bodies.OllamaRunning,
+        error=bodies.OllamaError,
     ),
     Operation(
         method="POST",
@@ -209,9 +209,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Describe a model and its capabilities, in Ollama's shape",
         forwarding=Forwarding.BY_MODEL,
         body=OllamaShowBody,
-        response=response_types.OllamaShown,
+        response=bodies.OllamaShown,
         errors=(*READS_BODY, 404),
-        error=response_types.OllamaError,
+        error=bodies.OllamaError,
     ),
     Operation(
         method="GET",
@@ -220,7 +220,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         summary="Return the version of Ollama's API",
         needs_key=False,
         is_polled=True,
-        response=response_types.OllamaVersion,
-        error=response_types.OllamaError,
+        response=bodies.OllamaVersion,
+        error=bodies.OllamaError,
     ),
 )

@@ -10,20 +10,16 @@ import functools
 
 import msgspec
 
-from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.generation import read_streams, wait_until_released
 from trioserve.api.openai import response_types
-from trioserve.api.openai.chat_events import ChatEvents
-from trioserve.api.openai.chat_prompt import turn_request
-from trioserve.api.openai.chat_response import whole_response
-from trioserve.api.openai.prompt_fields import prompt_cut
-from trioserve.api.openai.request_types import GENERATION_RANGES, ChatBody
+from trioserve.api.openai.chat_events import ChatEvents, whole_response
+from trioserve.api.openai.chat_prompt import prompt_cut, turn_request
+from trioserve.api.openai.request_types import GENERATION_RANGES, ChatBody, deadlines_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation
 from trioserve.api.streams.cursors import GroupIds
 from trioserve.api.streams.resumption import Resumption
-from trioserve.api.turn.chat_turn import ChatTurn, chat_turn
-from trioserve.api.turn.turn_request import TurnRequest
+from trioserve.api.turn.chat_turn import ChatTurn, TurnRequest, chat_turn
 from trioserve.api.whole_response import LargeJson, ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.output import Delta

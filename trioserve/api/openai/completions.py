@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.error_responses import HandedOver
 from trioserve.api.generation import (
     PARTIAL_FINISH,
@@ -28,9 +27,9 @@ from trioserve.api.generation import (
     wait_until_released,
 )
 from trioserve.api.openai import response_types
+from trioserve.api.openai.chat_prompt import gap_of, prompt_cut
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
-from trioserve.api.openai.request_types import GENERATION_RANGES, CompletionBody
+from trioserve.api.openai.request_types import GENERATION_RANGES, CompletionBody, deadlines_of
 from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import GENERATES, Forwarding, Operation

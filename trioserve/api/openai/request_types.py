@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 
 from trioserve.api.openai.structured_fields import StructuredFields
 from trioserve.api.streams.cursors import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread, generation_fields
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range, SamplingParams
 from trioserve.contracts.thinking import THINKING_TOKENS_MAX
 from trioserve.contracts.weights import WEIGHT_GROUP
+from trioserve.http.exchange import Headers
 
 __all__ = [
     "GENERATION_RANGES",
@@ -46,9 +48,58 @@ __all__ = [
     "WeightsBody",
     "WeightsOnDiskBody",
     "check_cache_salt",
+    "deadlines_of",
     "decode_body",
     "wrong_field",
 ]
+
+HEADERS = {
+    Deadline.QUEUE: "X-Queue-Timeout",
+    Deadline.FIRST_TOKEN: "X-TTFT-Timeout",
+    Deadline.TOTAL: "X-Request-Timeout",
+}
+_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())  # reading an enum's value is slow
+
+
+class HasDeadlines(Protocol):
+    """A body that may have deadlines, in seconds."""
+
+    @property
+    def queue_timeout(self) -> float | None: ...
+    @property
+    def ttft_timeout(self) -> float | None: ...
+    @property
+    def timeout(self) -> float | None: ...
+
+
+def deadlines_of(body: HasDeadlines, headers: Headers) -> Deadlines:
+    """Read the deadlines of a request.
+
+    Args:
+        body: body of the request.
+        headers: header fields of the request.
+
+    Raises:
+        InvalidRequest: a value is not valid. The error names the field or the header.
+    """
+    values: dict[str, float | None] = {}
+    for name, header in _NAMES:
+        value: float | None = getattr(body, name)
+        if value is None:
+            value = _seconds(headers.get(header), header)
+        if value is not None:
+            values[name] = value
+    return Deadlines(**values) if values else NO_DEADLINES
+
+
+def _seconds(text: str | None, header: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequest(f"{header} is {text[:40]!r}, allowed is a number of seconds", param=header) from None
+
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 """Type of every number that may reach a tensor or a float, since JSON's integers are unbounded."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from trioserve.api.openai import response_types
-from trioserve.api.openai.chat_prompt import chat_prompt
-from trioserve.api.openai.prompt_fields import prompt_cut
+from trioserve.api.openai.chat_prompt import chat_prompt, prompt_cut
 from trioserve.api.openai.request_types import DetokenizeBody, TokenizeBody
 from trioserve.api.request_context import RequestContext
 from trioserve.api.route_table import READS_BODY, Forwarding, Operation

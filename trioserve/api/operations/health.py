@@ -1,16 +1,27 @@
-"""Health, readiness, load, version and metrics, for operators and their machines."""
+"""Health, readiness, load, version, metrics, tasks and steps, for operators and their machines."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.api.caller import check_is_admin
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.openai import response_types
 from trioserve.api.operations.kv_events import load_report
 from trioserve.api.route_table import Operation
 from trioserve.contracts.version import VERSION
+from trioserve.engine.lifecycle.step_times import step_trace
+from trioserve.trio_tools.task_tree import task_tree
 
-__all__ = ["OPERATIONS", "read_health", "read_load", "read_metrics", "read_ready", "read_version"]
+if TYPE_CHECKING:
+    from trioserve.api.request_context import RequestContext
+    from trioserve.api.responder import Responder
 
+__all__ = ["OPERATIONS", "read_health", "read_load", "read_metrics", "read_ready", "read_tasks", "read_version"]
 
 STEP_OVERDUE = "step_overdue"
 
@@ -87,7 +98,39 @@ async def read_metrics(context: EngineContext) -> None:
     await context.respond_bytes(metrics.expose(), metrics.content_type)
 
 
-OPERATIONS: tuple[Operation[EngineContext], ...] = (
+TASKS_PATH = "/debug/tasks"
+STEPS_PATH = "/debug/steps"
+NEEDS_ADMIN = "this page needs the admin's API key: see --admin-api-key"
+
+
+async def read_tasks(context: Responder) -> None:
+    """Send the tree of Trio tasks, each with the place and the function in which it waits. See TaskTree.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403).
+    """
+    check_is_admin(context.caller, NEEDS_ADMIN)
+    await context.respond_json(task_tree())
+
+
+async def read_steps(context: RequestContext) -> None:
+    """Send the last 1,000 steps as a trace for ui.perfetto.dev.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403).
+    """
+    check_is_admin(context.caller, NEEDS_ADMIN)
+    made = await trio.to_thread.run_sync(partial(step_trace, context.engine.step_times.latest()))
+    await context.respond_bytes(made, "application/json")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
     Operation(
         method="GET",
         path="/health",
@@ -134,5 +177,25 @@ OPERATIONS: tuple[Operation[EngineContext], ...] = (
         needs_key=False,
         is_polled=True,
         response="text/plain",
+    ),
+    Operation(
+        method="GET",
+        path="/debug/tasks",
+        handler=read_tasks,
+        summary="Read the tree of Trio tasks with their stacks",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys.",
+        response="application/json",
+        errors=(400, 403),
+    ),
+    Operation(
+        method="GET",
+        path="/debug/steps",
+        handler=read_steps,
+        summary="Read the last 1,000 steps, for ui.perfetto.dev",
+        is_operators=True,
+        description="In the Trace Event Format. Needs the admin's key, if there are keys.",
+        response="application/json",
+        errors=(400, 403),
     ),
 )

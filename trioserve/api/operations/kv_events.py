@@ -34,6 +34,9 @@ __all__ = [
     "stream_load",
 ]
 
+"""Request header with the name of the router."""
+
+
 ALIVE_SECONDS = 2.0  # silence before a keep-alive: routers soon distrust a silent endpoint
 LOAD_SECONDS_MIN = 0.1  # shortest time between two loads: shorter than a router's polling, but cheap to read
 LOAD_ALIVE_SECONDS = 1.0  # longest time between two loads. A router trusts a load for two seconds

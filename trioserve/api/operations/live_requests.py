@@ -1,4 +1,4 @@
-"""Running requests: list them, and abort them by id.
+"""Running requests: list them, abort them by id, end their reasoning, and hand them over to another server.
 
 With API keys, a key sees and aborts its own requests only, and the admin's key all requests. Without keys, everybody
 sees all requests.
@@ -6,22 +6,34 @@ sees all requests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trioserve.api.caller import check_may_operate
 from trioserve.api.engine_context import EngineContext
-from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.error_responses import HandedOver, Refusal, refusal
 from trioserve.api.openai import response_types
-from trioserve.api.openai.request_types import AbortBody, decode_body
+from trioserve.api.openai.request_types import AbortBody, AbortRequestBody, AbortRequestsBody, ControlBody, decode_body
 from trioserve.api.request_context import RequestContext
-from trioserve.api.route_table import Operation
+from trioserve.api.route_table import READS_BODY, Operation
+from trioserve.api.sse import encode
+from trioserve.api.streams.cursors import resume_body, shown_logprobs
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.events import AbortOutcome
+from trioserve.contracts.events import AbortOutcome, HandOverOutcome
 from trioserve.contracts.live import LiveRequestView
+from trioserve.contracts.thinking import ReasoningOutcome
+
+if TYPE_CHECKING:
+    from trioserve.contracts.partial import AbortResult, Partial
 
 __all__ = [
+    "HAND_OVER",
     "OPERATIONS",
     "REQUEST_PATH",
     "abort_request",
     "abort_requests",
     "checked_ids",
+    "hand_over_event",
     "list_requests",
     "respond_aborted",
     "unknown_request",
@@ -135,6 +147,162 @@ def _shown(view: LiveRequestView) -> dict[str, object]:
     }
 
 
+async def abort_with_partials(context: RequestContext) -> None:
+    """Abort several requests. Responds with one result for each id, in the same order.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+    """
+    body = await context.body(AbortBody)
+    if body.min_age_seconds:
+        if body.return_partial:
+            raise InvalidRequest(
+                "min_age_seconds and return_partial are both set: leave one of them out", param="min_age_seconds"
+            )
+        await respond_aborted(context, body)
+        return
+    cut = context.engine.abort_with_partial(checked_ids(body.ids), owner=context.owner)
+    await _respond(context, cut, with_partials=body.return_partial)
+
+
+async def abort_for_sglang(context: RequestContext) -> None:
+    """Abort one request, or all requests of the caller, as SGLang's /abort_request.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has both an id and abort_all, or neither.
+        Refusal: a stranger may not abort all requests (403).
+    """
+    body = await context.body(AbortRequestBody)
+    if bool(body.rid) is body.abort_all:
+        raise InvalidRequest("send either the id of a request as rid, or abort_all", param="rid")
+    ids = [body.rid]
+    if body.abort_all:
+        check_may_operate(context.caller)
+        ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
+    cut = context.engine.abort_with_partial(ids, owner=context.owner)
+    await _respond(context, cut, with_partials=body.return_partial)
+
+
+async def abort_for_vllm(context: RequestContext) -> None:
+    """Abort requests as vLLM's /abort_requests: those with the ids, or all of the caller if there are no ids.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: a stranger may not abort all requests (403).
+    """
+    ids = (await context.body(AbortRequestsBody)).request_ids
+    if ids:
+        checked_ids(ids)
+    else:
+        check_may_operate(context.caller)
+        ids = [view.id for view in context.engine.live_requests(owner=context.owner)]
+    outcomes = context.engine.abort(ids, owner=context.owner)
+    aborted = sum(outcome is AbortOutcome.ABORTED for outcome in outcomes.values())
+    await context.respond_json({"status": "aborted", "aborted": aborted})
+
+
+async def _respond(context: RequestContext, cut: Mapping[str, AbortResult], *, with_partials: bool) -> None:
+    data = []
+    for request_id, one in cut.items():
+        row: dict[str, object] = {"id": request_id, "object": "request.abort", "result": one.outcome.value}
+        if with_partials:
+            row["partials"] = [_partial_shown(partial) for partial in one.partials]
+        data.append(row)
+    await context.respond_json({"object": "list", "data": data})
+
+
+def _partial_shown(partial: Partial) -> dict[str, object]:
+    resume = partial.resume
+    return {
+        "choices": [
+            {
+                "index": index,
+                "token_ids": choice.token_ids,
+                "logprobs": None if choice.logprobs is None else shown_logprobs(choice.logprobs),
+                "weight_versions": choice.weight_versions,
+                "finish_reason": None if choice.finish_reason is None else choice.finish_reason.value,
+            }
+            for index, choice in enumerate(partial.choices)
+        ],
+        "resume": resume_body([resume], prompt_digest=resume.prompt_digest, seed=resume.seed),
+    }
+
+
+async def control_request(context: RequestContext) -> None:
+    """End the reasoning of a request. Responds when the model is about to write the end of the reasoning.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body asks for nothing.
+        Refusal: the caller has no request with this id (404), or the request has no reasoning to end (409).
+    """
+    body = await context.body(ControlBody)
+    if body.end_thinking is not True:
+        raise InvalidRequest(
+            'the body asks for no change: send {"end_thinking": true}, or abort the request with DELETE',
+            param="end_thinking",
+        )
+    request_id = context.exchange.path.removeprefix(REQUEST_PATH)
+    outcome = context.engine.end_reasoning([request_id], owner=context.owner)[request_id]
+    if outcome is ReasoningOutcome.UNKNOWN:
+        raise unknown_request(request_id)
+    if outcome is ReasoningOutcome.NO_REASONING:
+        raise refusal(
+            "no_thought",
+            f"the request {request_id!r} has no reasoning to end: its model writes none, or the reasoning has "
+            "ended already",
+        )
+    await context.respond_json({"id": request_id, "object": "request.control", "result": outcome.value})
+
+
+HAND_OVER = "/hand-over"
+HAND_OVER_PATH = REQUEST_PATH + "{request}" + HAND_OVER
+HANDED_OVER_ID = b"id: >"
+
+
+async def hand_over_stream(context: RequestContext) -> None:
+    """Hand a stream over. Responds when the stream is about to end.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller has no request with this id (404), or the request cannot be continued elsewhere (409).
+    """
+    request_id = context.exchange.path.removeprefix(REQUEST_PATH).removesuffix(HAND_OVER)
+    outcome = context.engine.hand_over([request_id], owner=context.owner)[request_id]
+    if outcome is HandOverOutcome.UNKNOWN:
+        raise unknown_request(request_id)
+    if outcome is HandOverOutcome.NOT_POSSIBLE:
+        raise refusal(
+            "no_hand_over",
+            f"the request {request_id!r} cannot be handed over: it does not run at this moment, or it is not a "
+            "stream that was requested with X-Trioserve-Resumable",
+        )
+    await context.respond_json({"id": request_id, "object": "request.hand_over", "result": outcome.value})
+
+
+def hand_over_event(handed: HandedOver) -> bytes:
+    """Make the last event of a stream that was handed over.
+
+    Args:
+        handed: how another server fetches the KV.
+    """
+    event = encode({"object": "hand_over", "kv_transfer_params": handed.kv_transfer})
+    return b"data: %b\n%b\n\n" % (event, HANDED_OVER_ID)
+
+
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
     Operation(
         method="GET",
@@ -156,6 +324,59 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         "has finished and its blocks are held for another engine, they are released.",
         response=response_types.RequestAbort,
         errors=(400, 404),
+        path_parameter="the request's X-Request-Id",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/requests/abort",
+        handler=abort_with_partials,
+        summary="Abort several requests",
+        description="With return_partial, the response has the partial result of each request, which can be resumed.",
+        body=AbortBody,
+        response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    Operation(
+        method="POST",
+        path="/abort_request",
+        handler=abort_for_sglang,
+        summary="Abort one request, or all of the caller (SGLang's name)",
+        body=AbortRequestBody,
+        response=response_types.RequestAborts,
+        errors=READS_BODY,
+    ),
+    Operation(
+        method="POST",
+        path="/abort_requests",
+        handler=abort_for_vllm,
+        summary="Abort several requests (vLLM's name)",
+        body=AbortRequestsBody,
+        response=response_types.AbortedRequests,
+        errors=READS_BODY,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/requests/{request}",
+        handler=control_request,
+        summary="End the reasoning of a running request",
+        id_has_slashes=True,
+        description="The model continues after the end of the reasoning. 409 if the request has no reasoning to end.",
+        body=ControlBody,
+        response=response_types.RequestControl,
+        errors=(*READS_BODY, 404, 409),
+        path_parameter="the request's X-Request-Id",
+    ),
+    Operation(
+        method="POST",
+        path="/v1/requests/{request}/hand-over",
+        handler=hand_over_stream,
+        summary="Hand a stream over to another server",
+        id_has_slashes=True,
+        description="The stream ends after the step in flight at the latest, with a last complete group. If a "
+        "connector holds its KV, an event then says how to fetch it. Only running streams that were requested with "
+        "X-Trioserve-Resumable can be handed over; 409 otherwise.",
+        response=response_types.RequestHandOver,
+        errors=(400, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
 )

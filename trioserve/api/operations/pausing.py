@@ -1,6 +1,6 @@
-"""POST /pause, /resume and GET /is_paused, as in vLLM, and SGLang's /pause_generation and /continue_generation.
+"""Operators pause the engine, put it to sleep and empty its prefix cache, with the paths of vLLM and SGLang.
 
-They need the admin's key, since a pause blocks all callers.
+All these paths need the admin's key, since they concern all callers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import PauseBody, decode_body
 from trioserve.api.query import Query
 from trioserve.api.route_table import READS_BODY, Operation
+from trioserve.contracts.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from trioserve.api.engine_context import EngineContext, PauseMode
+    from trioserve.api.request_context import RequestContext
 
 __all__ = ["OPERATIONS", "continue_generation", "pause", "pause_generation", "read_is_paused", "resume"]
 
@@ -34,7 +36,7 @@ async def pause(context: EngineContext) -> None:
         InvalidRequest: the query has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context)
+    _check_may(context, "pausing the engine")
     query = Query(context.exchange.query)
     waits = query.flag("wait_for_inflight_requests", False)  # vLLM's older name of mode=wait
     mode = "wait" if waits else query.choice("mode", tuple(MODES), "abort")
@@ -43,13 +45,13 @@ async def pause(context: EngineContext) -> None:
 
 
 async def resume(context: EngineContext) -> None:
-    _check_may(context)
+    _check_may(context, "pausing the engine")
     context.engine.resume_generation()
     await context.respond_json({"status": "resumed"})
 
 
 async def read_is_paused(context: EngineContext) -> None:
-    _check_may(context)
+    _check_may(context, "pausing the engine")
     await context.respond_json({"is_paused": context.engine.is_paused})
 
 
@@ -63,7 +65,7 @@ async def pause_generation(context: EngineContext) -> None:
         InvalidRequest: the body has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context)
+    _check_may(context, "pausing the engine")
     raw = await context.exchange.body()
     body = decode_body(raw, PauseBody) if raw else PauseBody()
     await context.pause(SGLANG_MODES[body.mode], clear_cache=False)
@@ -71,16 +73,96 @@ async def pause_generation(context: EngineContext) -> None:
 
 
 async def continue_generation(context: EngineContext) -> None:
-    _check_may(context)
+    _check_may(context, "pausing the engine")
     context.engine.resume_generation()
     await context.respond_json({"message": "Generation continued successfully.", "status": "ok"})
 
 
-def _check_may(context: EngineContext) -> None:
-    check_is_admin(context.caller, "pausing the engine needs the admin's API key: see --admin-api-key")
+async def sleep(context: EngineContext) -> None:
+    """Let the engine sleep. Responds when the memory is free.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
+    _check_may(context, "sleeping")
+    query = Query(context.exchange.query)
+    level = query.number("level", 1, low=1, high=2)
+    await context.engine.sleep(level, MODES[query.choice("mode", tuple(MODES), "abort")])
+    await _respond(context)
 
 
-OPERATIONS: tuple[Operation[EngineContext], ...] = (
+async def wake_up(context: EngineContext) -> None:
+    """Wake the engine. Responds when all memory is allocated again.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has vLLM's `tags`.
+        Refusal: the caller is not the admin (403).
+    """
+    _check_may(context, "sleeping")
+    if Query(context.exchange.query).text("tags") is not None:
+        raise InvalidRequest(
+            "tags are not supported, since all memory is allocated together: leave tags out", param="tags"
+        )
+    await context.engine.wake_up()
+    await _respond(context)
+
+
+async def read_is_sleeping(context: EngineContext) -> None:
+    _check_may(context, "sleeping")
+    await _respond(context)
+
+
+async def _respond(context: EngineContext) -> None:
+    await context.respond_json({"is_sleeping": context.engine.is_sleeping})
+
+
+async def reset_prefix_cache(context: RequestContext) -> None:
+    """Empty the prefix cache at once. reset_running_requests needs a paused engine.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
+    _check_may(context, "emptying the cache")
+    query = Query(context.exchange.query)
+    if query.flag("reset_external", False):
+        raise InvalidRequest(
+            "reset_external is not supported, since the caches of connectors cannot be emptied: leave it out",
+            param="reset_external",
+        )
+    context.engine.reset_prefix_cache(retract=query.flag("reset_running_requests", False))
+    await context.respond_json({"status": "ok"})
+
+
+async def flush_cache(context: RequestContext) -> None:
+    """Empty the prefix cache, with SGLang's name. Running requests keep their blocks and continue.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403).
+    """
+    _check_may(context, "emptying the cache")
+    context.engine.reset_prefix_cache()
+    await context.respond_json({"message": "Cache flushed.", "status": "ok"})
+
+
+def _check_may(context: EngineContext, action: str) -> None:
+    check_is_admin(context.caller, f"{action} needs the admin's API key: see --admin-api-key")
+
+
+OPERATIONS: tuple[Operation[RequestContext], ...] = (
     Operation(
         method="POST",
         path="/pause",
@@ -134,6 +216,74 @@ OPERATIONS: tuple[Operation[EngineContext], ...] = (
         path="/continue_generation",
         handler=continue_generation,
         summary="Resume after a pause (SGLang's name of /resume)",
+        is_operators=True,
+        response=response_types.PauseChanged,
+        errors=(400, 403),
+    ),
+    Operation(
+        method="POST",
+        path="/sleep",
+        handler=sleep,
+        summary="Free memory until /wake_up",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys. Pauses first. Responds when the memory is free. "
+        "New requests wait.",
+        response=response_types.IsSleeping,
+        errors=(400, 403, 503),
+        query={
+            "level": (
+                "1: free the KV cache, or latents; 2: free the weights too",
+                {"type": "integer", "minimum": 1, "maximum": 2, "default": 1},
+            ),
+            "mode": (
+                "how to treat running requests: end them with their partial results, wait for them, or recompute them "
+                "afterwards",
+                {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+            ),
+        },
+    ),
+    Operation(
+        method="POST",
+        path="/wake_up",
+        handler=wake_up,
+        summary="Allocate the memory again, and resume",
+        is_operators=True,
+        response=response_types.IsSleeping,
+        errors=(400, 403, 503),
+    ),
+    Operation(
+        method="GET",
+        path="/is_sleeping",
+        handler=read_is_sleeping,
+        summary="Say if the engine sleeps",
+        response=response_types.IsSleeping,
+        errors=(400, 403),
+    ),
+    Operation(
+        method="POST",
+        path="/reset_prefix_cache",
+        handler=reset_prefix_cache,
+        summary="Empty the prefix cache",
+        is_operators=True,
+        description="Needs the admin's key, if there are keys. Running requests keep their blocks.",
+        response=response_types.CacheReset,
+        errors=(400, 403),
+        query={
+            "reset_running_requests": (
+                "true: recompute the KV of paused requests; only for a paused engine",
+                {"type": "boolean", "default": False},
+            ),
+            "reset_external": (
+                "refused: the caches of connectors cannot be emptied",
+                {"type": "boolean", "default": False},
+            ),
+        },
+    ),
+    Operation(
+        method="POST",
+        path="/flush_cache",
+        handler=flush_cache,
+        summary="Empty the prefix cache (SGLang's name of /reset_prefix_cache)",
         is_operators=True,
         response=response_types.PauseChanged,
         errors=(400, 403),

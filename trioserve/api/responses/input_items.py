@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trioserve.api.responses.response_object import Item
-from trioserve.api.turn.image_parts import image_part, joined_content
+from trioserve.api.turn.messages import image_part, joined_content
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.chat_messages import check_shape
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from trioserve.api.deadline_fields import deadlines_of
+from trioserve.api.openai.request_types import deadlines_of
 from trioserve.api.responses.input_items import checked_items, messages_of
 from trioserve.api.responses.request_types import (
     InputTokensBody,
@@ -17,7 +17,7 @@ from trioserve.api.responses.request_types import (
 from trioserve.api.responses.response_object import Item, ResponseHead, with_ids
 from trioserve.api.responses.stored_responses import Loaded, items_before, resolve_references
 from trioserve.api.responses.tools import Tools, parse_tools
-from trioserve.api.turn.turn_request import Reasoning, TurnRequest
+from trioserve.api.turn.chat_turn import Reasoning, TurnRequest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trioserve.api.error_responses import Refusal, refusal
-from trioserve.api.queries import number_in, query_of
+from trioserve.api.query import Query
 from trioserve.api.responses.response_object import FINAL, Item, failed_object, item_place
 from trioserve.api.streams.event_log import split_events
 from trioserve.contracts.errors import InvalidRequest
@@ -205,9 +205,9 @@ async def read_response(context: ServerContext) -> None:
     Args:
         context: The request.
     """
-    response_id, query = _response_id(context), query_of(context.exchange)
-    if query.get("stream") in ("true", "1"):
-        await _stream(context, response_id, number_in(query, "starting_after", -1, low=0, high=2**53))
+    response_id, query = _response_id(context), Query(context.exchange.query)
+    if query.text("stream") in ("true", "1"):
+        await _stream(context, response_id, query.number("starting_after", -1, low=0, high=2**53))
         return
     live = context.server.background.find(response_id, context.owner)
     if live is not None:
@@ -263,19 +263,17 @@ async def list_input_items(context: ServerContext) -> None:
     Args:
         context: The request.
     """
-    response_id, query = _response_id(context), query_of(context.exchange)
+    response_id, query = _response_id(context), Query(context.exchange.query)
     live = context.server.background.find(response_id, context.owner)
     if live is not None:
         items = live.run.planned.input
     else:
         items = read_stored(await _kept(context, response_id)).input
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {order[:40]!r}, allowed are asc and desc", param="order")
-    limit = number_in(query, "limit", PAGE_ITEMS, low=1, high=PAGE_ITEMS_MAX)
+    order = query.choice("order", ("asc", "desc"), "desc")
+    limit = query.number("limit", PAGE_ITEMS, low=1, high=PAGE_ITEMS_MAX)
     if order == "desc":
         items = items[::-1]
-    after = query.get("after")
+    after = query.text("after")
     if after is not None:
         indices = [index for index, item in enumerate(items) if item["id"] == after]
         if not indices:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from trioserve.api.error_responses import refusal
-from trioserve.api.queries import number_in, query_of
+from trioserve.api.query import Query
 from trioserve.api.route_table import Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.api.streams.cursors import LAST_EVENT_ID
@@ -29,11 +29,9 @@ async def read_stream(context: ServerContext) -> None:
         context: The request.
     """
     stream = context.server.detached.find(_stream_id(context), context.owner)
-    query = query_of(context.exchange)
     last_seen = context.exchange.headers.get(LAST_EVENT_ID)
-    if last_seen is not None:
-        query = {"after": last_seen, **query}
-    after = number_in(query, "after", 0, low=0, high=NUMBER_MAX)
+    query = Query(context.exchange.query, {} if last_seen is None else {"after": last_seen})
+    after = query.number("after", 0, low=0, high=NUMBER_MAX)
     if stream.head is None:
         raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: its request is still queued")
     if after > stream.log.last:
@@ -68,7 +66,7 @@ async def read_kept_stream(context: ServerContext) -> None:
     stream = streams.find(_stream_id(context), context.owner)
     if stream.head is None:
         raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: its request is still queued")
-    if stream.has_reader and query_of(context.exchange).get("unread"):
+    if stream.has_reader and Query(context.exchange.query).text("unread"):
         raise refusal("stream_is_read", f"the stream {stream.id} has a reader")
     stream.check_kept(0)
     streams.taken_over_total += 1
@@ -87,7 +85,7 @@ async def end_kept_stream(context: ServerContext) -> None:
     """
     streams = context.server.router_streams
     stream = streams.find(_stream_id(context), context.owner)
-    reader = number_in(query_of(context.exchange), "reader", 1, low=1, high=READERS_MAX)
+    reader = Query(context.exchange.query).number("reader", 1, low=1, high=READERS_MAX)
     is_ended = reader >= stream.reader_count
     if is_ended:
         await streams.delete(stream)

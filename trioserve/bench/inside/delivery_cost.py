@@ -36,8 +36,7 @@ from trioserve.engine.delivery import Delivery
 from trioserve.engine.engine import Engine, ModelDescription
 from trioserve.engine.lifecycle.engine_loop import EngineLoop
 from trioserve.engine.settings import EngineSettings
-from trioserve.http.exchange import Exchange, HeaderFields
-from trioserve.http.headers import Headers
+from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.flag_types import at_least_one

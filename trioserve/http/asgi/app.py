@@ -10,9 +10,8 @@ import trio
 from trioserve.http.asgi.exchange import AsgiExchange, Receive, Send
 from trioserve.http.body_budget import BodyBudget, BodyShare
 from trioserve.http.counters import ConnectionRefusal, FrontendCounters, Tally
-from trioserve.http.exchange import Handler
+from trioserve.http.exchange import Handler, Headers
 from trioserve.http.handler_call import call_handler
-from trioserve.http.headers import Headers
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead
 

@@ -12,15 +12,12 @@ from typing import Any
 import trio
 
 from trioserve.contracts.errors import Overloaded
-from trioserve.http.body_budget import BodyShare
-from trioserve.http.body_pace import BodyPace
+from trioserve.http.body_budget import BodyShare, decoded_body
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.http.content_coding import decoded_body
-from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields
+from trioserve.http.exchange import BodyTimeout, BodyTooLarge, Exchange, HeaderFields, ResponseState
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
-from trioserve.http.response_pace import ResponsePace
-from trioserve.http.response_state import ResponseState
+from trioserve.http.pace import BodyPace, ResponsePace
 
 __all__ = ["AsgiExchange", "Message", "Receive", "Send"]
 

@@ -16,16 +16,14 @@ from collections.abc import Callable
 import trio
 
 from trioserve.http.body_budget import BodyShare
-from trioserve.http.closing import break_off, close_after, close_now
-from trioserve.http.connection_setup import ConnectionSetup
+from trioserve.http.connection_setup import ConnectionSetup, break_off, close_after, close_now
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
 from trioserve.http.exchange import HeaderFields
-from trioserve.http.handler_call import call_handler
+from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
 from trioserve.http.http1.exchange import H11Exchange
 from trioserve.http.http1.protocol import BadHead, H1Protocol
 from trioserve.http.message_head import RequestHead, encode_fields
-from trioserve.http.refusals import JSON_FIELDS, refusal_body
-from trioserve.http.response_pace import ResponsePace
+from trioserve.http.pace import ResponsePace
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["H11Connection"]

@@ -6,14 +6,12 @@ from typing import Protocol
 
 import trio
 
-from trioserve.http.body_budget import BodyShare
-from trioserve.http.body_pace import BodyPace
-from trioserve.http.content_coding import decoded_body
-from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields
+from trioserve.http.body_budget import BodyShare, decoded_body
+from trioserve.http.exchange import Beats, BodyTimeout, Exchange, HeaderFields, ResponseState
 from trioserve.http.http1.protocol import EncodedFields, H1Protocol, interim_response
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, encode_fields
-from trioserve.http.response_state import ResponseState
+from trioserve.http.pace import BodyPace
 
 __all__ = ["ExchangeOwner", "H11Exchange"]
 

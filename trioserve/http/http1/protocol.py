@@ -1,6 +1,6 @@
 """The server side of HTTP/1.1 without I/O: it turns bytes into requests, and responses into bytes.
 
-It uses two parsers. The fast path (fast_path.py) reads ordinary requests, and ordinary responses are encoded here. h11
+It uses two parsers. The fast path (fast_head) reads ordinary requests, and ordinary responses are encoded here. h11
 handles all other messages. Only this module knows which parser has seen which message.
 """
 
@@ -11,13 +11,68 @@ import re
 import h11
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.http.exchange import HeaderFields
-from trioserve.http.headers import Headers
-from trioserve.http.http1.chunk_sizes import ChunkSizes
-from trioserve.http.http1.fast_path import plain_request
+from trioserve.http.exchange import HeaderFields, Headers
 from trioserve.http.message_head import REASONS, RequestHead, split_target
 
-__all__ = ["BadHead", "H1Protocol"]
+__all__ = ["BadHead", "ChunkSizes", "H1Protocol", "plain_request"]
+
+_SIZE = re.compile(rb"[0-9A-Fa-f]{1,20}")
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_LINE_BYTES_MAX = 1024  # size and extensions of a chunk; the scan stops at a longer line, which h11 accepts or refuses
+
+
+class ChunkSizes:
+    """The chunk framing of one body.
+
+    Attributes:
+        announced_bytes: size of all chunks whose size line has arrived, with or without their bytes.
+        trailer_count: number of lines after the last chunk.
+    """
+
+    def __init__(self) -> None:
+        self.announced_bytes = 0
+        self.trailer_count = 0
+        self._line = bytearray()  # an incomplete size line
+        self._skip_bytes = 0  # missing bytes of the current chunk, with its line break
+        self._chunks_ended = False
+        self._trailers_ended = False
+        self._tail = b"\n"  # the last bytes that were searched for the end of the trailers
+
+    def feed(self, data: bytes) -> None:
+        """Read the next bytes of the body.
+
+        Args:
+            data: bytes in the same order as for h11.
+        """
+        position = 0
+        while position < len(data) and not self._chunks_ended:
+            if self._skip_bytes:
+                skipped = min(self._skip_bytes, len(data) - position)
+                self._skip_bytes -= skipped
+                position += skipped
+                continue
+            end = data.find(b"\n", position) + 1
+            self._line += data[position : end or len(data)]
+            position = end or len(data)
+            if end:
+                size = _SIZE.match(self._line)
+                byte_count = int(size[0], 16) if size else 0
+                self._line.clear()
+                self.announced_bytes += byte_count
+                self._skip_bytes = byte_count + 2
+                self._chunks_ended = not byte_count  # also true after a size line that cannot be read
+            elif len(self._line) > _LINE_BYTES_MAX:
+                self._chunks_ended = True
+        if self._chunks_ended and not self._trailers_ended:
+            self._count_trailers(data[position:])
+
+    def _count_trailers(self, data: bytes) -> None:
+        text = self._tail + data
+        end = _BLANK_LINE.search(text)
+        self._trailers_ended = end is not None  # the bytes after the end may be another request
+        self.trailer_count += text.count(b"\n", len(self._tail), end.start() + 1 if end else len(text))
+        self._tail = text[-3:]
+
 
 EncodedFields = list[tuple[bytes, bytes]]
 
@@ -391,3 +446,57 @@ def _response(status: int, fields: EncodedFields) -> h11.Response:
 
 def _has_length(fields: EncodedFields) -> bool:
     return any(name == b"content-length" for name, _ in fields)
+
+
+_REQUEST_LINE = re.compile(r"([-!#$%&'*+.^_`|~0-9A-Za-z]+) ([!-~]+) HTTP/1\.1")
+# Only values of visible characters and blanks match. h11 also allows some other characters in some positions.
+_FIELDS = re.compile(r"(?:\r\n[-!#$%&'*+.^_`|~0-9A-Za-z]+:[\t -~]*)*")
+_LENGTH = re.compile(r"[0-9]{1,15}")
+_NOT_PLAIN = frozenset({"transfer-encoding", "expect", "upgrade", "connection"})
+
+
+def plain_request(
+    held: bytearray, *, peer: str, head_bytes_max: int, fields_max: int
+) -> tuple[RequestHead, int, int] | None:
+    """Parse the head of an ordinary request.
+
+    Args:
+        held: bytes that no parser has read yet. They begin with a request.
+        peer: the client's address.
+        head_bytes_max: maximum size of the head in bytes.
+        fields_max: maximum number of header fields.
+
+    Returns:
+        The head, its size in bytes, and the size of the body in bytes. None if the request is not ordinary or its head
+        is incomplete.
+    """
+    end = held.find(b"\r\n\r\n", 0, head_bytes_max)
+    if end < 0 or held.count(b"\n", 0, end) > fields_max:
+        return None
+    head = held[:end].decode("latin-1")
+    line, _, rest = head.partition("\r\n")
+    request_line = _REQUEST_LINE.fullmatch(line)
+    if request_line is None or request_line[1] == "CONNECT" or _FIELDS.fullmatch(head, len(line)) is None:
+        return None
+    fields = []
+    hosts = 0
+    length = None
+    for field in rest.split("\r\n"):
+        name, _, value = field.partition(":")
+        name, value = name.lower(), value.strip(" \t")
+        if name == "host":
+            hosts += 1
+        elif name == "content-length":
+            if length is not None or _LENGTH.fullmatch(value) is None:
+                return None
+            length = int(value)
+        elif name in _NOT_PLAIN and not (name == "connection" and value.lower() == "keep-alive"):
+            return None
+        fields.append((name, value))
+    if hosts != 1:
+        return None
+    path, query = split_target(request_line[2])
+    plain = RequestHead(
+        method=request_line[1], path=path, query=query, headers=Headers(fields), http_version="1.1", peer=peer
+    )
+    return plain, end + 4, length or 0

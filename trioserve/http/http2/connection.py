@@ -21,18 +21,14 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from trioserve.http.body_budget import BodyShare
-from trioserve.http.closing import break_off, close_after, close_now
-from trioserve.http.connection_setup import ConnectionSetup
+from trioserve.http.connection_setup import ConnectionSetup, break_off, close_after, close_now
 from trioserve.http.counters import ConnectionRefusal, StreamRefusal
-from trioserve.http.handler_call import call_handler
-from trioserve.http.http2.errors import error_code_of, refusal_of
+from trioserve.http.handler_call import JSON_FIELDS, call_handler, refusal_body
 from trioserve.http.http2.frames import PING, PREFACE, Flood, FrameGate, frame, goaway_frame
-from trioserve.http.http2.outbox import H2Outbox
-from trioserve.http.http2.protocol import initiated_protocol, request_head
-from trioserve.http.http2.stream import H2Stream
+from trioserve.http.http2.protocol import error_code_of, initiated_protocol, refusal_of, request_head
+from trioserve.http.http2.stream import H2Outbox, H2Stream
 from trioserve.http.message_head import printable
-from trioserve.http.rate_bucket import RateBucket
-from trioserve.http.refusals import JSON_FIELDS, refusal_body
+from trioserve.http.pace import RateBucket
 from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["H2Connection"]

@@ -20,7 +20,7 @@ from h2.errors import ErrorCodes
 
 from trioserve.http.counters import ConnectionRefusal
 from trioserve.http.limits import FrontendLimits
-from trioserve.http.rate_bucket import RateBucket
+from trioserve.http.pace import RateBucket
 from trioserve.trio_tools.http2_settings import known_settings
 
 __all__ = [

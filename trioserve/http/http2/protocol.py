@@ -5,17 +5,45 @@ from __future__ import annotations
 import h2.config
 import h2.connection
 import h2.events
+import h2.exceptions
+import hpack
 from h2.connection import ConnectionInputs
+from h2.errors import ErrorCodes
 from h2.settings import SettingCodes, Settings
 from h2.stream import StreamInputs
 
-from trioserve.http.headers import Headers
+from trioserve.http.counters import ConnectionRefusal
+from trioserve.http.exchange import Headers
 from trioserve.http.http2.fields import FieldDecoder, FieldEncoder
-from trioserve.http.http2.frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, frame
+from trioserve.http.http2.frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, Flood, frame
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.message_head import RequestHead, split_target
 
-__all__ = ["H2Protocol", "initiated_protocol", "request_head"]
+__all__ = ["H2Protocol", "error_code_of", "initiated_protocol", "refusal_of", "request_head"]
+
+
+def error_code_of(error: h2.exceptions.ProtocolError) -> ErrorCodes:
+    """Return the error code of the GOAWAY for a protocol error.
+
+    h2 gives no error code for header blocks that cannot be decoded, so this error is recognised by its cause.
+
+    Args:
+        error: the error that h2 or FrameGate raised.
+    """
+    if isinstance(error.__cause__, hpack.HPACKError) and not isinstance(error, h2.exceptions.DenialOfServiceError):
+        return ErrorCodes.COMPRESSION_ERROR
+    return ErrorCodes(error.error_code)
+
+
+def refusal_of(error: h2.exceptions.ProtocolError) -> ConnectionRefusal:
+    if isinstance(error, Flood):
+        return error.reason
+    if isinstance(error, h2.exceptions.DenialOfServiceError):
+        return ConnectionRefusal.HEAD_TOO_LARGE  # h2 raises this error only for a decoded head that is too large
+    if isinstance(error, h2.exceptions.FrameTooLargeError):
+        return ConnectionRefusal.FRAME_TOO_LARGE
+    return ConnectionRefusal.MALFORMED
+
 
 # Bytes of requests that may be in flight on one connection. The windows of the streams limit the bytes that are held in
 # memory.

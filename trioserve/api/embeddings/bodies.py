@@ -1,17 +1,19 @@
-"""Bodies of requests for vectors or scores, with fields of OpenAI, vLLM, Cohere and Jina."""
+"""Bodies of requests for vectors or scores and of their responses, with fields of OpenAI, vLLM, Cohere and Jina."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from trioserve.api.openai.request_types import Int32, check_cache_salt
+from trioserve.api.openai.response_types import Response
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.pooling import DIMENSIONS_MAX, PoolingParams
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 
-__all__ = ["EmbeddingsBody", "PoolingBody", "RerankBody", "ScoreBody"]
+__all__ = ["Embeddings", "EmbeddingsBody", "PoolingBody", "RerankBody", "Reranked", "ScoreBody", "Scores"]
 
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 TruncateTo = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -102,3 +104,81 @@ class ScoreBody(PoolingBody, frozen=True, kw_only=True):
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
+
+
+class PoolingUsage(Response):
+    """Token counts.
+
+    Attributes:
+        prompt_tokens: tokens of all inputs, after truncation.
+        completion_tokens: always 0, for clients that read it.
+    """
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class Embedding(Response):
+    """One vector.
+
+    Attributes:
+        embedding: list of numbers, or base64 of float32 in little-endian order.
+    """
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Response):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage
+
+
+class RankedDocument(Response):
+    text: str
+
+
+class RankedResult(Response):
+    """Score of one document.
+
+    Attributes:
+        index: index of the document in the request.
+    """
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class Reranked(Response):
+    """Ranked documents.
+
+    Attributes:
+        results: scores of the documents, best first.
+    """
+
+    id: str
+    model: str
+    results: list[RankedResult]
+    usage: PoolingUsage
+
+
+class Score(Response):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(Response):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage

@@ -1,16 +1,18 @@
-"""Body of POST /v1/decisions in two formats: OpenAI's, which vLLM uses, and SGLang's."""
+"""Bodies of POST /v1/decisions and its response in two formats: OpenAI's, which vLLM uses, and SGLang's."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from trioserve.api.embeddings.request_types import Priority
+from trioserve.api.embeddings.bodies import Priority
 from trioserve.api.openai.request_types import check_cache_salt
+from trioserve.api.openai.response_types import Response
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["Choice", "DecisionsBody", "InputMessage", "Level", "Question"]
+__all__ = ["Choice", "Decisions", "DecisionsBody", "InputMessage", "Level", "Question"]
 
 QUESTIONS_MAX = 64  # each question is a prompt, though all share the input's blocks
 Temperature = Annotated[float, msgspec.Meta(gt=0, le=100)]
@@ -115,3 +117,105 @@ class DecisionsBody(msgspec.Struct, frozen=True, kw_only=True):
             message.content if isinstance(message.content, str) else "\n".join(part.text for part in message.content)
             for message in self.input
         )
+
+
+class PredicateAnswer(Response, tag_field="type", tag="predicate"):
+    """Answer to a predicate.
+
+    Attributes:
+        probability: probability that the predicate is true.
+    """
+
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(Response):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Response, tag_field="type", tag="choice"):
+    """Answer to a choice.
+
+    Attributes:
+        probabilities: probabilities among the choices.
+        confidence: probability of the best choice among all tokens of the model.
+    """
+
+    name: str | None
+    choice: str | bool
+    probabilities: list[ChoiceProbability]
+    confidence: float
+
+
+class ScoreProbability(Response):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Response, tag_field="type", tag="score"):
+    """Answer to a score.
+
+    Attributes:
+        score: expected level, counted from 0.
+        probabilities: probabilities among the levels.
+        confidence: probability of the best level among all tokens of the model.
+    """
+
+    name: str | None
+    score: float
+    probabilities: list[ScoreProbability]
+    confidence: float
+
+
+class NamedAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """Answer in SGLang's format.
+
+    Attributes:
+        label_mass: probability of all labels together, among all tokens of the model.
+    """
+
+    type: Literal["choice", "score", "yes_no"]
+    probabilities: dict[str, float]
+    label_mass: float
+    choice: str | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+
+
+class InputTokensDetails(Response):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Response):
+    reasoning_tokens: int
+
+
+class DecisionsUsage(Response):
+    """Token counts: input_tokens for OpenAI's format, prompt_tokens for SGLang's."""
+
+    total_tokens: int
+    input_tokens: int | UnsetType = UNSET
+    input_tokens_details: InputTokensDetails | UnsetType = UNSET
+    output_tokens: int | UnsetType = UNSET
+    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+    prompt_tokens: int | UnsetType = UNSET
+    completion_tokens: int | UnsetType = UNSET
+
+
+class Decisions(Response):
+    """Response with decisions.
+
+    Attributes:
+        answers: in OpenAI's format a list in the order of the questions, in SGLang's format an object by id.
+        object: only in SGLang's format.
+        prompt_format_version: only in SGLang's format.
+    """
+
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer] | dict[str, NamedAnswer]
+    usage: DecisionsUsage
+    object: Literal["decisions"] | UnsetType = UNSET
+    prompt_format_version: int | UnsetType = UNSET
