@@ -19,6 +19,7 @@ from trioserve.options.option import options_of
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
 README_LINES_MAX = 150
+COLUMN_PIXELS = 838  # width of a page's column, in which a wide drawing is scaled down
 
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
@@ -56,6 +57,26 @@ def test_every_link_leads_somewhere(page):
         assert place.exists(), f"{target} leads nowhere"
         if anchor and not anchor.startswith("trioserve."):  # anchors that are generated from docstrings
             assert anchor in anchors_of(place), f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("drawing", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda drawing: drawing.name)
+def test_text_of_a_drawing_has_at_least_12_pixels_in_a_column(drawing):
+    text = drawing.read_text(encoding="utf-8")
+    scale = COLUMN_PIXELS / float(re.search(r'viewBox="0 0 (\d+)', text)[1])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: ?(\d+)px", text)]
+    assert sizes
+    assert min(sizes) * min(scale, 1.0) >= 12
+
+
+def test_architecture_and_kernels_are_short():
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 200
+    assert len((ROOT / "kernels/README.md").read_text(encoding="utf-8").split()) <= 2500
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_no_line_of_the_first_pages_is_too_long(page):
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_the_readme_is_short():

@@ -19,8 +19,8 @@ def settle_quantization(requested: QuantizationName, block_types: Mapping[str, s
 
     auto keeps the blocks of a quantized file, unless float32 is requested. These blocks are the exact weights, which
     bfloat16 would round. A decode step then reads a third of the bytes, and loading is faster. The cost is described in
-    kernels/README.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as in llama.cpp. With AMX only
-    steps of up to 4 rows have them.
+    docs/explanation/kernels.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as in llama.cpp. With AMX
+    only steps of up to 4 rows have them.
 
     Args:
         requested: value of --quantization.
