@@ -24,8 +24,6 @@ from trioserve.simulation.core.history import (
     Update,
     Wait,
     World,
-    history_of,
-    script_of,
 )
 from trioserve.simulation.images import core_history as iterative
 from trioserve.simulation.router.history import (
@@ -48,17 +46,13 @@ from trioserve.simulation.router.history import Arrive as ArriveAtRouter
 from trioserve.simulation.router.history import Drain as DrainRouter
 from trioserve.simulation.router.history import Fail as FailAtEndpoint
 from trioserve.simulation.router.history import Wait as WaitAtRouter
-from trioserve.simulation.router.history import history_of as router_history_of
-from trioserve.simulation.router.history import script_of as router_script_of
 from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersHistory, RoutersWorld
-from trioserve.simulation.router.routers_history import history_of as routers_history_of
-from trioserve.simulation.router.routers_history import script_of as routers_script_of
 from trioserve.simulation.runs import runs_of
+from trioserve.simulation.script import case_of, script_of
 from trioserve.simulation.stack.http_plan import Ask as AskOverHttp
 from trioserve.simulation.stack.http_plan import Connection, Delete, Front
 from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Swap, Wake
-from trioserve.simulation.stack.plan import Client, Load, StackPlan, Stage, Unload, stack_plan_of
-from trioserve.simulation.stack.plan import script_of as stack_script_of
+from trioserve.simulation.stack.plan import Client, Load, StackPlan, Stage, Unload
 
 EVERYTHING = History(
     World(block_count=8, block_size=2, max_num_seqs=2, step_tokens_max=4, has_connector=True),
@@ -341,18 +335,18 @@ ITERATIVE_MOMENTS = [
 
 
 def test_script_is_parsed_as_it_was_written():
-    assert history_of(script_of(EVERYTHING)) == EVERYTHING
+    assert case_of(script_of(EVERYTHING), History) == EVERYTHING
 
 
 def test_comments_and_empty_lines_are_skipped():
-    assert history_of("# once\n\n" + script_of(EVERYTHING)) == EVERYTHING
+    assert case_of("# once\n\n" + script_of(EVERYTHING), History) == EVERYTHING
 
 
 @pytest.mark.parametrize(
     ("script", "match"),
     [
-        ("", "begins with its world"),
-        ("begin", "begins with its world"),
+        ("", "begins with 'world"),
+        ("begin", "begins with 'world"),
         (script_of(EVERYTHING) * 2, "has only one"),
         ("world block_count=8", "line 1"),
         (script_of(EVERYTHING) + "abort ids=[1]", "line 16"),
@@ -362,7 +356,7 @@ def test_comments_and_empty_lines_are_skipped():
 )
 def test_invalid_script_is_refused_with_its_line(script, match):
     with pytest.raises(InvalidRequest, match=match):
-        history_of(script)
+        case_of(script, History)
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
@@ -374,7 +368,7 @@ def test_core_history_without_some_events_runs(missing):
 
 @pytest.mark.parametrize("plan", [STACK, LENDING, HALTS, SWAPS], ids=["connections", "lending", "halts", "swaps"])
 def test_stack_script_is_parsed_as_it_was_written(plan):
-    assert stack_plan_of(stack_script_of(plan)) == plan
+    assert case_of(script_of(plan), StackPlan) == plan
 
 
 @pytest.mark.parametrize(
@@ -384,58 +378,58 @@ def test_stack_script_is_parsed_as_it_was_written(plan):
 def test_stack_plan_without_some_parts_runs(plan, missing):
     parts = plan.parts[:missing] + plan.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
-        assert runs_of("stack").run_script(stack_script_of(StackPlan(plan.stage, kept))).failure is None
+        assert runs_of("stack").run_script(script_of(StackPlan(plan.stage, kept))).failure is None
 
 
 def test_router_script_is_parsed_as_it_was_written():
-    assert router_history_of(router_script_of(ROUTER)) == ROUTER
+    assert case_of(script_of(ROUTER), RouterHistory) == ROUTER
 
 
 @pytest.mark.parametrize("script", ["", 'send name="a"', "router\nrouter"])
 def test_router_script_without_settings_first_is_refused(script):
-    with pytest.raises(InvalidRequest, match="begins with its settings"):
-        router_history_of(script)
+    with pytest.raises(InvalidRequest, match="begins with 'router "):
+        case_of(script, RouterHistory)
 
 
 @pytest.mark.parametrize("missing", range(len(ROUTER.events)))
 def test_router_history_without_some_events_runs(missing):
     events = ROUTER.events[:missing] + ROUTER.events[missing + 1 :]
     for kept in (events, events[::-1]):
-        assert runs_of("router").run_script(router_script_of(RouterHistory(ROUTER.world, kept))).failure is None
+        assert runs_of("router").run_script(script_of(RouterHistory(ROUTER.world, kept))).failure is None
 
 
 def test_routers_script_is_parsed_as_it_was_written():
-    assert routers_history_of(routers_script_of(ROUTERS)) == ROUTERS
+    assert case_of(script_of(ROUTERS), RoutersHistory) == ROUTERS
 
 
 @pytest.mark.parametrize("script", ["", "come number=1", "routers\nrouters"])
 def test_routers_script_without_settings_first_is_refused(script):
-    with pytest.raises(InvalidRequest, match="begins with 'routers'"):
-        routers_history_of(script)
+    with pytest.raises(InvalidRequest, match="begins with 'routers"):
+        case_of(script, RoutersHistory)
 
 
 @pytest.mark.parametrize("missing", range(len(ROUTERS.events)))
 def test_routers_history_without_some_events_runs(missing):
     events = ROUTERS.events[:missing] + ROUTERS.events[missing + 1 :]
     for kept in (events, events[::-1]):
-        assert runs_of("routers").run_script(routers_script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
+        assert runs_of("routers").run_script(script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
 
 
 def test_iterative_script_is_parsed_as_it_was_written():
-    assert iterative.history_of(iterative.script_of(ITERATIVE)) == ITERATIVE
+    assert case_of(script_of(ITERATIVE), iterative.IterativeHistory) == ITERATIVE
 
 
 @pytest.mark.parametrize("script", ["", "begin", "iterative\niterative"])
 def test_iterative_script_without_settings_first_is_refused(script):
-    with pytest.raises(InvalidRequest, match="begins with 'iterative'"):
-        iterative.history_of(script)
+    with pytest.raises(InvalidRequest, match="begins with 'iterative"):
+        case_of(script, iterative.IterativeHistory)
 
 
 @pytest.mark.parametrize("missing", range(len(ITERATIVE.events)))
 def test_iterative_history_without_some_events_runs(missing):
     events = ITERATIVE.events[:missing] + ITERATIVE.events[missing + 1 :]
     for kept in (events, events[::-1]):
-        script = iterative.script_of(iterative.IterativeHistory(ITERATIVE.world, kept))
+        script = script_of(iterative.IterativeHistory(ITERATIVE.world, kept))
         assert runs_of("iterative").run_script(script).failure is None
 
 

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.images.plan import Client, Fail, ImagesPlan, ImagesStage, images_plan_of, script_of
+from trioserve.simulation.images.plan import Client, Fail, ImagesPlan, ImagesStage
 from trioserve.simulation.runs import runs_of
+from trioserve.simulation.script import case_of, script_of
 from trioserve.simulation.stack.pause_plan import Order, Pause, Resume, Sleep, Wake
 
 EVERYTHING = ImagesPlan(
@@ -49,13 +50,13 @@ SELDOM = ("clients: told of a fault", "engines broken", "wakes: done")  # few se
 
 
 def test_script_is_parsed_as_it_was_written():
-    assert images_plan_of(script_of(EVERYTHING)) == EVERYTHING
+    assert case_of(script_of(EVERYTHING), ImagesPlan) == EVERYTHING
 
 
 @pytest.mark.parametrize("script", ["", 'client number=0 id="a"', "images schedule_seed=1\nimages schedule_seed=1"])
 def test_script_without_stage_first_is_refused(script):
     with pytest.raises(InvalidRequest, match="begins with 'images"):
-        images_plan_of(script)
+        case_of(script, ImagesPlan)
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.parts) + 1))

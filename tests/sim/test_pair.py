@@ -26,11 +26,10 @@ from trioserve.simulation.pair.history import (
     Start,
     Step,
     Stop,
-    history_of,
-    script_of,
 )
 from trioserve.simulation.pair.simulator import PairSimulation
 from trioserve.simulation.runs import runs_of
+from trioserve.simulation.script import case_of, script_of
 
 PROMPT = (1, 2, 3, 1, 2)
 
@@ -201,13 +200,13 @@ def test_prefill_engine_responds_if_decode_engine_refuses():
 
 
 def test_script_is_parsed_as_it_was_written():
-    assert history_of(script_of(EVERYTHING)) == EVERYTHING
+    assert case_of(script_of(EVERYTHING), PairHistory) == EVERYTHING
 
 
 @pytest.mark.parametrize("script", ["", "deliver", "pair\npair"])
 def test_script_without_settings_first_is_refused(script):
-    with pytest.raises(InvalidRequest, match="begins with its world"):
-        history_of(script)
+    with pytest.raises(InvalidRequest, match="begins with 'pair"):
+        case_of(script, PairHistory)
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))

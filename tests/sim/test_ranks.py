@@ -18,10 +18,9 @@ from trioserve.simulation.ranks.plan import (
     RanksStage,
     Swap,
     Unload,
-    ranks_plan_of,
-    script_of,
 )
 from trioserve.simulation.runs import runs_of
+from trioserve.simulation.script import case_of, script_of
 
 SEED_COUNT, CLIENT_COUNT = 150, 6
 KINDS = ("break", "end", "garble", "hang", "kill", "stop", "stray")
@@ -70,13 +69,13 @@ def test_seeds_pass_and_reach_every_phase() -> None:
 
 
 def test_script_is_parsed_as_it_was_written() -> None:
-    assert ranks_plan_of(script_of(PLAN)) == PLAN
+    assert case_of(script_of(PLAN), RanksPlan) == PLAN
     assert runs_of("ranks").run_script(script_of(PLAN)).failure is None
 
 
 def test_script_without_stage_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="a plan begins with its stage"):
-        ranks_plan_of("abort number=1 at=0.1\n")
+    with pytest.raises(InvalidRequest, match="begins with 'ranks"):
+        case_of("abort number=1 at=0.1\n", RanksPlan)
 
 
 def test_dead_rank_is_named_in_the_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from trioserve.http.http2.stream import H2Stream
 from trioserve.router.core import RouterCore
 from trioserve.router.endpoint_state import EndpointState
 from trioserve.router.ticket import TicketState
-from trioserve.simulation.runs import runs_of
-from trioserve.simulation.shrink import cut
+from trioserve.simulation.runs import cut, runs_of
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from trioserve.commands.simulate import SimulateSettings as OfHistories
 from trioserve.contracts.errors import StartupError
 from trioserve.simulation.router.routers_books import RoutersRow, rows_as_table
 from trioserve.simulation.router.routers_generator import Traffic, drawn_traffic
-from trioserve.simulation.router.routers_history import RoutersEvent, RoutersHistory, RoutersWorld, script_of
+from trioserve.simulation.router.routers_history import RoutersEvent, RoutersHistory, RoutersWorld
 from trioserve.simulation.router.routers_simulator import RoutersSimulation
-from trioserve.simulation.script import Trace, Verdict, apply_events
+from trioserve.simulation.script import Trace, Verdict, apply_events, script_of
 from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["Row", "rows_of", "run_routers"]

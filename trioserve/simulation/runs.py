@@ -1,26 +1,35 @@
-"""Runs simulations: from a seed, from a script, and repeatedly to reduce a failing one."""
+"""Runs simulations: from a seed, from a script, and repeatedly to reduce a failing one.
+
+A failing history is reduced to the events and values that are needed for the same failure. First, events are removed by
+delta debugging (Zeller and Hildebrandt, 2002): in halves, then quarters, down to single events. Then the remaining
+events are simplified: fewer choices, shorter prompts, no salt. The reduced history may fail at another event, but only
+with the same error from the same function.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from trioserve.contracts.errors import StartupError
 from trioserve.simulation.script import (
     EventSimulation,
     Failure,
     Trace,
     Verdict,
     apply_events,
+    case_of,
     failure_from,
     line_of,
     needs_assertions,
+    script_of,
 )
-from trioserve.simulation.shrink import Attempts, cut, plainer_history, shrunk_failure, with_defaults
 
-__all__ = ["Mode", "Runs", "runs_of"]
+__all__ = ["Mode", "Runs", "cut", "runs_of"]
 
 Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks", "iterative", "images"]
 
@@ -54,6 +63,45 @@ class Runs(Protocol):
         """
 
 
+class _Parts(NamedTuple):
+    """The parts of one kind of simulation, each as module:name below this package.
+
+    Attributes:
+        case: class of its histories or plans.
+        source: class that generates events, or function that draws a plan.
+        simulation: class of its runs.
+    """
+
+    case: str
+    source: str
+    simulation: str
+
+
+_EVENT_MODES: dict[Mode, _Parts] = {
+    "core": _Parts("core.history:History", "core.generator:Generator", "core.simulator:Simulation"),
+    "router": _Parts(
+        "router.history:RouterHistory", "router.generator:RouterGenerator", "router.simulator:RouterSimulation"
+    ),
+    "routers": _Parts(
+        "router.routers_history:RoutersHistory",
+        "router.routers_generator:RoutersGenerator",
+        "router.routers_simulator:RoutersSimulation",
+    ),
+    "pair": _Parts("pair.history:PairHistory", "pair.generator:PairGenerator", "pair.simulator:PairSimulation"),
+    "iterative": _Parts(
+        "images.core_history:IterativeHistory",
+        "images.core_generator:IterativeGenerator",
+        "images.core_simulator:IterativeSimulation",
+    ),
+}
+_PLAN_MODES: dict[Mode, _Parts] = {
+    "stack": _Parts("stack.plan:StackPlan", "stack.plan:drawn_stack_plan", "stack.simulator:StackSimulation"),
+    "lasting": _Parts("stored.plan:StoredPlan", "stored.plan:drawn_stored_plan", "stored.simulator:StoredSimulation"),
+    "ranks": _Parts("ranks.plan:RanksPlan", "ranks.plan:drawn_ranks_plan", "ranks.simulator:RanksSimulation"),
+    "images": _Parts("images.plan:ImagesPlan", "images.plan:drawn_images_plan", "images.simulator:ImagesSimulation"),
+}
+
+
 def runs_of(mode: Mode) -> Runs:
     """Return the functions of a kind of simulation. Each kind imports only what it needs: the core is simulated without
     trio, HTTP and the router.
@@ -61,132 +109,27 @@ def runs_of(mode: Mode) -> Runs:
     Args:
         mode: the kind.
     """
-    if mode == "stack":
-        from trioserve.simulation.stack import plan as stack_plan
-        from trioserve.simulation.stack import simulator as stack_simulator
-
-        return _PlanRuns(
-            drawn_plan=stack_plan.drawn_stack_plan,
-            plan=stack_plan.StackPlan,
-            plan_of=stack_plan.stack_plan_of,
-            script_of=stack_plan.script_of,
-            simulation=stack_simulator.StackSimulation,
-        )
-    if mode == "lasting":
-        from trioserve.simulation.stored import plan as stored_plan
-        from trioserve.simulation.stored import simulator as stored_simulator
-
-        return _PlanRuns(
-            drawn_plan=stored_plan.drawn_stored_plan,
-            plan=stored_plan.StoredPlan,
-            plan_of=stored_plan.stored_plan_of,
-            script_of=stored_plan.script_of,
-            simulation=stored_simulator.StoredSimulation,
-        )
-    if mode == "ranks":
-        from trioserve.simulation.ranks import plan as ranks_plan
-        from trioserve.simulation.ranks import simulator as ranks_simulator
-
-        return _PlanRuns(
-            drawn_plan=ranks_plan.drawn_ranks_plan,
-            plan=ranks_plan.RanksPlan,
-            plan_of=ranks_plan.ranks_plan_of,
-            script_of=ranks_plan.script_of,
-            simulation=ranks_simulator.RanksSimulation,
-        )
-    if mode == "images":
-        from trioserve.simulation.images import plan as images_plan
-        from trioserve.simulation.images import simulator as images_simulator
-
-        return _PlanRuns(
-            drawn_plan=images_plan.drawn_images_plan,
-            plan=images_plan.ImagesPlan,
-            plan_of=images_plan.images_plan_of,
-            script_of=images_plan.script_of,
-            simulation=images_simulator.ImagesSimulation,
-        )
-    if mode == "router":
-        from trioserve.simulation.router import generator as router_generator
-        from trioserve.simulation.router import history as router_history
-        from trioserve.simulation.router import simulator as router_simulator
-
-        return _EventRuns(
-            generator=router_generator.RouterGenerator,
-            simulation=router_simulator.RouterSimulation,
-            history=router_history.RouterHistory,
-            history_of=router_history.history_of,
-            script_of=router_history.script_of,
-            plainer=with_defaults,
-        )
-    if mode == "routers":
-        from trioserve.simulation.router import routers_generator as routers_generator
-        from trioserve.simulation.router import routers_history as routers_history
-        from trioserve.simulation.router import routers_simulator as routers_simulator
-
-        return _EventRuns(
-            generator=routers_generator.RoutersGenerator,
-            simulation=routers_simulator.RoutersSimulation,
-            history=routers_history.RoutersHistory,
-            history_of=routers_history.history_of,
-            script_of=routers_history.script_of,
-            plainer=with_defaults,
-        )
-    if mode == "pair":
-        from trioserve.simulation.pair import generator as pair_generator
-        from trioserve.simulation.pair import history as pair_history
-        from trioserve.simulation.pair import simulator as pair_simulator
-
-        return _EventRuns(
-            generator=pair_generator.PairGenerator,
-            simulation=pair_simulator.PairSimulation,
-            history=pair_history.PairHistory,
-            history_of=pair_history.history_of,
-            script_of=pair_history.script_of,
-            plainer=with_defaults,
-        )
-    if mode == "iterative":
-        from trioserve.simulation.images import core_generator as iterative_generator
-        from trioserve.simulation.images import core_history as iterative_history
-        from trioserve.simulation.images import core_simulator as iterative_simulator
-
-        return _EventRuns(
-            generator=iterative_generator.IterativeGenerator,
-            simulation=iterative_simulator.IterativeSimulation,
-            history=iterative_history.IterativeHistory,
-            history_of=iterative_history.history_of,
-            script_of=iterative_history.script_of,
-            plainer=with_defaults,
-        )
-    from trioserve.simulation.core import generator as core_generator
-    from trioserve.simulation.core import history, simulator
-
-    return _EventRuns(
-        generator=core_generator.Generator,
-        simulation=simulator.Simulation,
-        history=history.History,
-        history_of=history.history_of,
-        script_of=history.script_of,
-        plainer=plainer_history,
-    )
+    if mode in _PLAN_MODES:
+        return _PlanRuns(*map(_loaded, _PLAN_MODES[mode]))
+    history, generator, simulation = map(_loaded, _EVENT_MODES[mode])
+    plainer = _loaded("core.history:plainer_history") if mode == "core" else with_defaults
+    return _EventRuns(history, generator, simulation, plainer)
 
 
-class _Generator(Protocol):
-    """Generates a world, and then one event after another, which may depend on the run so far."""
-
-    @property
-    def world(self) -> Any: ...
-
-    def next_event(self, simulation: Any) -> Any: ...
+def _loaded(part: str) -> Any:
+    module, _, name = part.partition(":")
+    return getattr(importlib.import_module(f"trioserve.simulation.{module}"), name)
 
 
 class _EventRuns(NamedTuple):
-    """Functions of a simulation that consists of a world and events, which together are a history."""
+    """Functions of a simulation that consists of a world and events, which together are a history.
 
-    generator: Callable[[Random], _Generator]
+    A generator makes a world, and then one event after another, which may depend on the run so far.
+    """
+
+    history: type[msgspec.Struct]
+    generator: Callable[[Random], Any]
     simulation: Callable[..., EventSimulation]
-    history: Callable[..., Any]
-    history_of: Callable[[str], Any]
-    script_of: Callable[[Any], str]
     plainer: Callable[..., Any]
 
     def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
@@ -195,42 +138,41 @@ class _EventRuns(NamedTuple):
         return self._run(simulation, (generator.next_event(simulation) for _ in range(size)), trace)
 
     def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
-        return self._run_history(self.history_of(script), trace)
+        return self._run_history(case_of(script, self.history), trace)
 
     def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
         def replay(history: Any) -> Failure | None:
             return self._run_history(history, None).failure
 
-        return shrunk_failure(failure, self.history_of(failure.script), replay, self.plainer, replays_max=replays_max)
+        history = case_of(failure.script, self.history)
+        return shrunk_failure(failure, history, replay, self.plainer, replays_max=replays_max)
 
     def _run_history(self, history: Any, trace: Trace | None) -> Verdict:
         return self._run(self.simulation(history.world, trace=trace), history.events, trace)
 
     def _run(self, simulation: EventSimulation, events: Iterable[msgspec.Struct], trace: Trace | None) -> Verdict:
-        def script_of(happened: tuple[Any, ...]) -> str:
-            return self.script_of(self.history(simulation.world, happened))
+        def script(happened: tuple[Any, ...]) -> str:
+            return script_of(self.history(simulation.world, happened))
 
-        return apply_events(simulation, events, script_of, trace)
+        return apply_events(simulation, events, script, trace)
 
 
 class _PlanRuns(NamedTuple):
     """Functions of a simulation with a plan, which is drawn before anything happens. A plan has a stage and parts."""
 
+    plan: type[msgspec.Struct]
     drawn_plan: Callable[[Random, int], Any]
-    plan: Callable[..., Any]
-    plan_of: Callable[[str], Any]
-    script_of: Callable[[Any], str]
     simulation: Callable[..., Any]
 
     def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
         return self._run(self.drawn_plan(Random(seed), size), trace)
 
     def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
-        return self._run(self.plan_of(script), trace)
+        return self._run(case_of(script, self.plan), trace)
 
     def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
         """Return the failure of the plan with the fewest parts that fails in the same way."""
-        plan = self.plan_of(failure.script)
+        plan: Any = case_of(failure.script, self.plan)
 
         def replay(candidate: Any) -> Failure | None:
             return self._run(candidate, None).failure
@@ -250,5 +192,134 @@ class _PlanRuns(NamedTuple):
         try:
             simulation.run()
         except Exception as error:  # The simulation searches for errors of all kinds.
-            return Verdict(failure_from(error, self.script_of(plan)), simulation.counts, simulation.digest)
+            return Verdict(failure_from(error, script_of(plan)), simulation.counts, simulation.digest)
         return Verdict(None, simulation.counts, simulation.digest)
+
+
+# --- reduction ---
+
+Item = TypeVar("Item")
+Case = TypeVar("Case")
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+Eventful = TypeVar("Eventful", bound=msgspec.Struct)  # a struct with a world and events
+
+
+class Attempts(Generic[Case]):
+    """Runs cases, and checks if they fail in the same way.
+
+    Args:
+        failure: the failure to compare with.
+        replay: runs a case, and returns its failure or None.
+        replays_max: maximum number of runs.
+
+    Attributes:
+        plainest: failure of the last case that failed in the same way.
+        left: number of further runs. If it is 0, no case counts as failing, so that the reduction ends.
+    """
+
+    def __init__(self, failure: Failure, replay: Callable[[Case], Failure | None], replays_max: int) -> None:
+        self.plainest = failure
+        self.left = replays_max
+        self._replay = replay
+
+    def fails(self, case: Case) -> bool:
+        if self.left == 0:
+            return False
+        self.left -= 1
+        failure = self._replay(case)
+        if failure is None or not failure.is_like(self.plainest):
+            return False
+        self.plainest = failure
+        return True
+
+
+def cut(items: tuple[Item, ...], fails: Callable[[tuple[Item, ...]], bool]) -> tuple[Item, ...]:
+    """Return as few items as still fail, in their order.
+
+    Args:
+        items: the items.
+        fails: returns True if items fail.
+    """
+    size = max(1, len(items) // 2)
+    while True:
+        begin, was_cut = 0, False
+        while begin < len(items):
+            candidate = items[:begin] + items[begin + size :]
+            if fails(candidate):
+                items, was_cut = candidate, True
+            else:
+                begin += size
+        if size > 1:
+            size //= 2
+        elif not was_cut:
+            return items
+
+
+def shrunk_failure(
+    failure: Failure,
+    history: Eventful,
+    replay: Callable[[Eventful], Failure | None],
+    plainer: Callable[[Eventful, Callable[[Eventful], bool]], Eventful],
+    *,
+    replays_max: int,
+) -> Failure:
+    """Return the smallest failure of the same kind that was found.
+
+    Args:
+        failure: the failure.
+        history: the history that failed.
+        replay: runs a history, and returns its failure or None.
+        plainer: simplifies a history with a function that says if a history fails. It returns a failing history with as
+            many events.
+        replays_max: maximum number of runs.
+    """
+    attempts = Attempts(failure, replay, replays_max)
+    if not attempts.fails(history):
+        return failure  # The failure depends on something outside of the history.
+    while True:
+        before = history
+        history = _fewer_events(history, attempts.fails)
+        history = plainer(history, attempts.fails)
+        if history == before:
+            return attempts.plainest
+
+
+def _fewer_events(history: Eventful, fails: Callable[[Eventful], bool]) -> Eventful:
+    fewer: Any = history
+    events = cut(fewer.events, lambda events: fails(msgspec.structs.replace(history, events=events)))
+    return msgspec.structs.replace(history, events=events)
+
+
+def with_defaults(history: Eventful, fails: Callable[[Eventful], bool]) -> Eventful:
+    """Return the same history with as many default values of fields as still fail.
+
+    Args:
+        history: the failing history.
+        fails: returns True if a history fails.
+    """
+    whole: Any = history
+    world, events = whole.world, list(whole.events)
+
+    def world_fails(world: msgspec.Struct) -> bool:
+        return fails(msgspec.structs.replace(history, world=world))
+
+    history = msgspec.structs.replace(history, world=_with_defaults(world, world_fails))
+    for index, event in enumerate(events):
+
+        def event_fails(event: msgspec.Struct, index: int = index) -> bool:
+            return fails(msgspec.structs.replace(history, events=(*events[:index], event, *events[index + 1 :])))
+
+        events[index] = _with_defaults(event, event_fails)
+    return msgspec.structs.replace(history, events=tuple(events))
+
+
+def _with_defaults(part: Struct, fails: Callable[[Struct], bool]) -> Struct:
+    for field in msgspec.structs.fields(part):
+        if field.default is not msgspec.NODEFAULT and getattr(part, field.name) != field.default:
+            try:
+                plainer = msgspec.structs.replace(part, **{field.name: field.default})
+            except StartupError:
+                continue  # The default contradicts another setting.
+            if fails(plainer):
+                part = plainer
+    return part

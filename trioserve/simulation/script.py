@@ -9,7 +9,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, get_args
 
 import msgspec
 
@@ -21,10 +21,12 @@ __all__ = [
     "Trace",
     "Verdict",
     "apply_events",
+    "case_of",
     "failure_from",
     "line_of",
     "needs_assertions",
     "parts_of",
+    "script_of",
 ]
 
 _SPACE = re.compile(r"\s")
@@ -43,6 +45,35 @@ def line_of(part: msgspec.Struct) -> str:
 
 def _word(value: object) -> str:
     return _SPACE.sub(lambda found: f"\\u{ord(found[0]):04x}", msgspec.json.encode(value).decode())
+
+
+def script_of(case: msgspec.Struct) -> str:
+    """Return the text of a history or a plan: its world or stage, then one line per event or part.
+
+    Args:
+        case: a struct of two fields, the first one a struct, the second one a tuple of structs.
+    """
+    first, parts = msgspec.structs.astuple(case)
+    return "\n".join(line_of(part) for part in (first, *parts)) + "\n"
+
+
+def case_of(script: str, kind: type[Case]) -> Case:
+    """Read a text that `script_of` returned. Empty lines and lines that begin with # are comments.
+
+    Args:
+        script: the text.
+        kind: class of the history or plan.
+
+    Raises:
+        InvalidRequest: the text cannot be read.
+    """
+    fields = msgspec.structs.fields(kind)
+    first_kind, [part_kinds, *_] = fields[0].type, get_args(fields[1].type)
+    first, *parts = parts_of(script, first_kind | part_kinds) or [None]
+    if not isinstance(first, first_kind) or any(isinstance(part, first_kind) for part in parts):
+        tag = first_kind.__struct_config__.tag
+        raise InvalidRequest(f"a script of this kind begins with '{tag} ...', and has only one such line: put it first")
+    return kind(first, tuple(parts))
 
 
 def parts_of(script: str, kinds: Any) -> list[Any]:
@@ -71,6 +102,9 @@ def parts_of(script: str, kinds: Any) -> list[Any]:
 
 
 Trace = Callable[[str], None]
+
+
+Case = TypeVar("Case", bound=msgspec.Struct)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,16 +6,15 @@ an unknown request) does nothing, or what it would do in reality. So a failing h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.step import StepPlan
 from trioserve.simulation.core.expected import ExpectedSequence
-from trioserve.simulation.script import line_of, parts_of
 from trioserve.testing.automaton_guide import Automaton
 
 __all__ = [
@@ -36,8 +35,7 @@ __all__ = [
     "Update",
     "Wait",
     "World",
-    "history_of",
-    "script_of",
+    "plainer_history",
 ]
 
 
@@ -324,27 +322,83 @@ class History(msgspec.Struct, frozen=True):
     events: tuple[Event, ...]
 
 
-def script_of(history: History) -> str:
-    """Return the text of a history: the world, and then one line per event.
+# --- the same history, plainer ---
+
+PLAIN_ARRIVAL = Arrive(id="", prompt=(0,), output=1)
+PLAIN_FIELDS = (
+    "choices",
+    "priority",
+    "salt",
+    "stops",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "temperature",
+    "seed",
+    "timeout",
+    "remote",
+    "is_sent",
+    "guide",
+)
+
+
+def plainer_history(history: History, fails: Callable[[History], bool]) -> History:
+    """Return the same history with each event as simple as possible, as long as it fails.
 
     Args:
-        history: the history.
+        history: the failing history.
+        fails: returns True if a history fails.
     """
-    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
+    for world in _plainer_worlds(history.world):
+        candidate = History(world, history.events)
+        if fails(candidate):
+            history = candidate
+    index = 0
+    while index < len(history.events):
+        events = history.events
+        for event in _plainer(events[index]):
+            candidate = History(history.world, (*events[:index], event, *events[index + 1 :]))
+            if fails(candidate):
+                history = candidate
+                break
+        else:
+            index += 1
+    return history
 
 
-def history_of(script: str) -> History:
-    """Read the text of a history.
+def _plainer_worlds(world: World) -> Iterator[World]:
+    if world.has_poor_hash:
+        yield msgspec.structs.replace(world, has_poor_hash=False)
+    if world.overlaps:
+        yield msgspec.structs.replace(world, overlaps=False, apart=False)
+    if world.apart:
+        yield msgspec.structs.replace(world, apart=False)
+    if world.draft_tokens:
+        yield msgspec.structs.replace(world, draft_tokens=0, drafts_by_model=False, drafts_by_head=False)
+    if world.drafts_by_model:
+        yield msgspec.structs.replace(world, drafts_by_model=False, drafts_by_head=False)
+    if world.enable_prefix_caching:
+        yield msgspec.structs.replace(world, enable_prefix_caching=False)
 
-    Args:
-        script: text of script_of, possibly with comments.
 
-    Raises:
-        InvalidRequest: the text cannot be read.
-    """
-    world, *events = parts_of(script, World | Event) or [None]
-    if not isinstance(world, World) or any(isinstance(event, World) for event in events):
-        raise InvalidRequest(
-            "a history begins with its world, and has only one: put 'world block_count=8 ...' first, once"
-        )
-    return History(world, tuple(events))
+def _plainer(event: Event) -> Iterator[Event]:
+    if isinstance(event, Arrive):
+        for name in PLAIN_FIELDS:
+            if getattr(event, name) != getattr(PLAIN_ARRIVAL, name):
+                yield msgspec.structs.replace(event, **{name: getattr(PLAIN_ARRIVAL, name)})
+        for output in dict.fromkeys((1, event.output // 2, event.output - 1)):
+            if 1 <= output < event.output:
+                yield msgspec.structs.replace(event, output=output)
+        for prompt in _shorter(event.prompt):
+            yield msgspec.structs.replace(event, prompt=prompt)
+    elif isinstance(event, Abort | Fail):
+        for index in range(len(event.ids) if len(event.ids) > 1 else 0):
+            yield msgspec.structs.replace(event, ids=(*event.ids[:index], *event.ids[index + 1 :]))
+
+
+def _shorter(prompt: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    if len(prompt) > 1:
+        yield tuple(prompt[: len(prompt) // 2])
+        yield tuple(prompt[:-1])
+    if any(prompt):
+        yield (0,) * len(prompt)

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
-from trioserve.simulation.script import line_of, parts_of
 
 __all__ = [
     "Abort",
@@ -29,8 +27,6 @@ __all__ = [
     "IterativeSimulationEvent",
     "IterativeWorld",
     "Update",
-    "history_of",
-    "script_of",
 ]
 
 
@@ -110,27 +106,3 @@ IterativeSimulationEvent = Arrive | Abort | Begin | Fail | Forward | Update
 class IterativeHistory(msgspec.Struct, frozen=True):
     world: IterativeWorld
     events: tuple[IterativeSimulationEvent, ...]
-
-
-def script_of(history: IterativeHistory) -> str:
-    """Write a history: its world, then one line per event.
-
-    Args:
-        history: the history.
-    """
-    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
-
-
-def history_of(script: str) -> IterativeHistory:
-    """Read a history that script_of has written. Comments are skipped.
-
-    Args:
-        script: the text.
-
-    Raises:
-        InvalidRequest: the text is not such a history.
-    """
-    world, *events = parts_of(script, IterativeWorld | IterativeSimulationEvent) or [None]
-    if not isinstance(world, IterativeWorld) or any(isinstance(event, IterativeWorld) for event in events):
-        raise InvalidRequest("a history of iterative requests begins with 'iterative', and has that once: put it first")
-    return IterativeHistory(world, tuple(events))

@@ -15,8 +15,6 @@ from random import Random
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.script import line_of, parts_of
 from trioserve.simulation.stack.pause_plan import Halt, Moments, Order, Sleep, drawn_halts
 
 __all__ = [
@@ -26,8 +24,6 @@ __all__ = [
     "ImagesStage",
     "Part",
     "drawn_images_plan",
-    "images_plan_of",
-    "script_of",
 ]
 
 STEPS_MAX = 6
@@ -104,30 +100,6 @@ Part = Client | Order | Fail | Halt
 class ImagesPlan(msgspec.Struct, frozen=True):
     stage: ImagesStage
     parts: tuple[Part, ...]
-
-
-def script_of(plan: ImagesPlan) -> str:
-    """Write a plan: its stage, then one line per part.
-
-    Args:
-        plan: the plan.
-    """
-    return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
-
-
-def images_plan_of(script: str) -> ImagesPlan:
-    """Read a plan that script_of has written. Comments are skipped.
-
-    Args:
-        script: the text.
-
-    Raises:
-        InvalidRequest: the text is not such a plan.
-    """
-    stage, *parts = parts_of(script, ImagesStage | Part) or [None]
-    if not isinstance(stage, ImagesStage) or any(isinstance(part, ImagesStage) for part in parts):
-        raise InvalidRequest("a plan of pictures begins with 'images schedule_seed=1 ...': put it first, once")
-    return ImagesPlan(stage, tuple(parts))
 
 
 def drawn_images_plan(rng: Random, client_count: int) -> ImagesPlan:

@@ -36,7 +36,7 @@ from trioserve.testing.fake_iterative_executor import FakeImageExecutor, image_a
 from trioserve.testing.iterative_invariants import check_iterative_core
 from trioserve.testing.task_order import seeded_schedule
 
-__all__ = ["ImagesSimulation", "ImageBook"]
+__all__ = ["ImageBook", "ImagesSimulation"]
 
 
 class ImageBook:

@@ -10,9 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.script import line_of, parts_of
-
 __all__ = [
     "HOSTS",
     "Come",
@@ -33,8 +30,6 @@ __all__ = [
     "Start",
     "Step",
     "Stop",
-    "history_of",
-    "script_of",
 ]
 
 HostName = Literal["prefill", "decode"]
@@ -170,27 +165,3 @@ PairEvent = (
 class PairHistory(msgspec.Struct, frozen=True):
     world: PairWorld
     events: tuple[PairEvent, ...]
-
-
-def script_of(history: PairHistory) -> str:
-    """Write a history: its world, then one line per event.
-
-    Args:
-        history: the history.
-    """
-    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
-
-
-def history_of(script: str) -> PairHistory:
-    """Read a history that script_of has written. Comments are skipped.
-
-    Args:
-        script: the text.
-
-    Raises:
-        InvalidRequest: the text is not such a history.
-    """
-    world, *events = parts_of(script, PairWorld | PairEvent) or [None]
-    if not isinstance(world, PairWorld) or any(isinstance(event, PairWorld) for event in events):
-        raise InvalidRequest("a history of a pair begins with its world, and has one: put 'pair ...' first, once")
-    return PairHistory(world, tuple(events))

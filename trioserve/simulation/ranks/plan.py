@@ -11,8 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.script import line_of, parts_of
 from trioserve.simulation.stack.forms import drawn_form
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 
@@ -30,8 +28,6 @@ __all__ = [
     "Swap",
     "Unload",
     "drawn_ranks_plan",
-    "ranks_plan_of",
-    "script_of",
 ]
 
 GRID_SECONDS = 0.005
@@ -198,25 +194,6 @@ Part = Client | Abort | Load | Unload | Swap | Harm
 class RanksPlan(msgspec.Struct, frozen=True):
     stage: RanksStage
     parts: tuple[Part, ...]
-
-
-def script_of(plan: RanksPlan) -> str:
-    return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
-
-
-def ranks_plan_of(script: str) -> RanksPlan:
-    """Read a plan that script_of has written. Comments are skipped.
-
-    Args:
-        script: the text.
-
-    Raises:
-        InvalidRequest: the text is not such a plan.
-    """
-    stage, *parts = parts_of(script, RanksStage | Part) or [None]
-    if not isinstance(stage, RanksStage) or any(isinstance(part, RanksStage) for part in parts):
-        raise InvalidRequest("a plan begins with its stage, and has one: put 'ranks schedule_seed=1 ...' first, once")
-    return RanksPlan(stage, tuple(parts))
 
 
 def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:

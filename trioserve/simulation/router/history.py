@@ -9,14 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router.settings import RouterSettings, SilenceSettings
-from trioserve.simulation.script import line_of, parts_of
 
 __all__ = [
     "Add",
-    "Response",
     "Arrive",
     "Ask",
     "Check",
@@ -35,6 +32,7 @@ __all__ = [
     "Probe",
     "Remove",
     "Replace",
+    "Response",
     "Role",
     "RouterEvent",
     "RouterHistory",
@@ -47,8 +45,6 @@ __all__ = [
     "Token",
     "Unload",
     "Wait",
-    "history_of",
-    "script_of",
 ]
 
 
@@ -382,27 +378,3 @@ RouterEvent = (
 class RouterHistory(msgspec.Struct, frozen=True):
     world: RouterWorld
     events: tuple[RouterEvent, ...]
-
-
-def script_of(history: RouterHistory) -> str:
-    """Return the text of a history: the settings, and then one line per event.
-
-    Args:
-        history: the history.
-    """
-    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
-
-
-def history_of(script: str) -> RouterHistory:
-    """Read the text of a history.
-
-    Args:
-        script: text of script_of, possibly with comments.
-
-    Raises:
-        InvalidRequest: the text cannot be read.
-    """
-    world, *events = parts_of(script, RouterWorld | RouterEvent) or [None]
-    if not isinstance(world, RouterWorld) or any(isinstance(event, RouterWorld) for event in events):
-        raise InvalidRequest("a history of a router begins with its settings, which occur once: put 'router' first")
-    return RouterHistory(world, tuple(events))

@@ -14,8 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest, StartupError
-from trioserve.simulation.script import line_of, parts_of
+from trioserve.contracts.errors import StartupError
 
 __all__ = [
     "Back",
@@ -26,8 +25,6 @@ __all__ = [
     "RoutersEvent",
     "RoutersHistory",
     "RoutersWorld",
-    "history_of",
-    "script_of",
 ]
 
 
@@ -119,27 +116,3 @@ RoutersEvent = Come | Die | Back | Part | Meet
 class RoutersHistory(msgspec.Struct, frozen=True):
     world: RoutersWorld
     events: tuple[RoutersEvent, ...]
-
-
-def script_of(history: RoutersHistory) -> str:
-    """Write a history: its settings, then one line per event.
-
-    Args:
-        history: the history.
-    """
-    return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
-
-
-def history_of(script: str) -> RoutersHistory:
-    """Read a history that script_of has written. Comments are skipped.
-
-    Args:
-        script: the text.
-
-    Raises:
-        InvalidRequest: the text is not such a history.
-    """
-    world, *events = parts_of(script, RoutersWorld | RoutersEvent) or [None]
-    if not isinstance(world, RoutersWorld) or any(isinstance(event, RoutersWorld) for event in events):
-        raise InvalidRequest("a history of several routers begins with 'routers', and has that once: put it first")
-    return RoutersHistory(world, tuple(events))

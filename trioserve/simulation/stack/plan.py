@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.script import line_of, parts_of
+from trioserve.simulation.script import line_of
 from trioserve.simulation.stack.calls import CALL_BLOCKS, drawn_family, drawn_question
 from trioserve.simulation.stack.forms import FORM_SHARE, drawn_form, drawn_known_count, drawn_stops
 from trioserve.simulation.stack.http_plan import (
@@ -56,8 +55,6 @@ __all__ = [
     "Stage",
     "Unload",
     "drawn_stack_plan",
-    "script_of",
-    "stack_plan_of",
 ]
 
 BLOCK_SIZE = 4
@@ -177,32 +174,6 @@ Part = Client | Order | Load | Unload | Connection | Ask | Delete | Halt
 class StackPlan(msgspec.Struct, frozen=True):
     stage: Stage
     parts: tuple[Part, ...]
-
-
-def script_of(plan: StackPlan) -> str:
-    """Return the text of a plan: the stage, and then one line per part.
-
-    Args:
-        plan: the plan.
-    """
-    return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
-
-
-def stack_plan_of(script: str) -> StackPlan:
-    """Read the text of a plan.
-
-    Args:
-        script: text of script_of, possibly with comments.
-
-    Raises:
-        InvalidRequest: the text cannot be read.
-    """
-    stage, *parts = parts_of(script, Stage | Part) or [None]
-    if not isinstance(stage, Stage) or any(isinstance(part, Stage) for part in parts):
-        raise InvalidRequest(
-            "a plan begins with its stage, and has only one: put 'stage block_count=8 ...' first, once"
-        )
-    return StackPlan(stage, tuple(parts))
 
 
 def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:

@@ -11,25 +11,20 @@ from random import Random
 
 import msgspec
 
-from trioserve.contracts.errors import InvalidRequest
-from trioserve.simulation.script import line_of, parts_of
-
 __all__ = [
     "OWNERS",
     "Batch",
     "Disk",
     "End",
     "Keep",
-    "StoredPlan",
-    "StoredStage",
     "Leave",
     "Part",
     "Snoop",
+    "StoredPlan",
+    "StoredStage",
     "Watch",
     "Work",
     "drawn_stored_plan",
-    "stored_plan_of",
-    "script_of",
 ]
 
 GRID_SECONDS = 0.01
@@ -159,25 +154,6 @@ Part = Watch | Work | End | Snoop | Leave | Batch | Keep | Disk
 class StoredPlan(msgspec.Struct, frozen=True):
     stage: StoredStage
     parts: tuple[Part, ...]
-
-
-def script_of(plan: StoredPlan) -> str:
-    return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
-
-
-def stored_plan_of(script: str) -> StoredPlan:
-    """Read a plan that script_of has written. Comments are skipped.
-
-    Args:
-        script: the text.
-
-    Raises:
-        InvalidRequest: the text is not such a plan.
-    """
-    stage, *parts = parts_of(script, StoredStage | Part) or [None]
-    if not isinstance(stage, StoredStage) or any(isinstance(part, StoredStage) for part in parts):
-        raise InvalidRequest("a plan begins with its stage, and has one: put 'lasting schedule_seed=1 ...' first, once")
-    return StoredPlan(stage, tuple(parts))
 
 
 def drawn_stored_plan(rng: Random, client_count: int) -> StoredPlan:
