@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trioserve.bench.scrape import HistogramDifference, Scrape
+from trioserve.bench.runner import HistogramDifference, Scrape
 
 TEXT = """\
 # HELP kv_blocks KV blocks by state.

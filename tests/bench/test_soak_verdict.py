@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from trioserve.bench.report import Outcome
-from trioserve.bench.scrape import Scrape
+from trioserve.bench.runner import Scrape
 from trioserve.bench.settings import SoakSettings
 from trioserve.bench.soak_plan import Moment, Way
 from trioserve.bench.soak_verdict import (

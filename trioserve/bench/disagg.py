@@ -26,6 +26,7 @@ from trioserve.bench.runner import (
     EXIT_UNREACHABLE,
     CannotMeasure,
     Measured,
+    Scrape,
     cancel_on_signal,
     conclude,
     http1_client,
@@ -34,7 +35,6 @@ from trioserve.bench.runner import (
     print_progress,
     scrape,
 )
-from trioserve.bench.scrape import Scrape
 from trioserve.bench.server_process import ServerProcess
 from trioserve.bench.server_settings import DisaggregatedSettings
 from trioserve.bench.settings import BenchSettings, Target

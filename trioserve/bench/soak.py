@@ -19,13 +19,13 @@ from trioserve.bench.runner import (
     EXIT_UNREACHABLE,
     CannotMeasure,
     Measured,
+    Scrape,
     cancel_on_signal,
     conclude,
     find_model,
     perform_all,
     scrape,
 )
-from trioserve.bench.scrape import Scrape
 from trioserve.bench.settings import SoakSettings
 from trioserve.bench.soak_plan import Moment, Slice, SoakClients, SoakPlan, SoakRequest, Way
 from trioserve.bench.soak_verdict import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trioserve.bench.report import Machine, Outcome, Spread, measured_at, percentile, report_json, spread_line
-from trioserve.bench.scrape import HistogramDifference, Scrape
+from trioserve.bench.runner import HistogramDifference, Scrape
 from trioserve.bench.settings import SoakSettings
 from trioserve.bench.soak_plan import Moment, Way
 

@@ -87,16 +87,18 @@ _EVENT_MODES: dict[Mode, _Parts] = {
         "router.routers_generator:RoutersGenerator",
         "router.routers_simulator:RoutersSimulation",
     ),
-    "pair": _Parts("pair.history:PairHistory", "pair.generator:PairGenerator", "pair.simulator:PairSimulation"),
+    "pair": _Parts("pair.history:PairHistory", "pair.simulator:PairGenerator", "pair.simulator:PairSimulation"),
     "iterative": _Parts(
         "images.core_history:IterativeHistory",
-        "images.core_generator:IterativeGenerator",
+        "images.core_simulator:IterativeGenerator",
         "images.core_simulator:IterativeSimulation",
     ),
 }
 _PLAN_MODES: dict[Mode, _Parts] = {
     "stack": _Parts("stack.plan:StackPlan", "stack.plan:drawn_stack_plan", "stack.simulator:StackSimulation"),
-    "lasting": _Parts("stored.plan:StoredPlan", "stored.plan:drawn_stored_plan", "stored.simulator:StoredSimulation"),
+    "lasting": _Parts(
+        "stack.stored_plan:StoredPlan", "stack.stored_plan:drawn_stored_plan", "stack.stored_simulator:StoredSimulation"
+    ),
     "ranks": _Parts("ranks.plan:RanksPlan", "ranks.plan:drawn_ranks_plan", "ranks.simulator:RanksSimulation"),
     "images": _Parts("images.plan:ImagesPlan", "images.plan:drawn_images_plan", "images.simulator:ImagesSimulation"),
 }

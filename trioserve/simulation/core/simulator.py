@@ -48,8 +48,7 @@ from trioserve.simulation.core.history import (
     abort_moment,
     plan_line,
 )
-from trioserve.simulation.core.progress_rule import check_nobody_could_start
-from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead
+from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead, check_nobody_could_start
 from trioserve.simulation.core.transfer_watch import TransferWatch
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, poor_hash
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel

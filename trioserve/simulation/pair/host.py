@@ -27,7 +27,7 @@ from trioserve.contracts.step import StepPlan
 from trioserve.core.engine import EngineCore
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.settings import CoreSettings
-from trioserve.simulation.core.progress_rule import check_nobody_could_start
+from trioserve.simulation.core.step_rules import check_nobody_could_start
 from trioserve.simulation.pair.history import Come, HostName, PairWorld
 from trioserve.simulation.pair.transport import Connection, Holding, Network, PairTransport, Timers
 from trioserve.simulation.reference_engine import ReferenceResponse

@@ -12,7 +12,21 @@ import msgspec
 
 from trioserve.simulation.script import line_of
 from trioserve.simulation.stack.calls import CALL_BLOCKS, drawn_family, drawn_question
-from trioserve.simulation.stack.forms import FORM_SHARE, drawn_form, drawn_known_count, drawn_stops
+from trioserve.simulation.stack.forms import (
+    FORM_SHARE,
+    IMAGE_BLOCKS,
+    LENDING_CLIENTS_MIN,
+    LENDING_SHARE,
+    drawn_form,
+    drawn_images,
+    drawn_known_count,
+    drawn_loads,
+    drawn_name,
+    drawn_room,
+    drawn_shelf,
+    drawn_stops,
+    drawn_unloads,
+)
 from trioserve.simulation.stack.http_plan import (
     Ask,
     Connection,
@@ -21,17 +35,6 @@ from trioserve.simulation.stack.http_plan import (
     drawn_asks,
     drawn_connection,
     drawn_front,
-)
-from trioserve.simulation.stack.lending_draws import (
-    IMAGE_BLOCKS,
-    LENDING_CLIENTS_MIN,
-    LENDING_SHARE,
-    drawn_images,
-    drawn_loads,
-    drawn_name,
-    drawn_room,
-    drawn_shelf,
-    drawn_unloads,
 )
 from trioserve.simulation.stack.pause_plan import (
     Halt,

@@ -20,7 +20,7 @@ import trio
 
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_requests import expected_tokens
-from trioserve.simulation.stored.plan import Batch, Disk, Keep, StoredPlan, Watch, Work
+from trioserve.simulation.stack.stored_plan import Batch, Disk, Keep, StoredPlan, Watch, Work
 from trioserve.simulation.traced_run import TracedRun
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_server import MemoryServer
