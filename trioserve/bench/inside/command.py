@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
-__all__ = ["PARTS", "run_inside"]
+import msgspec
+
+__all__ = ["PARTS", "print_figures", "run_inside"]
 
 EXIT_NOTHING_NAMED = 1
 PROGRAM = "python -m trioserve bench inside"
@@ -129,3 +133,13 @@ def run_inside(
     module.add_arguments(parser)
     parser.set_defaults(open_engine=open_engine, open_image_engine=open_image_engine)
     return module.run(parser.parse_args(arguments[1:]))
+
+
+def print_figures(**figures: Any) -> None:
+    """Print figures and the machine as one line of JSON.
+
+    Args:
+        **figures: structs, or lists of structs.
+    """
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    print(json.dumps({"machine": machine, **msgspec.to_builtins(figures)}))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from statistics import median, quantiles
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from trioserve.bench.inside.command import print_figures
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -276,6 +275,5 @@ def run(arguments: argparse.Namespace) -> int:
         more = queue_costs(running_count, arguments.queued, rounds=arguments.rounds)
         _print_table(more)
         costs += more
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs)}))
+    print_figures(costs=costs)
     return 0

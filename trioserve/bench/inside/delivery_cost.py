@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from itertools import product
@@ -24,6 +22,7 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.routes import App
+from trioserve.bench.inside.command import print_figures
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.events import EngineEvent
 from trioserve.contracts.ids import RequestId
@@ -159,9 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
     hand_offs = hand_off_costs(samples=arguments.rounds * HAND_OFFS_PER_ROUND)
     for hand_off in hand_offs:
         print(f"{hand_off.what:<22}median {hand_off.median_us:>6.1f} us, 99 % {hand_off.p99_us:>6.1f} us")
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    figures = {"steps": msgspec.to_builtins(steps), "hand_offs": msgspec.to_builtins(hand_offs)}
-    print(json.dumps({"machine": machine, **figures}))
+    print_figures(steps=steps, hand_offs=hand_offs)
     return 0
 
 

@@ -9,9 +9,7 @@ repeat the prompt and chats that do not, with one stream and with several.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +18,7 @@ from typing import Any
 import msgspec
 import trio
 
+from trioserve.bench.inside.command import print_figures
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
@@ -300,8 +299,7 @@ def run_draft_bench(
     workloads = [workload for workload in WORKLOADS if only in workload.name]
     options = {"quantization": quantization}
     figures = trio.run(_main, open_engine, model, options, drafts, workloads, rounds, tokens)
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "figures": msgspec.to_builtins(figures)}))
+    print_figures(figures=figures)
     return 0
 
 

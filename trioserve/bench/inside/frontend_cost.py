@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from statistics import median
@@ -20,6 +19,7 @@ import msgspec
 import trio
 
 from trioserve.api.routes import App
+from trioserve.bench.inside.command import print_figures
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.http.limits import FrontendLimits
@@ -247,8 +247,7 @@ def run(arguments: argparse.Namespace) -> int:
     for http in (1, 2):
         costs.append(request_cost(http, rounds=rounds))
         _print_row(costs[-1])
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs)}))
+    print_figures(costs=costs)
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
@@ -25,6 +24,7 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
+from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.image_load import ImageRequester, ImageWatch, PlainPipeline
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.images import ImageLimits
@@ -360,7 +360,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
                 rounds.append(await measure_speed(asked, watch, pipeline, batch))
                 print(_shown(rounds[-1:]), flush=True)
     print(f"{_shown(rounds)}  medians")
-    _print_json(leaving, plain, rounds)
+    print_figures(leaving=leaving, pipeline=plain, rounds=rounds)
 
 
 def _cases(batch: int) -> list[tuple[IterativePhase, int]]:
@@ -393,9 +393,3 @@ def _shown(rounds: list[SpeedRound]) -> str:
     speeds = [median(getattr(one, name) for one in rounds) for name in ("together", "mixed", "pipeline")]
     ratio = median(one.mixed / one.together for one in rounds)
     return "".join(f"{speed:>10.2f}" for speed in speeds) + f"{ratio:>20.3f}"
-
-
-def _print_json(leaving: list[LeavingFigure], plain: PipelineFigure, rounds: list[SpeedRound]) -> None:
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    figures = {"machine": machine, "leaving": leaving, "pipeline": plain, "rounds": rounds}
-    print(json.dumps(msgspec.to_builtins(figures)))

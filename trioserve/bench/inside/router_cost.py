@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from time import perf_counter_ns
 
 import msgspec
 
+from trioserve.bench.inside.command import print_figures
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.router.core import RouterCore
@@ -206,6 +205,5 @@ def run(arguments: argparse.Namespace) -> int:
                 flush=True,
             )
             costs.append(cost)
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "costs": msgspec.to_builtins(costs)}))
+    print_figures(costs=costs)
     return 0

@@ -8,9 +8,7 @@ for steps that decode all streams. It also has tokens per second, since a shorte
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,6 +19,7 @@ from typing import Any
 import msgspec
 import trio
 
+from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.served_step import OpenEngine
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
@@ -220,6 +219,5 @@ def run_step_gap(
     print(f"{model}, load average {os.getloadavg()[0]:.1f}; microseconds between two forward passes")
     print(f"{'streams':>8}{'overlap':>9}{'median':>9}{'90th pct':>10}{'forward, ms':>13}{'tokens/s':>11}{'steps':>8}")
     figures = trio.run(_measure, open_engine, model, passes or native_passes(), stream_counts, rounds, tokens)
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "figures": msgspec.to_builtins(figures)}))
+    print_figures(figures=figures)
     return 0

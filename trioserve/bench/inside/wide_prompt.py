@@ -9,9 +9,7 @@ token. Every prompt has other tokens, so that the prefix cache has none of it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +18,7 @@ from statistics import quantiles
 import msgspec
 import trio
 
+from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.served_step import OpenEngine
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
@@ -204,6 +203,5 @@ def run_wide_prompt(
     print(f"{model}, {stream_count} streams, a prompt of {prompt_tokens} tokens, load average {os.getloadavg()[0]:.1f}")
     print(f"{'chunks':>8}{'alone, p50':>11}{'p99, ms':>9}{'beside':>11}{'p99, ms':>9}{'ratio':>7}{'prompt, s':>11}")
     figures = trio.run(_measure, open_engine, model, stream_count, prompt_tokens, rounds, kv_cache_gib)
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(json.dumps({"machine": machine, "figures": msgspec.to_builtins(figures)}))
+    print_figures(figures=figures)
     return 0

@@ -127,10 +127,6 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
     known_count: int = 0
     has_tools: bool = False
 
-    @property
-    def place_count(self) -> int:
-        return len(self.prompts) * self.choices
-
 
 class Delete(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delete"):
     """An operator aborts by id, over HTTP."""
