@@ -383,6 +383,13 @@ def planted_runs(request, tmp_path_factory):
         yield runs
 
 
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
 @pytest.fixture
 def copy(tmp_path):
     return copy_package(tmp_path)
@@ -410,10 +417,9 @@ def test_planted_bug_is_found(file, planted_runs):
         warnings.warn(f"{name_of(file)} is found by seed {seed}, not by {noted}: note_seeds() is due", stacklevel=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.stem)
-def test_history_of_a_bug_passes_without_the_bug(history, copy):
-    ran = simulate(copy, "--replay", str(history), *MODES[history.parent.name])
+def test_history_of_a_bug_passes_without_the_bug(history, forks):
+    ran = forks.simulate([], "--replay", str(history), *MODES[history.parent.name])
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
