@@ -307,3 +307,42 @@ def test_keys_are_spread_evenly():
 
 def test_empty_ring_yields_nothing():
     assert list(Ring().around("a")) == []
+
+
+# --- one endpoint ---
+
+
+class NoChoice(LeastLoaded):
+    """A policy that must not be asked."""
+
+    def choose(self, request, candidates):
+        raise AssertionError("a policy was asked although there is one endpoint")
+
+
+def test_policy_is_not_asked_if_one_endpoint_serves_the_model():
+    router = router_of(1, policy=NoChoice, leases_max=2)
+    tickets = [router.enter(request(), NOW) for _ in range(3)]
+    assert [ticket.state for ticket in tickets] == [TicketState.LEASED, TicketState.LEASED, TicketState.WAITING]
+    router.leave(tickets[0], NOW)
+    assert tickets[2].state is TicketState.LEASED
+
+
+def test_large_request_gets_the_only_endpoint_with_one_free_slot_and_keeps_the_next_ones():
+    router = router_of(1, policy=NoChoice, leases_max=4)
+    first = router.enter(request(sequences=3), NOW)
+    large = router.enter(request(sequences=3), NOW)
+    assert (first.state, large.state) == (TicketState.LEASED, TicketState.LEASED)
+    small = router.enter(request(), NOW)
+    router.leave(first, NOW)
+    assert small.state is TicketState.LEASED
+
+
+def test_only_endpoint_is_tried_again_when_it_is_no_longer_busy():
+    router = router_of(1, policy=NoChoice)
+    endpoint = router.endpoints[ids(1)[0]]
+    endpoint.note_busy(NOW, 5.0)
+    waiting = router.enter(request(), NOW)
+    assert waiting.state is TicketState.WAITING
+    assert router.next_tick(NOW) == NOW + 5.0
+    router.tick(NOW + 5.0)
+    assert waiting.state is TicketState.LEASED

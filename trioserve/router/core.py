@@ -156,11 +156,12 @@ class RouterCore:
         queue_deadline = min(now + self.settings.queue_seconds_max, request.queue_deadline)
         self._next_index += 1
         ticket = Ticket(request, self._next_index, now, queue_deadline)
-        ticket.is_disaggregated = self.will_be_disaggregated(request)
+        ticket.is_disaggregated = request.can_be_disaggregated and self.will_be_disaggregated(request)
         ticket.stage = Stage.PREFILL if ticket.is_disaggregated else None
-        queue = self._queues.of(ticket)
+        model = self._queues.of_model(request.model)
+        queue = model.queues[ticket.stage]
         must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
-        if request.pinned is None and not must_wait and self._queues.of_model(request.model).has_waiting:
+        if request.pinned is None and not must_wait and model.has_waiting:
             self._hand_over(now)  # requests in other queues may have waited longer for the free slots
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:

@@ -116,6 +116,8 @@ class EndpointState:
         on_change: called with this object after each change of a value that an index may have counted.
 
     Attributes:
+        accepts_requests: True if the endpoint's health allows requests.
+        leases_own_max: the part of the endpoint's limit that this router may use.
         lease_share: leases that this router may grant, if other routers grant the rest of `leases_max`. None: all of
             them.
         claims: sequences of the requests that have a lease here. If there are more than `leases_max`, the rest wait for
@@ -157,6 +159,8 @@ class EndpointState:
         self.leases_max = leases_max
         self.role = role
         self.health = EndpointHealth.STARTING
+        self.accepts_requests = False
+        self.leases_own_max = leases_max
         self.claims = 0
         self.in_flight = 0
         self.sent: dict[int, int] = {}
@@ -196,16 +200,6 @@ class EndpointState:
         self._share_since: float | None = None  # start of the slow start; None: the whole share at once
 
     # --- free slots ---
-
-    @property
-    def accepts_requests(self) -> bool:
-        """True if the endpoint's health allows requests."""
-        return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
-
-    @property
-    def leases_own_max(self) -> int:
-        """The part of the endpoint's limit that this router may use."""
-        return self.leases_max if self.lease_share is None else self.lease_share
 
     @property
     def leases(self) -> int:
@@ -268,8 +262,8 @@ class EndpointState:
             return False
         if self.health is EndpointHealth.PROBING and self.probe_out:
             return False
-        leases_max = max(1, int(self.leases_own_max * self.share(now)))
-        if self.claims + sequences > leases_max:
+        share = 1.0 if self._share_since is None else self.share(now)
+        if self.claims + sequences > max(1, int(self.leases_own_max * share)):
             return False
         if self.lease_share is not None:
             there = self._sequences_inside(now)
@@ -278,7 +272,7 @@ class EndpointState:
             is_divided = self._own_room is not None and now < self._divided_until
             if is_divided and self.in_flight - self._known_at_load + sequences > (self._own_room or 0):
                 return False
-        depth = self.waiting_depth(now, more=sequences)
+        depth = None if self.load is None else self.waiting_depth(now, more=sequences)
         return depth is None or depth <= self._settings.waiting_depth_max
 
     def load_at(self, now: float) -> tuple[float, float]:
@@ -292,7 +286,7 @@ class EndpointState:
             routers relative to the whole limit. Then the part of other routers in that load, which is 0 if this
             router's load is the larger one.
         """
-        in_flight = self.in_flight + self._failed_lately(now)
+        in_flight = self.in_flight + (self._failed_lately(now) if self._failed_at else 0)
         own = in_flight / self.leases_own_max
         if not self.others or now >= self._load_at + self._settings.load_seconds_max:
             return own, 0.0
@@ -388,6 +382,7 @@ class EndpointState:
             share: number of leases. None: the whole limit.
         """
         self.lease_share = share
+        self.leases_own_max = self.leases_max if share is None else share
         self._on_change(self)
 
     def note_load(self, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
@@ -606,6 +601,7 @@ class EndpointState:
         """
         self.models = models
         self.leases_max = leases_max
+        self.leases_own_max = leases_max if self.lease_share is None else self.lease_share
         self.role = role
         self.fingerprint = None
         self._owes_slow_start = True
@@ -630,4 +626,5 @@ class EndpointState:
     def _move(self, health: EndpointHealth) -> None:
         assert (self.health, health) in _LEGAL_MOVES, f"{self.id} cannot go from {self.health} to {health}"
         self.health = health
+        self.accepts_requests = health is EndpointHealth.HEALTHY or health is EndpointHealth.PROBING
         self._on_change(self)

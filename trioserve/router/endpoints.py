@@ -255,9 +255,8 @@ class Endpoints:
         Args:
             now: time in seconds.
         """
-        if self._openings.first() <= now:
-            for id in self._openings.pop_passed(now):
-                self._changed(self.by_id[id])
+        for id in self._openings.pop_passed(now):
+            self._changed(self.by_id[id])
 
     def tick(self, now: float) -> None:
         self.open_passed(now)
@@ -284,9 +283,10 @@ class Endpoints:
         Returns:
             False if no endpoint has a free slot.
         """
-        self.open_passed(now)
+        if self._openings.at:
+            self.open_passed(now)
         request = ticket.request
-        state = self._running_at(ticket)
+        state = None if request.running_at is None else self._running_at(ticket)
         for sequences in (request.sequences, 1) if request.sequences > 1 else (1,):
             if state is None and ticket.has_token and ticket.fingerprint is not None:
                 state = self._choose(ticket, sequences, now, fingerprint=ticket.fingerprint)
@@ -320,7 +320,7 @@ class Endpoints:
             return may_try(state, ticket) and (stage is not Stage.DECODE or state.id != ticket.prefilled_by)
 
         for id in (request.pinned,) if request.pinned is not None else (ticket.prefilled_by,) if stage is None else ():
-            state = self.serves(id, request.model)
+            state = None if id is None else self.serves(id, request.model)
             if state is not None and fits(state) and state.has_room(sequences, now):
                 return state
         if request.pinned is not None:
@@ -328,6 +328,14 @@ class Endpoints:
         model = self.of_model(request.model)
         for kind in kinds_for(stage):
             if not model.open[kind]:
+                continue
+            if len(model.by_number) == 1:
+                # The common case, since an engine's own queue has one endpoint: the policy has nothing to choose.
+                state = model.by_number[model.open[kind][0]]
+                if state.has_room(sequences, now):
+                    return state if fits(state) else None
+                if sequences == 1 or not state.has_room(1, now):
+                    self._close(state, now)
                 continue
             search = Search(
                 model,
@@ -421,7 +429,8 @@ class Endpoints:
         else:
             self._file(state, filing, models, kinds, counts)
         filing.counts, filing.is_open = counts, True
-        self._openings.clear(state.id)
+        if self._openings.at:
+            self._openings.clear(state.id)
 
     def _note_health(self, state: EndpointState, filing: Filing) -> None:
         filing.health = state.health

@@ -15,10 +15,14 @@ __all__ = ["SPARE_DEADLINES_MAX", "Moments", "QueueDeadlines"]
 
 
 class Moments:
-    """At most one event time for each endpoint. Times are seconds of the router's clock."""
+    """At most one event time for each endpoint. Times are seconds of the router's clock.
+
+    Attributes:
+        at: the event time of each endpoint that has one.
+    """
 
     def __init__(self) -> None:
-        self._at: dict[EndpointId, float] = {}
+        self.at: dict[EndpointId, float] = {}
         self._entries: list[tuple[float, EndpointId]] = []  # outdated entries are skipped
 
     def set(self, id: EndpointId, at: float) -> None:
@@ -30,20 +34,20 @@ class Moments:
         """
         if at == math.inf:
             self.clear(id)
-        elif self._at.get(id) != at:
-            self._at[id] = at
+        elif self.at.get(id) != at:
+            self.at[id] = at
             heapq.heappush(self._entries, (at, id))
-            if len(self._entries) > 2 * len(self._at) + 64:
-                self._entries = [(moment, id) for id, moment in self._at.items()]
+            if len(self._entries) > 2 * len(self.at) + 64:
+                self._entries = [(moment, id) for id, moment in self.at.items()]
                 heapq.heapify(self._entries)
 
     def clear(self, id: EndpointId) -> None:
-        self._at.pop(id, None)
+        self.at.pop(id, None)
 
     def first(self) -> float:
         """Return the earliest event time, or math.inf if there is none."""
         entries = self._entries
-        while entries and self._at.get(entries[0][1]) != entries[0][0]:
+        while entries and self.at.get(entries[0][1]) != entries[0][0]:
             heapq.heappop(entries)
         return entries[0][0] if entries else math.inf
 
@@ -56,7 +60,7 @@ class Moments:
         passed = []
         while self.first() <= now:
             id = heapq.heappop(self._entries)[1]
-            del self._at[id]
+            del self.at[id]
             passed.append(id)
         return passed
 

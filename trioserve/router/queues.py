@@ -24,6 +24,9 @@ class ContinuedQueue:
     fails, a single search shows that no other endpoint has a free slot. Requests on trial have lines of their own, and
     the router searches no endpoint for them.
 
+    Attributes:
+        line_of: the line of each request, by the index of its ticket.
+
     Cost:
         `add` and `remove` are O(1), except for a request that waited in another queue before.
     """
@@ -31,13 +34,13 @@ class ContinuedQueue:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self._lines: dict[Line, OrderedDict[int, Ticket]] = {}
-        self._line_of: dict[int, Line] = {}
+        self.line_of: dict[int, Line] = {}
 
     def __len__(self) -> int:
-        return len(self._line_of)
+        return len(self.line_of)
 
     def __contains__(self, ticket: Ticket) -> bool:
-        return ticket.index in self._line_of
+        return ticket.index in self.line_of
 
     def __iter__(self) -> Iterator[Ticket]:
         """Yield all requests, in no order."""
@@ -52,7 +55,7 @@ class ContinuedQueue:
             ticket.failed_by,
             tuple(ticket.tried.items()),
         )
-        self._line_of[ticket.index] = line
+        self.line_of[ticket.index] = line
         tickets = self._lines.setdefault(line, OrderedDict())
         is_early = bool(tickets) and next(reversed(tickets.values())).again_index > ticket.again_index
         tickets[ticket.index] = ticket
@@ -62,7 +65,7 @@ class ContinuedQueue:
         self.prompt_tokens += ticket.request.prompt_tokens
 
     def remove(self, ticket: Ticket) -> None:
-        line = self._line_of.pop(ticket.index)
+        line = self.line_of.pop(ticket.index)
         tickets = self._lines[line]
         del tickets[ticket.index]
         if not tickets:
@@ -153,7 +156,7 @@ class Queue:
 
     @property
     def count(self) -> int:
-        return self.newcomers.count + len(self.again)
+        return self.newcomers.count + len(self.again.line_of)
 
     @property
     def prompt_tokens(self) -> int:
@@ -206,13 +209,13 @@ class ModelQueues:
         decode, prefill, whole = self.queues.values()
         return bool(
             whole.newcomers.count
-            or whole.again
+            or whole.again.line_of
             or prefill.newcomers.count
-            or prefill.again
+            or prefill.again.line_of
             or decode.newcomers.count
-            or decode.again
-            or self.continued
-            or self.moving
+            or decode.again.line_of
+            or self.continued.line_of
+            or self.moving.line_of
         )
 
     def note_stream(self, *, are_newcomers_waiting: bool) -> None:
