@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.commands.disagg import DisaggSettings, Ended, Order, Serving, Signalled, StartAndStop
+from trioserve.commands.child_processes import Ended, Order, Serving, Signalled
+from trioserve.commands.disagg import DisaggSettings, StartAndStop
 from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED
 from trioserve.contracts.errors import StartupError
 

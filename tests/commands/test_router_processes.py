@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from trioserve.commands.router_processes import Ended, Late, Order, ProcessStates, Serving, Signalled, check_processes
+from trioserve.commands.child_processes import Ended, Order, Serving, Signalled
+from trioserve.commands.router_processes import Late, ProcessStates, check_processes
 from trioserve.config import Config, add_arguments, config_from
 from trioserve.contracts.errors import StartupError
 from trioserve.options.router import RouterOptions

@@ -8,20 +8,18 @@ imports no torch and loads no model.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
 import trio
 
+from trioserve.commands.child_processes import Ended, Order, Serving, Signalled, relay_signals, start_child
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, StopSignals
 from trioserve.config import Config, add_arguments, config_from
@@ -31,7 +29,7 @@ from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
-__all__ = ["DisaggSettings", "Ended", "Event", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
+__all__ = ["DisaggSettings", "StartAndStop", "run_disagg"]
 
 LINE_BYTES_MAX = 64 * 1024  # bytes of a line of output; a longer line is printed in pieces
 # waiting events; three processes and a user cause fewer, and a dropped signal would repeat an earlier one
@@ -131,51 +129,7 @@ def _checked(flags: tuple[str, ...], kind: type[Kind], option: str) -> Kind:
 # --- decisions, without waiting ---
 
 
-class Serving(msgspec.Struct, frozen=True):
-    """A process accepts requests.
-
-    Attributes:
-        name: Name of the process.
-    """
-
-    name: Name
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """A process has ended.
-
-    Attributes:
-        name: Name of the process.
-        code: Exit code, or the negative number of the signal that killed the process.
-    """
-
-    name: Name
-    code: int
-
-
-class Signalled(msgspec.Struct, frozen=True):
-    """The program received a signal that stops it.
-
-    Attributes:
-        number: SIGINT or SIGTERM.
-    """
-
-    number: int = signal.SIGINT
-
-
-Event = Serving | Ended | Signalled
-
-
-class Order(msgspec.Struct, frozen=True):
-    """Order for one process.
-
-    Attributes:
-        what: "start", "stop" (ask to stop, also repeatedly) or "kill".
-        name: Name of the process.
-    """
-
-    what: Literal["start", "stop", "kill"]
-    name: Name
+Event = Serving[Name] | Ended[Name] | Signalled
 
 
 class StartAndStop:
@@ -207,16 +161,16 @@ class StartAndStop:
         """Names of the running processes that accept requests, sorted."""
         return sorted(self._serving & self._running)
 
-    def begin(self) -> list[Order]:
+    def begin(self) -> list[Order[Name]]:
         return self._start("prefill", "decode")
 
-    def note(self, event: Event) -> list[Order]:
+    def note(self, event: Event) -> list[Order[Name]]:
         if isinstance(event, Serving):
-            self._serving.add(event.name)
+            self._serving.add(event.key)
             is_routers_turn = self._serving == {"prefill", "decode"} and not self._is_stopping
             return self._start("router") if is_routers_turn else []
         if isinstance(event, Ended):
-            self._running.discard(event.name)
+            self._running.discard(event.key)
             is_failure = event.code != 0 or not self._is_stopping
             if is_failure and not self.exit_code:
                 self.exit_code = max(event.code, EXIT_FAILED)
@@ -224,7 +178,7 @@ class StartAndStop:
                 # One server alone is still useful: the router sends it whole requests.
                 is_useful = self.is_ready and "router" in self._running and len(self._running) > 1
                 return [] if is_useful else self._stop()
-            return self._stop_next() if event.name == "router" else []
+            return self._stop_next() if event.key == "router" else []
         self._signal_count += 1
         if not self._is_stopping:
             self.exit_code = self.exit_code if self.is_ready else 128 + event.number
@@ -233,15 +187,15 @@ class StartAndStop:
             return self._stop_next()  # a second signal shortens the time that the servers give their requests
         return [Order("kill", name) for name in sorted(self._running)]
 
-    def _start(self, *names: Name) -> list[Order]:
+    def _start(self, *names: Name) -> list[Order[Name]]:
         self._running.update(names)
         return [Order("start", name) for name in names]
 
-    def _stop(self) -> list[Order]:
+    def _stop(self) -> list[Order[Name]]:
         self._is_stopping = True
         return self._stop_next()
 
-    def _stop_next(self) -> list[Order]:
+    def _stop_next(self) -> list[Order[Name]]:
         """Stop the router, or the servers if the router has ended."""
         names: list[Name] = ["router"] if "router" in self._running else sorted(self._running)
         return [Order("stop", name) for name in names]
@@ -273,18 +227,18 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
     processes: dict[Name, trio.Process] = {}
     stop_signal: int = signal.SIGTERM
     async with trio.open_nursery() as nursery, sender, events:
-        await nursery.start(_relay_signals, signals, processes, decides, sender)
+        await nursery.start(relay_signals, signals, processes, lambda: decides.serving, sender.send_nowait)
         orders = decides.begin()
         while True:
             for order in orders:
                 if order.what == "start":
-                    command = commands[order.name]
-                    process = processes[order.name] = await nursery.start(_serve, order.name, command, sender)
-                    announce(f"{order.name}: process {process.pid}: python -m trioserve {shlex.join(command)}")
+                    command = commands[order.key]
+                    process = processes[order.key] = await nursery.start(_serve, order.key, command, sender)
+                    announce(f"{order.key}: process {process.pid}: python -m trioserve {shlex.join(command)}")
                 elif order.what == "stop":
-                    processes[order.name].send_signal(stop_signal)
+                    processes[order.key].send_signal(stop_signal)
                 else:
-                    processes[order.name].kill()
+                    processes[order.key].kill()
             if decides.is_over:
                 break
             was_ready = decides.is_ready
@@ -298,22 +252,6 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
     return decides.exit_code
 
 
-async def _relay_signals(
-    signals: StopSignals,
-    processes: dict[Name, trio.Process],
-    decides: StartAndStop,
-    sender: trio.MemorySendChannel[Event],
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    async for number in signals.receive(task_status=task_status):
-        if number == signal.SIGHUP:
-            for name in decides.serving:  # SIGHUP would end a process that is still starting
-                processes[name].send_signal(number)
-            continue
-        with contextlib.suppress(trio.WouldBlock):
-            sender.send_nowait(Signalled(number))
-
-
 async def _serve(
     name: Name,
     command: list[str],
@@ -322,19 +260,7 @@ async def _serve(
 ) -> None:
     """Run one process, report its events and wait for its end. Cancelling this function kills the process."""
     async with trio.open_nursery() as nursery:
-        process: trio.Process = await nursery.start(
-            partial(
-                trio.run_process,
-                [sys.executable, "-m", "trioserve", *command],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                check=False,
-                deliver_cancel=_kill,
-                # In its own session, Ctrl-C in a terminal reaches only this program, which stops the processes in
-                # order.
-                start_new_session=True,
-            )
-        )
+        process = await start_child(nursery, ["-m", "trioserve", *command], stderr=subprocess.PIPE)
         task_status.started(process)
         assert process.stderr is not None
 
@@ -347,10 +273,6 @@ async def _serve(
         code = await process.wait()
         nursery.cancel_scope.cancel()
     await sender.send(Ended(name, code))
-
-
-async def _kill(process: trio.Process) -> None:
-    process.kill()
 
 
 async def _until_both_are_found(url: str) -> None:

@@ -18,15 +18,14 @@ import contextlib
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Literal
 
 import msgspec
 import trio
 
+from trioserve.commands.child_processes import Ended, Order, Serving, Signalled, relay_signals, start_child
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, StopSignals
 from trioserve.commands.route import InheritedPlace, checked_routing
@@ -38,13 +37,9 @@ from trioserve.proxy.peers.processes import ProcessPlace
 
 __all__ = [
     "SERVING",
-    "Ended",
-    "Order",
     "ProcessEvent",
     "ProcessStart",
     "ProcessStates",
-    "Serving",
-    "Signalled",
     "check_processes",
     "run_router_processes",
 ]
@@ -91,55 +86,11 @@ def check_processes(config: RouterOptions) -> None:
 # --- decisions, without waiting ---
 
 
-class Serving(msgspec.Struct, frozen=True):
-    """A process accepts requests.
-
-    Attributes:
-        number: of the process, from 1.
-    """
-
-    number: int
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """A process has ended.
-
-    Attributes:
-        number: of the process, from 1.
-        code: exit code, or the negative number of the signal that killed the process.
-    """
-
-    number: int
-    code: int
-
-
-class Signalled(msgspec.Struct, frozen=True):
-    """The parent received a signal that stops the program.
-
-    Attributes:
-        number: SIGINT or SIGTERM.
-    """
-
-    number: int = signal.SIGINT
-
-
 class Late(msgspec.Struct, frozen=True):
     """The deadline for all processes to stop has passed."""
 
 
-ProcessEvent = Serving | Ended | Signalled | Late
-
-
-class Order(msgspec.Struct, frozen=True):
-    """An order for one process.
-
-    Attributes:
-        what: "stop" sends the stop signal, also repeatedly. "kill" sends SIGKILL.
-        number: of the process, from 1.
-    """
-
-    what: Literal["stop", "kill"]
-    number: int
+ProcessEvent = Serving[int] | Ended[int] | Signalled | Late
 
 
 class ProcessStates:
@@ -183,7 +134,7 @@ class ProcessStates:
             return EXIT_FAILED
         return 0 if self._was_ready else self._early_exit_code
 
-    def note(self, event: ProcessEvent) -> list[Order]:
+    def note(self, event: ProcessEvent) -> list[Order[int]]:
         """Update the states after an event.
 
         Args:
@@ -193,7 +144,7 @@ class ProcessStates:
             Orders for processes, which the caller must send now.
         """
         if isinstance(event, Serving):
-            self._serving.add(event.number)
+            self._serving.add(event.key)
             self._was_ready = self._was_ready or self.all_serve
             return []
         if isinstance(event, Ended):
@@ -206,20 +157,20 @@ class ProcessStates:
         self.failures.append(f"did not stop in time and is killed: process {self._named()}")
         return self._all("kill")
 
-    def _note_end(self, ended: Ended) -> list[Order]:
-        self._living.discard(ended.number)
+    def _note_end(self, ended: Ended[int]) -> list[Order[int]]:
+        self._living.discard(ended.key)
         if self.is_stopping and (ended.code == 0 or not self._was_ready or self._signal_count > SIGNALS_FORWARDED):
             return []
         how = f"was killed by {_signal_name(-ended.code)}" if ended.code < 0 else f"ended with code {ended.code}"
         rest = "" if self.is_stopping or not self._living else "; the other processes drain and end"
-        self.failures.append(f"process {ended.number} of this router {how}{rest}")
+        self.failures.append(f"process {ended.key} of this router {how}{rest}")
         return [] if self.is_stopping else self._stop()
 
-    def _stop(self) -> list[Order]:
+    def _stop(self) -> list[Order[int]]:
         self.is_stopping = True
         return self._all("stop")
 
-    def _all(self, what: Literal["stop", "kill"]) -> list[Order]:
+    def _all(self, what: Literal["stop", "kill"]) -> list[Order[int]]:
         return [Order(what, number) for number in sorted(self._living)]
 
     def _named(self) -> str:
@@ -269,7 +220,7 @@ async def _run(config: RouterOptions, signals: StopSignals) -> int:
 
     async with trio.open_nursery() as nursery, sender, events:
         processes: dict[int, trio.Process] = {}
-        await nursery.start(_relay_signals, signals, processes, states, sender)
+        await nursery.start(relay_signals, signals, processes, lambda: states.serving, sender.send_nowait)
         shared = await open_shared_listeners(config.host, config.port, count, limits=limits)
         urls = server_urls(config, shared[0])
         doors = [(await open_listeners("127.0.0.1", 0))[0] for _ in range(count)]
@@ -286,7 +237,7 @@ async def _run(config: RouterOptions, signals: StopSignals) -> int:
             if isinstance(event, Signalled):
                 stop_signal = event.number  # SIGINT skips the minimum time of a drain
             for order in states.note(event):
-                processes[order.number].send_signal(stop_signal if order.what == "stop" else signal.SIGKILL)
+                processes[order.key].send_signal(stop_signal if order.what == "stop" else signal.SIGKILL)
             for sentence in states.failures[failures_announced:]:
                 announce(f"trioserve: {sentence}")
             failures_announced = len(states.failures)
@@ -319,22 +270,6 @@ def _starts(
         )
 
 
-async def _relay_signals(
-    signals: StopSignals,
-    processes: dict[int, trio.Process],
-    states: ProcessStates,
-    sender: trio.MemorySendChannel[ProcessEvent],
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    async for number in signals.receive(task_status=task_status):
-        if number == signal.SIGHUP:
-            for process_number in states.serving:  # SIGHUP would end a process that is still starting
-                processes[process_number].send_signal(number)
-            continue
-        with contextlib.suppress(trio.WouldBlock):
-            sender.send_nowait(Signalled(number))
-
-
 async def _serve(
     number: int,
     start: ProcessStart,
@@ -349,17 +284,10 @@ async def _serve(
         trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as connection,
     ):
         with theirs:
-            process: trio.Process = await nursery.start(
-                partial(
-                    trio.run_process,
-                    [sys.executable, "-m", "trioserve.commands.router_process", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(), *inherited.listeners, inherited.door),
-                    stdin=subprocess.DEVNULL,
-                    check=False,
-                    deliver_cancel=_kill,
-                    # In its own session, Ctrl-C in a terminal reaches only the parent, which forwards it.
-                    start_new_session=True,
-                )
+            process = await start_child(
+                nursery,
+                ["-m", "trioserve.commands.router_process", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(), *inherited.listeners, inherited.door),
             )
         task_status.started(process)
         with contextlib.suppress(trio.BrokenResourceError):
@@ -369,7 +297,3 @@ async def _serve(
         code = await process.wait()
         nursery.cancel_scope.cancel()
     await sender.send(Ended(number, code))
-
-
-async def _kill(process: trio.Process) -> None:
-    process.kill()
