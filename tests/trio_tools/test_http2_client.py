@@ -10,8 +10,8 @@ import h2.exceptions
 import h2.settings
 import pytest
 
-from trioserve.trio_tools.http2_client import ANSWERED_FRAMES_MAX, INTERIM_RESPONSES_MAX, Http2ClientProtocol
-from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
+from trioserve.trio_tools.http2_client import ANSWERED_FRAMES_MAX, Http2ClientProtocol
+from trioserve.trio_tools.http_client import INTERIM_RESPONSES_MAX, ResponseEnd, ResponseResult
 
 OK = [(":status", "200"), ("x-name", "value")]
 

@@ -75,6 +75,7 @@ class ContinuedStream:
         self._has_groups = False
         self._is_between = False  # True between two groups of a stream whose ids are kept
         self._has_begun = False
+        self._bytes_before, self._was_answered = 0, False  # before the last `feed` or `end`
         self._why_not: str | None = None
         self._known = b"" if known is None else _known_ids(known, choice_count)
 
@@ -121,6 +122,7 @@ class ContinuedStream:
         Raises:
             EndpointLost: An event or group is longer than EVENT_BYTES_MAX.
         """
+        self._bytes_before, self._was_answered = len(self._log), self.is_answered
         if self._is_between and piece.endswith(_EVENT_END):
             # Fast path for nearly all pieces: one event, which is a group, with its id on the last line. Counting lines
             # costs a fraction of other ways to recognize one event.
@@ -145,15 +147,10 @@ class ContinuedStream:
             self.is_answered = self.is_answered or not is_comment(events)
         return events
 
-    def undo_feed(self, kept_bytes: int, *, was_answered: bool) -> None:
-        """Forget the last `feed`, because its result is not forwarded.
-
-        Args:
-            kept_bytes: Value of `kept_bytes` before that feed.
-            was_answered: Value of `is_answered` before that feed.
-        """
-        del self._log[kept_bytes:]
-        self.is_over, self.is_answered = False, was_answered
+    def undo_feed(self) -> None:
+        """Forget the last `feed` or `end`, because its result is not forwarded."""
+        del self._log[self._bytes_before :]
+        self.is_over, self.is_answered = False, self._was_answered
 
     def end(self) -> bytes:
         """Finish the response. `is_complete` then tells whether it is whole.
@@ -161,6 +158,7 @@ class ContinuedStream:
         Returns:
             Remaining bytes for the client.
         """
+        self._bytes_before, self._was_answered = len(self._log), self.is_answered
         rest = b"" if self._has_groups and not self.is_over else self._splitter.rest
         self._splitter = EventSplitter()
         self.is_answered = self.is_answered or not is_comment(rest)

@@ -128,6 +128,7 @@ class ForeignStream:
         self._head: dict[str, object] = {}
         self._known_count = 0  # number of ids that the current endpoint counts as prompt
         self._is_done = False
+        self._was_answered = False  # before the last `feed` or `end`
 
     def begin(self) -> None:
         """Prepare for the stream of the next endpoint."""
@@ -143,19 +144,15 @@ class ForeignStream:
         Args:
             piece: Bytes that follow the previous piece.
         """
+        self._was_answered = self.is_answered
         events = self._splitter.feed(piece)
         if not events:
             return b""
         return b"".join(self._taken(event) for event in events.replace(b"\r\n", b"\n").split(b"\n\n") if event)
 
-    def undo_feed(self, kept_bytes: int, *, was_answered: bool) -> None:
-        """Forget the last `feed`, as in ContinuedStream. Its tokens are dropped at the next `begin`.
-
-        Args:
-            kept_bytes: Unused.
-            was_answered: Value of `is_answered` before that feed.
-        """
-        self.is_over, self.is_answered = False, was_answered
+    def undo_feed(self) -> None:
+        """Forget the last `feed`, because its result is not forwarded. Its tokens are dropped at the next `begin`."""
+        self.is_over, self.is_answered = False, self._was_answered
 
     def end(self) -> bytes:
         """Finish the response.
@@ -163,6 +160,7 @@ class ForeignStream:
         Returns:
             Final event if the endpoint did not send it. Otherwise empty.
         """
+        self._was_answered = self.is_answered
         if not self.is_over or self._is_done:
             return b""
         self._is_done = True

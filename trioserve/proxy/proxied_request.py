@@ -28,9 +28,9 @@ from trioserve.proxy.client_events import ClientLines, wants_lines
 from trioserve.proxy.continuation import Continuation
 from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_disaggregated
 from trioserve.proxy.forwarded_headers import request_headers
-from trioserve.proxy.kept_request import check_references, endpoint_of_response
+from trioserve.proxy.kept_objects import RESPONSES_PATH, check_references, endpoint_of_response
 from trioserve.proxy.prompt_blocks import named_blocks
-from trioserve.proxy.relay import RESPONSES_PATH, attempt, lease, model_field, sent_body
+from trioserve.proxy.relay import attempt, lease, model_field, sent_body
 from trioserve.proxy.routed_body import (
     EDITS_PATH,
     RoutedBody,
@@ -42,6 +42,7 @@ from trioserve.proxy.routed_body import (
 from trioserve.proxy.router_context import ENDPOINT_PARAMETER
 
 if TYPE_CHECKING:
+    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["RequestClock", "forward"]
@@ -67,11 +68,44 @@ logger = logging.getLogger(__name__)
 async def forward(context: RouterContext) -> None:
     """Send the request to an endpoint and its response to the client.
 
+    Each frame between here and the wait for an event is entered again for every event. So there are few.
+
     Args:
         context: Request of the router's API.
     """
+    with _refusals_logged(context):
+        asked = await _asked(context)
+        with asked.clock.running():
+            if not await _is_left_to_send(context, asked):
+                await context.respond(204, [("x-request-id", context.request_id)], b"")
+                return
+            try:
+                request = await _with_block_names(context, asked.raw, _routed(context, asked))
+                context.span.note({"gen_ai.request.model": request.model})
+                with (
+                    _Freed(context.span),
+                    context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission,
+                    _Cancelled(context.span),
+                    context.continued(Continuation.of(context, asked.body, request)) as continuation,
+                ):
+                    _prepare(context, admission, asked.body, continuation)
+                    if admission.stage is not None:
+                        await serve_disaggregated(context, admission, asked.raw, asked.body, asked.clock)
+                        return
+                    while True:
+                        id = context.endpoint = await lease(context, admission, asked.clock)
+                        model = model_field(context, asked.body.model, id, request.model)
+                        sent = sent_body(context, asked.raw, asked.clock, model)
+                        if await attempt(context, admission, id, sent, asked.clock):
+                            return
+            finally:
+                context.stream.close()
+
+
+@contextmanager
+def _refusals_logged(context: RouterContext) -> Iterator[None]:
     try:
-        await _forward(context)
+        yield
     except (Overloaded, Refusal) as refusal:
         reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.response.code
         is_late = isinstance(refusal, Refusal) and refusal.response.status == 504
@@ -85,7 +119,33 @@ async def forward(context: RouterContext) -> None:
         raise
 
 
-async def _forward(context: RouterContext) -> None:
+class _Asked(msgspec.Struct, frozen=True):
+    """A request that was read and checked.
+
+    Attributes:
+        said: Bytes of the body as the client sent it.
+        raw: Bytes of the body, adapted to the caller.
+        body: Fields of `raw`.
+        model: Model name that endpoints use.
+        clock: Deadlines of the request.
+        before: Endpoint that stores the response which this request continues. None: the request continues none.
+    """
+
+    said: bytes
+    raw: bytes
+    body: RoutedBody
+    model: str
+    clock: RequestClock
+    before: EndpointId | None
+
+
+async def _asked(context: RouterContext) -> _Asked:
+    """Read and check the request.
+
+    Raises:
+        InvalidRequest: The request is invalid, or the caller may not use one of its values.
+        Refusal: The response that the request continues does not exist (404).
+    """
     said = await context.exchange.body()
     path, served = context.exchange.path, context.fleet.models()
     if path == EDITS_PATH:
@@ -99,29 +159,38 @@ async def _forward(context: RouterContext) -> None:
         check_references(context, raw)
         if body.previous_response_id is not None:
             before = await endpoint_of_response(context, body.previous_response_id)
-    deadlines = deadlines_of(body, context.exchange.headers).within(
-        context.rules.deadlines, context.rules.deadlines_max
-    )
+    limits = context.rules.deadlines_max
+    deadlines = deadlines_of(body, context.exchange.headers).within(context.rules.deadlines, limits)
     check_model(context.access, body.model, served)
     model = context.fleet.real_model(body.model)
     grace = PARTIAL_SECONDS_MAX if body.return_partial else 0.0
-    clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=context.rules.deadlines_max)
-    with clock.running():
-        if body.stream and wants_lines(path, context.exchange.headers):
-            context.client_events = ClientLines()  # a client that reads lines cannot report its position in a stream
-        elif body.stream and path not in IMAGE_PATHS:  # image events have no ids from which a client could resume
-            stream = await context.peers.stream_of(
-                context, said, model, choice_count=max(1, body.n or 1) * body.prompt_count
-            )
-            if stream is None:
-                await context.respond(204, [("x-request-id", context.request_id)], b"")
-                return
-            context.stream = stream
-        try:
-            request = await _with_block_names(context, raw, _routed(context, raw, body, model, clock, before))
-            await _pass_through(context, raw, body, request, clock)
-        finally:
-            context.stream.close()
+    clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=limits)
+    return _Asked(said, raw, body, model, clock, before)
+
+
+async def _is_left_to_send(context: RouterContext, asked: _Asked) -> bool:
+    """Decide which events the client gets. Return False if the client has the whole response."""
+    body, path = asked.body, context.exchange.path
+    if body.stream and wants_lines(path, context.exchange.headers):
+        context.client_events = ClientLines()  # a client that reads lines cannot report its position in a stream
+    elif body.stream and path not in IMAGE_PATHS:  # image events have no ids from which a client could resume
+        choice_count = max(1, body.n or 1) * body.prompt_count
+        stream = await context.peers.stream_of(context, asked.said, asked.model, choice_count=choice_count)
+        if stream is None:
+            return False
+        context.stream = stream
+    return True
+
+
+def _prepare(
+    context: RouterContext, admission: AdmissionScope, body: RoutedBody, continuation: Continuation | None
+) -> None:
+    context.admission = admission
+    admission.gives_partial = bool(body.return_partial)
+    admission.headers = partial(request_headers, context, None, with_body=False)
+    if continuation is not None:
+        admission.can_resume = continuation.can_resume
+        admission.note_reasoning_ended = continuation.note_reasoning_ended
 
 
 def _for_caller(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
@@ -158,32 +227,6 @@ async def _with_block_names(context: RouterContext, raw: bytes, request: RoutedR
     return msgspec.structs.replace(request, blocks=blocks)
 
 
-async def _pass_through(
-    context: RouterContext, raw: bytes, body: RoutedBody, request: RoutedRequest, clock: RequestClock
-) -> None:
-    context.span.note({"gen_ai.request.model": request.model})
-    with (
-        _Freed(context.span),
-        context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission,
-        _Cancelled(context.span),
-    ):
-        context.admission = admission
-        admission.gives_partial = bool(body.return_partial)
-        admission.headers = partial(request_headers, context, None, with_body=False)
-        with context.continued(Continuation.of(context, body, request)) as continuation:
-            if continuation is not None:
-                admission.can_resume = continuation.can_resume
-                admission.note_reasoning_ended = continuation.note_reasoning_ended
-            if admission.stage is not None:
-                await serve_disaggregated(context, admission, raw, body, clock)
-                return
-            while True:
-                id = context.endpoint = await lease(context, admission, clock)
-                sent = sent_body(context, raw, clock, model_field(context, body.model, id, request.model))
-                if await attempt(context, admission, id, sent, clock):
-                    return
-
-
 class _Cancelled:
     """Records in a trace that the scope inside was cancelled."""
 
@@ -211,22 +254,17 @@ class _Freed:
         self._span.event("free")
 
 
-def _routed(
-    context: RouterContext, raw: bytes, body: RoutedBody, model: str, clock: RequestClock, before: EndpointId | None
-) -> RoutedRequest:
+def _routed(context: RouterContext, asked: _Asked) -> RoutedRequest:
     """Make the request of the router core.
 
     Args:
         context: Request of the router's API.
-        raw: Body of the request.
-        body: Fields of the body.
-        model: Model name that endpoints use.
-        clock: Deadlines of the request.
-        before: Endpoint that stores the response which this request continues. None: the request continues none.
+        asked: Request that was read.
     """
+    raw, body, model = asked.raw, asked.body, asked.model
     rules, headers = context.rules, context.exchange.headers
     named = context.query(ENDPOINT_PARAMETER)
-    pinned = before if named is None else EndpointId(named)
+    pinned = asked.before if named is None else EndpointId(named)
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # First check whether two endpoints exist for it, because parsing the rest of the body costs time.
@@ -242,7 +280,7 @@ def _routed(
         session=headers.get(rules.session_header),
         pinned=pinned,
         prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),
-        queue_deadline=clock.first()[1],
+        queue_deadline=asked.clock.first()[1],
         can_be_disaggregated=(
             is_disaggregated
             and context.stream.running_at is None

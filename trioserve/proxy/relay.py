@@ -36,7 +36,7 @@ from trioserve.proxy.continued_stream import ContinuedStream
 from trioserve.proxy.event_splitter import LineSplitter
 from trioserve.proxy.foreign_stream import COMPLETIONS_PATH, ForeignStream
 from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers
-from trioserve.proxy.kept_objects import KeptObject, object_id_in
+from trioserve.proxy.kept_objects import RESPONSES_PATH, KeptObject, object_id_in
 from trioserve.proxy.response_shape import (
     EventCheck,
     InvalidAnswer,
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
-    "RESPONSES_PATH",
     "Refused",
     "attempt",
     "check_status",
@@ -89,8 +88,6 @@ KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})  # one API key has 
 BUSY_SECONDS_MAX = 5.0
 # Error codes in a stream that somebody ended on purpose. No other endpoint resumes it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
-
-RESPONSES_PATH = "/v1/responses"
 
 
 class Refused(TrioserveError):
@@ -144,9 +141,32 @@ async def attempt(
     Raises:
         EndpointLost: No endpoint takes over the request, or it is too late for that.
     """
+
+    def begin(*, is_last: bool = False) -> None:
+        admission.first_token(is_last=is_last)
+        context.span.event("first_token")
+        clock.stop_first_token()
+        on_begin()
+
+    # Each frame between here and the wait for an event is entered again for every event. So there are few.
     try:
         with context.asking(id, admission.stage), admission.attempt():
-            await _relay(context, admission, id, body, clock, on_begin)
+            request = _request(context, admission, id, body)
+            try:
+                response = await _checked_head(context, admission, id, request)
+                content_type = response.header("content-type") or ""
+                if content_type.startswith("text/event-stream"):
+                    last = await _relay_events(context, admission, id, response, begin)
+                    await admission.tell(context.finish(last), is_last=True)
+                elif admission.has_token:
+                    raise NotResumed(f'the endpoint "{id}" did not answer with events when it had to resume a stream')
+                elif content_type.startswith(LINES_TYPE):
+                    await _relay_lines(context, admission, id, response, begin)
+                    await admission.tell(context.finish(), is_last=True)
+                else:
+                    await _relay_whole(context, id, response, begin, request)
+            finally:
+                request.end()
         return True
     except (Refused, EndpointLost) as failure:
         return await handle_failure(context, admission, id, failure, clock)
@@ -403,72 +423,65 @@ def sent_body(context: RouterContext, raw: bytes, clock: RequestClock, fields: d
     return rewritten(raw, {**fields, **clock.left(), **resume}, without=clock.passed)
 
 
-async def _relay(
-    context: RouterContext,
-    admission: AdmissionScope,
-    id: EndpointId,
-    body: bytes,
-    clock: RequestClock,
-    on_begin: Callable[[], None],
-) -> None:
-    """Send the request to the endpoint and the response to the client.
+def _request(context: RouterContext, admission: AdmissionScope, id: EndpointId, body: bytes) -> EndpointRequest:
+    """Make the request to an endpoint.
+
+    Raises:
+        NotResumed: The endpoint cannot resume the response.
+    """
+    headers = request_headers(context, admission.stage)
+    if context.continuation is not None:
+        context.continuation.check_endpoint(context, id)
+        if not context.continuation.shows_ids:
+            headers.append((RESUMABLE_HEADER, "1"))
+    return context.stream.request(context.fleet.remote(id), context.exchange.method, context.target, headers, body)
+
+
+async def _checked_head(
+    context: RouterContext, admission: AdmissionScope, id: EndpointId, request: EndpointRequest
+) -> RemoteResponse:
+    """Wait for the head of the response, and check it.
 
     Raises:
         EndpointLost: The attempt failed. Unreachable and TransferFailed are special cases.
         Refused: The endpoint answered with an error.
     """
+    response = await _head_of(context, admission, request)
+    if response.status >= 400:
+        if context.continuation is not None and admission.has_token:
+            await check_status(response, admission.stage)
+            said = await response.whole(ERROR_BYTES_MAX) or b""
+            if not is_error(response.header("content-type"), said):
+                raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
+            context.continuation.check_refusal(id, response, error_code(said))
+        await check_error(context, id, response, admission.stage)
+    check_head(id, response.status, response.header("content-type") or None)
+    return response
 
-    def begin(*, is_last: bool = False) -> None:
-        admission.first_token(is_last=is_last)
-        context.span.event("first_token")
-        clock.stop_first_token()
-        on_begin()
 
-    if context.continuation is not None:
-        context.continuation.check_endpoint(context, id)
-    endpoint = context.fleet.remote(id)
-    headers = request_headers(context, admission.stage)
-    if context.continuation is not None and not context.continuation.shows_ids:
-        headers.append((RESUMABLE_HEADER, "1"))
-    request = context.stream.request(endpoint, context.exchange.method, context.target, headers, body)
-    try:
-        response = await _head_of(context, admission, request)
-        if response.status >= 400:
-            if context.continuation is not None and admission.has_token:
-                await check_status(response, admission.stage)
-                said = await response.whole(ERROR_BYTES_MAX) or b""
-                if not is_error(response.header("content-type"), said):
-                    raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
-                context.continuation.check_refusal(id, response, error_code(said))
-            await check_error(context, id, response, admission.stage)
-        content_type = response.header("content-type") or ""
-        check_head(id, response.status, content_type or None)
-        if content_type.startswith("text/event-stream"):
-            last = await _relay_events(context, admission, id, response, begin)
-            await admission.tell(context.finish(last), is_last=True)
-            return
-        if admission.has_token:
-            raise NotResumed(f'the endpoint "{id}" did not answer with events when it had to resume a stream')
-        if content_type.startswith(LINES_TYPE):
-            await _relay_lines(context, admission, id, response, begin)
-            await admission.tell(context.finish(), is_last=True)
-            return
-        whole = await response.whole(WHOLE_BYTES_MAX)
-        if whole is not None:
-            check_whole(id, context.exchange.path, whole)
-            begin(is_last=True)
-            _remember_object(context, id, whole)
-            await _pass_on(context, response, whole)
-            return
-        piece = await response.next_piece()
-        check_begin(id, piece or b"")
+async def _relay_whole(
+    context: RouterContext,
+    id: EndpointId,
+    response: RemoteResponse,
+    begin: Callable[..., None],
+    request: EndpointRequest,
+) -> None:
+    """Forward a response that is not a stream: in one piece, or in several if it is large."""
+    whole = await response.whole(WHOLE_BYTES_MAX)
+    if whole is not None:
+        check_whole(id, context.exchange.path, whole)
         begin(is_last=True)
-        await context.start(response.status, response_headers(context, response), is_events=False)
-        while piece is not None:
-            await context.exchange.send(piece)
-            piece = await response.next_piece()
-    finally:
-        request.end()
+        _remember_object(context, id, whole)
+        await _pass_on(context, response, whole)
+        return
+    piece = await response.next_piece()
+    check_begin(id, piece or b"")
+    begin(is_last=True)
+    await context.start(response.status, response_headers(context, response), is_events=False)
+    while piece is not None:
+        await context.exchange.send(piece)
+        piece = await response.next_piece()
+    request.end()  # before the client has got everything
     await context.finish()
 
 
@@ -587,6 +600,7 @@ async def _relay_events(
     # The code that runs for each event is most of the router's cost. Avoid every call that is not needed.
     send = context.exchange.send if context.client_events.takes_all else context.send_events
     has_begun = is_over = False
+    has_started = context.exchange.started
     checked = EventCheck(id, context.exchange.path if context.endpoint_path is None else context.endpoint_path)
     while not is_over:
         try:
@@ -598,13 +612,12 @@ async def _relay_events(
         if admission.withdrawn_for is not None:
             admission.check_withdrawn()
         is_over = piece is None
-        kept_bytes, was_answered = stream.kept_bytes, stream.is_answered
         events = stream.end() if piece is None else stream.feed(piece)
         if events:
             try:
                 checked.check(events)
             except InvalidAnswer:
-                stream.undo_feed(kept_bytes, was_answered=was_answered)
+                stream.undo_feed()
                 raise
         if stream.is_answered and not has_begun:
             has_begun = True
@@ -615,10 +628,12 @@ async def _relay_events(
             if continuation is not None:
                 continuation.note_groups(context)
         if events:
-            if not context.exchange.started:
-                await admission.tell(
-                    context.start(response.status, response_headers(context, response), is_events=True)
-                )
+            if not has_started:
+                # The head of a resumed stream is held until the stream reaches the client's position.
+                has_started = context.exchange.started
+                if not has_started:
+                    head = response_headers(context, response)
+                    await admission.tell(context.start(response.status, head, is_events=True))
             admission.is_telling = True  # as `tell` does it
             await send(events)
             admission.is_telling = False

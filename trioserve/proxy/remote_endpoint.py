@@ -143,13 +143,15 @@ class RemoteResponse:
     Attributes:
         status: HTTP status.
         headers: Names in lower case, and values.
+        next_piece: Reads the next bytes of the body. It returns None at the end of the body. It raises EndpointLost if
+            the connection broke before. This is the connection's own method, because it is called for every event.
     """
 
     def __init__(self, head: ResponseHead, connection: _Connection) -> None:
         self.status = head.status
         self.headers = head.headers
+        self.next_piece = connection.next_piece
         self._connection = connection
-        self._held = bytearray()
 
     @property
     def endpoint(self) -> EndpointId:
@@ -176,34 +178,19 @@ class RemoteResponse:
         Raises:
             EndpointLost: The connection broke before the end.
         """
-        while len(self._held) <= bytes_max:
-            piece = await self._connection.next_piece()
+        whole = bytearray()
+        while len(whole) <= bytes_max:
+            piece = await self.next_piece()
             if piece is None:
-                whole, self._held = bytes(self._held), bytearray()
-                return whole
-            self._held += piece
+                return bytes(whole)
+            whole += piece
+        self._connection.unread(bytes(whole))
         return None
 
     @property
     def has_beaten(self) -> bool:
         """True if the endpoint sent a heartbeat before the head."""
         return self._connection.has_beaten
-
-    def next_piece(self) -> Awaitable[bytes | None]:
-        """Read the next bytes of the body.
-
-        Returns:
-            Bytes, or None at the end of the body.
-
-        Raises:
-            EndpointLost: The connection broke before the end.
-        """
-        # This is not a coroutine of its own, because it is called for every event.
-        return self._take_held() if self._held else self._connection.next_piece()
-
-    async def _take_held(self) -> bytes:
-        held, self._held = bytes(self._held), bytearray()
-        return held
 
 
 class RemoteEndpoint:
@@ -492,6 +479,7 @@ class _Connection:
         self.id = endpoint.id
         self._reader = ResponseReader()
         self._is_sent = True  # True if the whole last request was sent
+        self._unread = b""
         self._loss: Loss | None = None
         self.heard = False
         self.has_beaten = False
@@ -514,6 +502,7 @@ class _Connection:
         """
         self._reader.begin()
         self.heard = self._is_sent = self.has_beaten = False
+        self._unread = b""
         try:
             if self._tcp is not None:
                 # Other tasks run while this task waits for the response. No wait is needed before.
@@ -554,13 +543,34 @@ class _Connection:
                 self.awaited.beats = True
 
     async def next_piece(self) -> bytes | None:
+        reader, awaited = self._reader, self.awaited
+        if self._unread:
+            held, self._unread = self._unread, b""
+            return held
         try:
-            while (piece := self._reader.next_piece()) is None:
-                await self._receive()
+            while reader.is_drained or (piece := reader.next_piece()) is None:
+                # As in _receive. Each frame between here and the event loop is entered again for every event.
+                awaited.is_waiting = True
+                try:
+                    data = bytes(await self._stream.receive_some(RECEIVE_BYTES))
+                finally:
+                    awaited.is_waiting = False
+                awaited.pieces += 1
+                reader.feed(data)
         except BadResponse as error:
             raise self._lost(error) from error
-        self.awaited.has_body = True
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise self._broken(error) from error
+        awaited.has_body = True
         return piece or None
+
+    def unread(self, piece: bytes) -> None:
+        """Let the next call of `next_piece` return bytes that were read before.
+
+        Args:
+            piece: The bytes.
+        """
+        self._unread = piece
 
     async def _receive(self) -> None:
         awaited = self.awaited

@@ -10,10 +10,11 @@ from __future__ import annotations
 import enum
 import re
 
+from trioserve.trio_tools.http_client import INTERIM_RESPONSES_MAX
+
 __all__ = ["BadResponse", "IncompleteResponse", "ResponseHead", "ResponseReader"]
 
 HEAD_BYTES_MAX = 65536
-INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response, without a pause between them
 TRAILERS_MAX = 256  # lines after the last chunk
 CHUNK_LINE_BYTES_MAX = 4096  # a size and optional extensions
 
@@ -64,6 +65,7 @@ class ResponseReader:
 
     Attributes:
         interim: Last interim response (1xx) before the head of the current response. None if there was none.
+        is_drained: True if `next_piece` cannot return a piece before more bytes arrive.
     """
 
     def __init__(self) -> None:
@@ -75,6 +77,7 @@ class ResponseReader:
         self._interim_count = 0
         self._trailer_count = 0
         self.interim: ResponseHead | None = None
+        self.is_drained = False
 
     @property
     def is_reusable(self) -> bool:
@@ -99,6 +102,7 @@ class ResponseReader:
         Args:
             data: Bytes from the connection. Empty at its end.
         """
+        self.is_drained = False
         self._interim_count = 0  # heartbeats arrive every few seconds for as long as a response takes
         if not data:
             self._at_end = True
@@ -159,12 +163,22 @@ class ResponseReader:
             BadResponse: The chunks are invalid.
             IncompleteResponse: The connection ended.
         """
-        stage = self._stage
-        if stage is _Stage.LENGTH:
+        stage, held = self._stage, self._held
+        if stage is _Stage.CHUNK_LINE:
+            # Fast path for nearly all pieces of an event stream: one whole chunk.
+            line_end = held.find(b"\r\n", 0, CHUNK_LINE_BYTES_MAX)
+            size = _CHUNK_SIZE.fullmatch(held, 0, max(0, line_end))
+            if size is not None:
+                end = line_end + 2 + int(size[1], 16)
+                if end + 2 == len(held) and end > line_end + 2 and held.endswith(b"\r\n"):
+                    self._held = b""
+                    self.is_drained = not self._at_end
+                    return held[line_end + 2 : end]
+        elif stage is _Stage.LENGTH:
             return self._next_of_length()
-        if stage is _Stage.ENDED:
+        elif stage is _Stage.ENDED:
             return b""
-        if stage is _Stage.UNTIL_CLOSE:
+        elif stage is _Stage.UNTIL_CLOSE:
             return self._next_until_close()
         assert stage is not _Stage.HEAD
         return self._next_of_chunks()

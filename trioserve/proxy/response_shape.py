@@ -207,33 +207,32 @@ class EventCheck:
             InvalidAnswer: An inference server would not send these events.
         """
         data = b""
-        for line in events.splitlines():
+        for line in (*events.splitlines(), b""):
             if line.startswith(b"data:"):
                 data += line[5:]
-            elif not line:
-                if data:
-                    self._check_data(data)
-                    data = b""
-            elif not line.startswith(_EVENT_FIELDS):
-                raise InvalidAnswer(self._id, "event", f"{line[:80]!r} among the events")
-        if data:
-            self._check_data(data)
-
-    def _check_data(self, data: bytes) -> None:
-        try:
-            event = _decode_event(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            if data.strip() != b"[DONE]":
-                raise InvalidAnswer(self._id, "event", f"{data[:80]!r} as an event") from None
-            self.is_over = True
-            return
-        if event.error is not UNSET and bytes(event.error) != b"null":
-            self.is_over = True
-        elif self._needs_choices:
-            if event.choices is UNSET:
-                raise InvalidAnswer(self._id, "shape", f"an event without choices: {data[:80]!r}")
-            self.is_over = self.is_over or _FINISHED.search(event.choices) is not None
-        elif self._last_types is not None:
-            if event.type is UNSET:
-                raise InvalidAnswer(self._id, "shape", f"an event without a type: {data[:80]!r}")
-            self.is_over = self.is_over or event.type in self._last_types
+                continue
+            if line:
+                if not line.startswith(_EVENT_FIELDS):
+                    raise InvalidAnswer(self._id, "event", f"{line[:80]!r} among the events")
+                continue
+            if not data:
+                continue
+            # The end of an event with data.
+            try:
+                event = _decode_event(data)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                if data.strip() != b"[DONE]":
+                    raise InvalidAnswer(self._id, "event", f"{data[:80]!r} as an event") from None
+                self.is_over = True
+            else:
+                if event.error is not UNSET and bytes(event.error) != b"null":
+                    self.is_over = True
+                elif self._needs_choices:
+                    if event.choices is UNSET:
+                        raise InvalidAnswer(self._id, "shape", f"an event without choices: {data[:80]!r}")
+                    self.is_over = self.is_over or _FINISHED.search(event.choices) is not None
+                elif self._last_types is not None:
+                    if event.type is UNSET:
+                        raise InvalidAnswer(self._id, "shape", f"an event without a type: {data[:80]!r}")
+                    self.is_over = self.is_over or event.type in self._last_types
+            data = b""

@@ -38,8 +38,8 @@ from trioserve.proxy.aborts import (
 from trioserve.proxy.adapters import load_adapter, unload_adapter
 from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
-from trioserve.proxy.kept_objects import KeptObjects
-from trioserve.proxy.kept_request import (
+from trioserve.proxy.kept_objects import (
+    KeptObjects,
     forward_anywhere,
     forward_batch,
     forward_control,

@@ -18,7 +18,13 @@ import h2.settings
 import hyperframe.frame
 
 from trioserve.trio_tools.http2_settings import known_settings
-from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListener, ResponseResult
+from trioserve.trio_tools.http_client import (
+    INTERIM_RESPONSES_MAX,
+    Fields,
+    ResponseEnd,
+    ResponseListener,
+    ResponseResult,
+)
 
 __all__ = ["Goaway", "Http2ClientProtocol"]
 
@@ -31,7 +37,6 @@ ANSWERED_FRAMES_MAX = 10_000
 """Maximum number of PING and SETTINGS frames that a server may send between two writes of this client. The replies are
 stored until the next write.
 """
-INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
 
 
 class Goaway(NamedTuple):

@@ -18,6 +18,7 @@ import h11
 import trio
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.trio_tools.http_client import INTERIM_RESPONSES_MAX
 from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["Connect", "MediaFetcher", "public_addresses"]
@@ -26,7 +27,6 @@ FETCHES_MAX = 16  # fetches at the same time, for all requests together; further
 SECONDS_MAX = 10.0  # time of one fetch, not counting the wait for its start
 REDIRECTIONS = range(300, 400)
 RECEIVE_BYTES = 65_536
-INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response; h11 itself accepts any number
 URL_CHARACTERS_MAX = 2048
 PORTS = {"http": 80, "https": 443}
 HOST_CHARACTERS_MAX = 253

@@ -130,6 +130,12 @@ def _request(max_tokens: int) -> bytes:
     return head % len(content) + content
 
 
+def _group(token_id: int) -> str:
+    """Return an event of a resumable stream, as a server writes it."""
+    choice = {"index": 0, "delta": {"content": " a"}, "finish_reason": None}
+    return f"data: {json.dumps({'id': 'chatcmpl-0', 'choices': [choice]})}\nid: 0:{token_id}\n\n"
+
+
 async def _read_events(end: MemoryEnd, count: int) -> None:
     """Read `count` events or more from a connection."""
     received = 0
@@ -188,12 +194,12 @@ async def _relayed_event() -> CallCounts:
         asked = await scripted.ask_of("b")
         asked.begin_resumable()
         for index in range(WARM_EVENTS):
-            asked.group(f"0:{index + 1}")
+            asked.say(_group(index + 1))
             await _read_events(end, 1)
         await wait_all_tasks_blocked()
         counter.start()
         for index in range(COUNTED_EVENTS):
-            asked.group(f"0:{WARM_EVENTS + index + 1}")
+            asked.say(_group(WARM_EVENTS + index + 1))
             await _read_events(end, 1)
         counter.stop()
         await end.aclose()
