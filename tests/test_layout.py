@@ -177,15 +177,11 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
-        "attention.py sampled_ids.py decoder.py delta_net.py "
-        "diffusion/autoencoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
+        "attention.py decoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
         "diffusion/families/flux.py diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
-        "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/latent_state.py "
-        "diffusion/image_tensors.py diffusion/row_by_row.py diffusion/runner.py drafts/eagle.py "
-        "drafts/mtp.py encoder.py encoder_layers.py gumbel.py host_to_device.py latent_attention.py layers.py "
-        "parallel/rank_vocabulary.py parallel/torch_collectives.py "
-        "recurrent_layers.py sampler.py static_decode.py "
-        "static_inputs.py step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
+        "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/row_by_row.py diffusion/runner.py "
+        "drafts/heads.py encoder.py layers.py parallel/torch_collectives.py recurrent_layers.py sampler.py "
+        "static_decode.py step_tensors.py streams.py torch_adapters.py torch_formats.py torch_step_model.py "
         "vision_tower.py"
     ),
     "kernels": words(
@@ -612,7 +608,7 @@ BLOCKING = {
     "bench/router/socket_load.py": "to its own server",
     "commands/doctor.py": "asks whether a port is free",
     "commands/remote.py": "urllib, each read within a time",
-    "model/loading/packaged_model.py": "urllib, each read within a time",
+    "model/loading/default_model.py": "urllib, each read within a time",
     "ranks/placed.py": "a datagram socket that sends nothing",
     "ranks/stage_meeting.py": "make_blocking bounds it",
     "ray_engines.py": "closed at once",

@@ -28,7 +28,7 @@ NOT_SERVED = ("simulation", "bench")
 MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
 # Values of the variables in patterns that are built at run time, by file.
 LOCALS: dict[str, dict[str, Any]] = {
-    "model/loading/packaged_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
+    "model/loading/default_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
     "text/reasoning_state.py": {"markers": "<think>|</think>"},
     "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd", "tokens": MARKERS},

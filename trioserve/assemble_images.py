@@ -26,9 +26,8 @@ from trioserve.engine.lifecycle.engine_loop import ThreadedExecutor
 from trioserve.engine.lifecycle.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.model.device import torch_now
-from trioserve.model.diffusion.description import describe
+from trioserve.model.diffusion.description import ImageModelSettings, describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
-from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.model.fingerprint import fingerprint_of
 from trioserve.options.engine import STEP_PIXELS, ImageEngineOptions
 from trioserve.options.option import about, checked_parameters, parameters_of

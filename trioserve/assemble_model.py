@@ -15,20 +15,18 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.images import ImageEncoder, ImageProcessing
-from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
+from trioserve.model.drafts.checkpoints import EagleCheckpoint, check_same_tokens
 from trioserve.model.drafts.settings import DraftSettings
-from trioserve.model.drafts.vocabulary import check_same_tokens
-from trioserve.model.fingerprint import fingerprint_of
+from trioserve.model.fingerprint import fingerprint_of, weights_name
 from trioserve.model.loading.adapter_directory import allowed_directory, read_adapter
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD, recommended_sampling, resolve_model
 from trioserve.model.loading.encoder_directory import EncoderDirectory, opened_encoder
 from trioserve.model.loading.generation_defaults import GenerationDefaults, generation_defaults
 from trioserve.model.loading.settings import generation_settings
-from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
+from trioserve.model.weights import AdapterWeights
 from trioserve.options.engine import EngineOptions
 from trioserve.text.chat_template import chat_template_text
 from trioserve.text.grammar_compiler import GrammarCompiler

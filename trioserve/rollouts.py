@@ -115,7 +115,7 @@ class WeightsGroup:
         Raises:
             StartupError: the engines did not join in time.
         """
-        from trioserve.model.parallel.trainer_group import TrainerGroup
+        from trioserve.model.trainer_groups import TrainerGroup
 
         self._group = TrainerGroup(
             master_address=master_address,

@@ -1,4 +1,4 @@
-// The race of exponential clocks that draws a token, and its random numbers. gumbel.py describes both.
+// The race of exponential clocks that draws a token, and its random numbers. trioserve/model/sampler.py describes both.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace trioserve {
 
-constexpr int DRAW_TILES = 512;  // same as in trioserve/model/gumbel.py
+constexpr int DRAW_TILES = 512;  // same as in trioserve/model/sampler.py
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 
@@ -25,7 +25,7 @@ inline double exponential(uint64_t word, int64_t index) {
     return -std::log((double(mixed(word + uint64_t(index + 1) * GAMMA) >> 12) + 0.5) / 4503599627370496.0);
 }
 
-// First half of the race in gumbel.py: returns the winning tile, by the tiles' sums.
+// First half of the race in sampler.py: returns the winning tile, by the tiles' sums.
 inline int winning_tile(const double* tiles, uint64_t word) {
     int tile = 0;
     double best = -1;
@@ -40,7 +40,7 @@ inline int winning_tile(const double* tiles, uint64_t word) {
     return tile;
 }
 
-// The race in gumbel.py: between tiles by their sums, then between tokens of the winner. weights: padded with zeros.
+// The race in sampler.py: between tiles by their sums, then between tokens of the winner. weights: padded with zeros.
 inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
     alignas(64) double tiles[DRAW_TILES] = {};
     for (int64_t first = 0; first < vocab; first += LANES) {

@@ -24,7 +24,7 @@ import pytest
 from trioserve import cli
 from trioserve.api.operations.health import OPERATIONS
 from trioserve.config import Config, config_from
-from trioserve.model.loading.packaged_model import models_folder
+from trioserve.model.loading.default_model import models_folder
 from trioserve.options.option import options_of
 from trioserve_kernels import build
 

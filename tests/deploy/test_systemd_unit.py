@@ -13,7 +13,7 @@ import pytest
 
 from trioserve import cli
 from trioserve.config import Config, config_from
-from trioserve.model.loading.packaged_model import models_folder
+from trioserve.model.loading.default_model import models_folder
 from trioserve_kernels import build
 
 UNIT = Path(__file__).parents[2] / "deploy" / "trioserve.service"

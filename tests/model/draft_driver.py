@@ -19,7 +19,7 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.mask_rows import MasksAtOnce
-from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
+from trioserve.model.drafts.checkpoints import is_eagle, open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.model.settings import ModelSettings

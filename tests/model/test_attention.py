@@ -14,8 +14,8 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import step_tensors
-from trioserve.model.host_to_device import Sending
 from trioserve.model.step_tensors import StepShape, StepTensors, build_step_tensors
+from trioserve.model.torch_formats import Sending
 
 CONTEXTS = {"a": 60, "b": 3, "c": 41, "d": 17, "e": 58, "f": 1}
 

@@ -16,8 +16,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.model.awaited_token import fill_awaited_tokens
-from trioserve.model.begun_step import BegunStep
+from trioserve.model.begun_step import BegunStep, fill_awaited_tokens
 from trioserve.model.runner import ModelRunner
 
 SAMPLINGS = (

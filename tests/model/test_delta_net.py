@@ -12,12 +12,12 @@ import torch
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model.delta_net import _scanned_piece
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors, tensor_places
 from trioserve.model.model_config import AttentionConfig, DeltaNetConfig, ModelConfig
 from trioserve.model.native_model import why_not_native
+from trioserve.model.recurrent_layers import _scanned_deltas
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -100,7 +100,7 @@ def test_piece_equals_its_tokens_one_by_one() -> None:
         said = torch.einsum("hkv,hk->hv", state, key)
         state = state + key[:, :, None] * ((value - said) * share[:, None])[:, None]
         expected.append(torch.einsum("hkv,hk->hv", state, query))
-    found = _scanned_piece(queries, keys, values, exponents, shares, begun)
+    found = _scanned_deltas(queries, keys, values, exponents, shares, begun)
     torch.testing.assert_close(found, torch.stack(expected))
     torch.testing.assert_close(begun, state)
 

@@ -19,8 +19,8 @@ from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, IsAbandoned
+from trioserve.model.drafts.checkpoints import check_draft, check_same_tokens
 from trioserve.model.drafts.draft_model import DraftModel
-from trioserve.model.drafts.vocabulary import check_draft, check_same_tokens
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.testing.automaton_guide import AutomatonGuide

@@ -9,8 +9,7 @@ import torch
 
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
-from trioserve.model.kv_pages import CudaPages, make_kv_pages
-from trioserve.model.kv_storage import KVStorage
+from trioserve.model.kv_storage import CudaPages, KVStorage, make_kv_pages
 from trioserve.model.model_config import KVEntry, ModelConfig
 
 LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=3, head_dim=8, dtype="bfloat16")

@@ -15,11 +15,11 @@ import torch
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.fingerprint import weights_name
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import TRANSFORMERS, outside_name
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.loading.weights_name import weights_name
-from trioserve.model.quantization import weight_format
+from trioserve.model.packed_weights import weight_format
 from trioserve.model.torch_formats import as_tensor
 from trioserve_kernels.native import BLOCK_FORMATS, NoNativeKernels, WeightFormat, WeightMemory, load_library
 

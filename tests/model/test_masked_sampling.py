@@ -24,10 +24,10 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.contracts.token_masks import TokenMasks, mask_words
 from trioserve.model import sampler, torch_step_model
-from trioserve.model.mask_rows import FilledMasks
 from trioserve.model.native_sampling import NativeSamplings
 from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, Samples, sampled_rows
 from trioserve.model.static_decode import StaticDecode
+from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct

@@ -16,7 +16,7 @@ from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
+from trioserve.model.drafts.checkpoints import MtpCheckpoint
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.testing.invariants import check_idle

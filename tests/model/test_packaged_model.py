@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.default_model import resolve_model
-from trioserve.model.loading.packaged_model import find_packaged, models_folder, pull_packaged
+from trioserve.model.loading.default_model import find_packaged, models_folder, pull_packaged, resolve_model
 
 MODEL = b"GGUF" + bytes(range(256)) * 4096
 

@@ -15,8 +15,8 @@ import torch
 
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.pooling import pooled_vector
 from trioserve.model.samples import NOT_FINITE
+from trioserve.model.step_rows import pooled_vector
 
 TOLERANCE = 1e-4
 LAST = Pooling(task="embed", method="last", normalize=True)

@@ -16,7 +16,7 @@ from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.device import cache_size, kv_block_bytes
-from trioserve.model.drafts.vocabulary import check_draft
+from trioserve.model.drafts.checkpoints import check_draft
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import AttentionConfig, ModelConfig, ShortConvConfig, StateSpaceConfig

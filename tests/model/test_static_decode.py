@@ -21,15 +21,14 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan
 from trioserve.model import static_decode, torch_step_model
-from trioserve.model.gumbel import draw_word, signed
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
+from trioserve.model.sampler import draw_word, signed
 from trioserve.model.samples import draw_parameters
 from trioserve.model.settings import ModelSettings
-from trioserve.model.static_decode import StaticDecode, row_sizes
-from trioserve.model.static_inputs import StaticInputs
+from trioserve.model.static_decode import StaticDecode, StaticInputs, row_sizes
 from trioserve_kernels import reference_fused
 from trioserve_kernels.paged import SPLIT_TOKENS
 

@@ -16,8 +16,7 @@ import torch
 from trioserve.assemble import open_engine
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint, open_eagle
-from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
+from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint, open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.model.vision_tower import VisionTower

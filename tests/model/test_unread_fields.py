@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.drafts.eagle_checkpoint import open_eagle
+from trioserve.model.drafts.checkpoints import open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.loading.hf_config import model_config_from

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from trioserve.model.fingerprint import weights_name
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import read_sample
-from trioserve.model.loading.weights_name import weights_name
 
 
 def changed(directory: Path, tensor: str, copy: Path) -> Path:

@@ -22,7 +22,7 @@ from trioserve import open_engine
 from trioserve.contracts.errors import InvalidRequest, WeightsLost
 from trioserve.contracts.weights import BroadcastWeights, WeightGroup
 from trioserve.engine.engine import Engine
-from trioserve.model.parallel.trainer_group import TrainerGroup
+from trioserve.model.trainer_groups import TrainerGroup
 from trioserve.model.weight_replacement import ArrivingWeights
 from trioserve.ranks.host import free_port
 from trioserve.rollouts import described_weights
@@ -33,7 +33,7 @@ TRAINER = """
 import sys
 from safetensors.torch import load_file
 from trioserve.rollouts import WeightsGroup
-from trioserve.model.parallel import trainer_group
+from trioserve.model import trainer_groups
 import torch.distributed
 path, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 print("listens", flush=True)

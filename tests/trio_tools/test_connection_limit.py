@@ -312,7 +312,7 @@ LISTENERS = {
     "connectors/stream/transport.py": "KV: Holder.strangers",
     "http/listener.py": "makes the listeners of FrontendServer",
     "model/parallel/torch_collectives.py": "torch.distributed: in a separate network",
-    "model/parallel/trainer_group.py": "torch.distributed: in a separate network",
+    "model/trainer_groups.py": "torch.distributed: in a separate network",
     "ranks/door.py": "ranks: ConnectionLimit",
     "ranks/host.py": "finds a free port, but accepts no connections",
     "ranks/stage_meeting.py": "stages: STRANGERS_MAX",

@@ -29,7 +29,7 @@ from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
-from trioserve.model.quantization import settle_quantization
+from trioserve.model.packed_weights import settle_quantization
 from trioserve.model.settings import ModelSettings
 
 __all__ = ["Finding", "findings", "model_findings", "run_doctor"]

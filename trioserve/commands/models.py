@@ -8,8 +8,13 @@ from pathlib import Path
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.default_model import download_from_hub, is_hub_name
-from trioserve.model.loading.packaged_model import PACKAGED_MODELS, find_packaged, pull_packaged
+from trioserve.model.loading.default_model import (
+    PACKAGED_MODELS,
+    download_from_hub,
+    find_packaged,
+    is_hub_name,
+    pull_packaged,
+)
 from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["ModelHere", "models_here", "run_models", "run_pull"]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from trioserve.contracts.errors import StartupError
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.random_checkpoint import checkpoint_bytes, write_config, write_weights
-from trioserve.model.random_gguf import SPACE, GgufType, write_gguf
+from trioserve.model.random_checkpoint import SPACE, GgufType, checkpoint_bytes, write_config, write_gguf, write_weights
 from trioserve.model.real_shapes import SHAPES
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, CHAT_TEMPLATE, END_TOKEN, byte_backend
 from trioserve.trio_tools.progress import ProgressBar

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.attention import attend
-from trioserve.model.delta_net import DeltaNet
-from trioserve.model.kv_storage import KVStorage
-from trioserve.model.latent_attention import LatentAttention
+from trioserve.model.attention import LatentAttention, attend
+from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.layers import (
     Angles,
     Embedding,
@@ -19,6 +17,7 @@ from trioserve.model.layers import (
     Linear,
     MakeLinear,
     Norm,
+    RankVocabulary,
     RotaryAngles,
     Sinks,
     temperature_factors,
@@ -36,9 +35,7 @@ from trioserve.model.model_config import (
     ShortConvConfig,
 )
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
-from trioserve.model.parallel.rank_vocabulary import RankVocabulary
-from trioserve.model.recurrent_layers import ShortConv, StateSpace
-from trioserve.model.state_storage import StateStorage
+from trioserve.model.recurrent_layers import DeltaNet, ShortConv, StateSpace
 from trioserve.model.step_tensors import StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_adapters import AdapterRows

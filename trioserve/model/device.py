@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
-from trioserve.model.kv_format import KvFormat, head_bytes, kv_format_of
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, KvFormat, head_bytes, kv_format_of
 from trioserve.model.settings import ModelSettings
 
 __all__ = [

@@ -1,12 +1,13 @@
 """Encoders in plain torch: all tokens of a text see each other, and no state is kept.
 
 Texts of different lengths form one batch. Their tokens follow each other in every product. Only attention computes
-texts separately, in groups of similar length. encoder_layers.py has the layers.
+texts separately, in groups of similar length. Layers are those of BERT and ModernBERT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +16,267 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.encoder_config import EncoderConfig
-from trioserve.model.encoder_layers import ACTIVATIONS, BertLayer, LayerNorm, ModernBertLayer, Parameter, groups_of
+from trioserve.model.encoder_config import EncoderActivation, EncoderConfig, ModernLayers
 from trioserve.model.layers import Linear
+from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.torch_formats import TensorSlot
 
-__all__ = ["Encoder", "EncodedText"]
+__all__ = [
+    "ACTIVATIONS",
+    "BertLayer",
+    "Group",
+    "LayerNorm",
+    "ModernBertLayer",
+    "Parameter",
+    "groups_of",
+    "Encoder",
+    "EncodedText",
+]
+
+PADDED_TOKENS_MIN = 16  # Shorter texts are padded to this length, so there are fewer groups of different lengths.
+NEIGHBOURS_TOKENS_MIN = 256  # With fewer queries at a time, calls would cost more than keys that no query sees.
+
+ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda values: functional.gelu(values, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+class Group(NamedTuple):
+    """Texts of similar length.
+
+    Attributes:
+        rows: int64 [texts, tokens], row of each token. Padding has the row of another token.
+        mask: bool [texts, 1, 1, tokens], True for a token. None: there is no padding.
+        kept: int64 [n], indexes of tokens in the flattened rows.
+        targets: int64 [n], rows of these tokens.
+    """
+
+    rows: Tensor
+    mask: Tensor | None
+    kept: Tensor
+    targets: Tensor
+
+
+class BertLayer:
+    """BERT's layer: a norm after attention, and a norm after the MLP."""
+
+    def __init__(self, config: EncoderConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, middle = config.hidden_size, config.intermediate_size
+        name = f"layers.{index}"
+        self._heads = config.head_count
+        self._activate = ACTIVATIONS[config.activation]
+        linear = functools.partial(_linear, name, bias=True, dtype=dtype, device=device)
+        self._qkv = linear(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
+        self._output = linear(hidden, {"o_proj": hidden})
+        self._up = linear(hidden, {"up_proj": middle})
+        self._down = linear(middle, {"down_proj": hidden})
+        self._attention_norm = LayerNorm(f"{name}.attention_norm", config, dtype, device)
+        self._output_norm = LayerNorm(f"{name}.output_norm", config, dtype, device)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._qkv, self._output, self._attention_norm, self._up, self._down, self._output_norm):
+            yield from part.slots()
+
+    def __call__(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
+        """Compute the layer.
+
+        Args:
+            hidden: [T, hidden_size].
+            groups: groups of the texts.
+
+        Returns:
+            [T, hidden_size].
+        """
+        hidden = self._attention_norm(hidden + self._output(_attended(self._qkv(hidden), groups, self._heads)))
+        return self._output_norm(hidden + self._down(self._activate(self._up(hidden))))
+
+
+class ModernBertLayer:
+    """ModernBERT's layer, see ModernLayers. The first layer has no norm before attention, because the embeddings are
+    already normed.
+    """
+
+    def __init__(
+        self, config: EncoderConfig, layers: ModernLayers, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        hidden, middle = config.hidden_size, config.intermediate_size
+        name = f"layers.{index}"
+        self._heads = config.head_count
+        self._reach = layers.reaches[index]
+        frequencies, _magnitudes = rotary_frequencies(layers.rotaries[index], config.head_dim)
+        self._frequencies = torch.from_numpy(frequencies).to(device)
+        self._activate = ACTIVATIONS[config.activation]
+        linear = functools.partial(_linear, name, dtype=dtype, device=device)
+        self._qkv = linear(hidden, {"qkv_proj": 3 * hidden}, bias=layers.attention_bias)
+        self._output = linear(hidden, {"o_proj": hidden}, bias=layers.attention_bias)
+        self._gate_up = linear(hidden, {"gate_up_proj": 2 * middle}, bias=layers.mlp_bias)
+        self._down = linear(middle, {"down_proj": hidden}, bias=layers.mlp_bias)
+        self._attention_norm = LayerNorm(f"{name}.attention_norm", config, dtype, device) if index else None
+        self._mlp_norm = LayerNorm(f"{name}.mlp_norm", config, dtype, device)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (self._attention_norm, self._qkv, self._output, self._mlp_norm, self._gate_up, self._down):
+            if part is not None:
+                yield from part.slots()
+
+    def __call__(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
+        """Compute the layer.
+
+        Args:
+            hidden: [T, hidden_size].
+            groups: groups of the texts.
+
+        Returns:
+            [T, hidden_size].
+        """
+        qkv = self._qkv(hidden if self._attention_norm is None else self._attention_norm(hidden))
+        hidden = hidden + self._output(_attended(qkv, groups, self._heads, self._frequencies, self._reach))
+        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, -1)
+        return hidden + self._down(self._activate(gate) * up)
+
+
+def _attended(
+    qkv: Tensor,
+    groups: Sequence[Group],
+    head_count: int,
+    frequencies: Tensor | None = None,
+    reach: int | None = None,
+) -> Tensor:
+    """Attend within each text.
+
+    Args:
+        qkv: [T, 3 * hidden_size].
+        frequencies: float32 [head_dim / 2], rotary frequencies. None: no rotation.
+        reach: tokens that are seen on either side. None: all.
+
+    Returns:
+        [T, hidden_size].
+    """
+    attended = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    for group in groups:
+        texts, tokens = group.rows.shape
+        parts = qkv[group.rows.view(-1)].view(texts, tokens, 3, head_count, -1)
+        queries, keys, values = parts.permute(2, 0, 3, 1, 4)
+        if frequencies is not None:
+            queries, keys = _rotated(queries, frequencies), _rotated(keys, frequencies)
+        if reach is None or reach >= tokens - 1:
+            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+        else:
+            found = _attended_nearby(queries, keys, values, group.mask, reach)
+        found = found.transpose(1, 2).reshape(texts * tokens, -1)
+        attended.index_copy_(0, group.targets, found if group.mask is None else found[group.kept])
+    return attended
+
+
+def _attended_nearby(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reach: int) -> Tensor:
+    """Attend some queries at a time to the keys within their reach.
+
+    So time and memory of a long text grow with its length, not with its square.
+
+    Args:
+        queries: [texts, heads, tokens, head_dim].
+        keys: like queries.
+        values: like queries.
+    """
+    found = torch.empty_like(queries)
+    tokens = queries.shape[2]
+    places = torch.arange(tokens, device=queries.device)
+    stride = max(2 * reach, NEIGHBOURS_TOKENS_MIN)
+    for first in range(0, tokens, stride):
+        own = slice(first, min(first + stride, tokens))
+        seen = slice(max(0, own.start - reach), min(tokens, own.stop + reach))
+        is_near = (places[own, None] - places[None, seen]).abs() <= reach
+        if mask is not None:
+            is_near = is_near & mask[..., seen]
+        found[:, :, own] = functional.scaled_dot_product_attention(
+            queries[:, :, own], keys[:, :, seen], values[:, :, seen], attn_mask=is_near
+        )
+    return found
+
+
+def _rotated(heads: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate heads by their positions in the text (RoFormer, arXiv 2104.09864).
+
+    Args:
+        heads: [texts, heads, tokens, head_dim].
+    """
+    places = torch.arange(heads.shape[2], dtype=torch.float32, device=heads.device)
+    angles = torch.outer(places, frequencies)
+    cosines, sines = angles.cos(), angles.sin()
+    first, second = heads.float().chunk(2, -1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+    return turned.to(heads.dtype)
+
+
+class Parameter:
+    """One tensor that is used unchanged."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._name = name
+        self.weight = torch.empty(shape, dtype=dtype, device=device)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        yield TensorSlot(self._name, tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
+
+
+class LayerNorm:
+    """LayerNorm with a bias, unless the config says that norms have none."""
+
+    def __init__(self, name: str, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._size = (config.hidden_size,)
+        self._eps = config.norm_eps
+        self._weight = Parameter(f"{name}.weight", self._size, dtype, device)
+        has_bias = config.modern is None or config.modern.norm_bias
+        self._bias = Parameter(f"{name}.bias", self._size, dtype, device) if has_bias else None
+
+    def slots(self) -> Iterator[TensorSlot]:
+        yield from self._weight.slots()
+        if self._bias is not None:
+            yield from self._bias.slots()
+
+    def __call__(self, values: Tensor) -> Tensor:
+        bias = None if self._bias is None else self._bias.weight
+        return functional.layer_norm(values, self._size, self._weight.weight, bias, self._eps)
+
+
+def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
+    """Group texts whose lengths have the same next power of two. Padding is less than half of a group.
+
+    Args:
+        lengths: tokens of each text.
+        device: device of the tensors.
+    """
+    firsts = np.cumsum([0, *lengths[:-1]])
+    by_size: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_size.setdefault(max(PADDED_TOKENS_MIN, 1 << (length - 1).bit_length()), []).append(index)
+    groups = []
+    for indexes in by_size.values():
+        counts = np.array([lengths[index] for index in indexes])
+        places = np.arange(counts.max())
+        is_token = places[None, :] < counts[:, None]
+        rows = np.where(is_token, firsts[indexes][:, None] + places[None, :], firsts[indexes][:, None])
+        kept = np.flatnonzero(is_token)
+        mask = None if is_token.all() else torch.from_numpy(is_token[:, None, None, :]).to(device)
+        groups.append(
+            Group(
+                torch.from_numpy(rows).to(device),
+                mask,
+                torch.from_numpy(kept).to(device),
+                torch.from_numpy(rows.reshape(-1)[kept]).to(device),
+            )
+        )
+    return groups
+
+
+def _linear(
+    name: str, inputs: int, outputs: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+) -> Linear:
+    named = {f"{name}.{module}": size for module, size in outputs.items()}
+    return Linear(inputs, named, bias=bias, dtype=dtype, device=device)
 
 
 class EncodedText(NamedTuple):

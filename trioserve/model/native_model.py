@@ -22,12 +22,8 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
-from trioserve.model.given_rows import StepRows, given_rows
-from trioserve.model.kv_format import KvFormat
-from trioserve.model.kv_memory import KVMemory
-from trioserve.model.kv_storage import KVStorage
+from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.model_config import (
     AttentionConfig,
     ExpertsConfig,
@@ -40,27 +36,32 @@ from trioserve.model.model_config import (
     Temperature,
 )
 from trioserve.model.native_adapters import NativeAdapter
-from trioserve.model.native_recurrent import NativeRecurrent, why_not_recurrent
+from trioserve.model.native_recurrent import (
+    NativeLaurel,
+    NativeLayerStreams,
+    NativeRecurrent,
+    NativeStreams,
+    why_not_recurrent,
+    why_not_streams,
+)
 from trioserve.model.native_sampling import NativeSamplings, token_logprob
-from trioserve.model.native_streams import NativeLaurel, NativeLayerStreams, NativeStreams, why_not_streams
 from trioserve.model.number_formats import (
     VALUE_BYTES,
     Dtype,
     Float32Array,
+    KvFormat,
     Values,
     convert,
     empty_values,
     values_of,
 )
-from trioserve.model.packed_weights import HEAD, PackedWeights, has_pairs_together, pairs_together
+from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization, has_pairs_together, pairs_together
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.native_callbacks import NativeCallbacks
-from trioserve.model.pooling import needed_rows, normed, pooled_vector
-from trioserve.model.quantization import Quantization
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
-from trioserve.model.state_storage import StateStorage
-from trioserve.model.weights import RowsTarget, Slot
+from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector
+from trioserve.model.weights import AdapterWeights, RowsTarget, Slot
 from trioserve_kernels.native import (
     ACTIVATIONS,
     BLOCK_OUTPUTS,

@@ -1,15 +1,32 @@
-"""Number formats: their names, their sizes, their numpy arrays, and conversion between them."""
+"""Number formats of values and of the KV cache: their names, their sizes, their numpy arrays, and conversion between
+them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trioserve.model.model_config import Dtype
+from trioserve.model.settings import ModelSettings
 
-__all__ = ["VALUE_BYTES", "Dtype", "Float32Array", "Values", "convert", "dtype_of", "empty_values", "values_of"]
+__all__ = [
+    "KV_SCALE_BYTES",
+    "VALUE_BYTES",
+    "Dtype",
+    "Float32Array",
+    "KvFormat",
+    "Values",
+    "convert",
+    "dtype_of",
+    "empty_values",
+    "head_bytes",
+    "head_width",
+    "kv_format_of",
+    "values_of",
+]
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Values: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
@@ -88,3 +105,30 @@ def _round_to_bfloat16(singles: Float32Array, result: npt.NDArray[np.uint16]) ->
     no_number = np.isnan(singles)
     if no_number.any():
         result[no_number] = _NAN_BITS
+
+
+KvFormat = Literal["plain", "int8", "fp8"]
+"""plain is the model's dtype. int8 and fp8 (e4m3) store a bfloat16 scale after the numbers of each head.
+
+The scale follows from these numbers alone, so the rounding of a token does not depend on its step or its block.
+"""
+
+KV_SCALE_BYTES = 2
+
+
+def kv_format_of(settings: ModelSettings) -> KvFormat:
+    return "plain" if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+
+
+def head_width(head_dim: int, kv_format: KvFormat) -> int:
+    """Return the number of elements that one head of one token takes: numbers, or bytes for 8-bit formats.
+
+    Args:
+        head_dim: numbers of one head.
+        kv_format: number format of the KV cache.
+    """
+    return head_dim if kv_format == "plain" else head_dim + KV_SCALE_BYTES
+
+
+def head_bytes(head_dim: int, dtype: Dtype, kv_format: KvFormat) -> int:
+    return head_width(head_dim, kv_format) * (VALUE_BYTES[dtype] if kv_format == "plain" else 1)

@@ -18,9 +18,7 @@ from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.version import VERSION
-from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.awaited_token import fill_awaited_tokens
-from trioserve.model.begun_step import BegunStep
+from trioserve.model.begun_step import BegunStep, fill_awaited_tokens
 from trioserve.model.device import (
     DeviceType,
     attended_token_flops,
@@ -37,28 +35,22 @@ from trioserve.model.device import (
     torch_now,
     with_images,
 )
+from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint, check_draft
 from trioserve.model.drafts.draft_model import DraftModel
-from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
-from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
-from trioserve.model.drafts.vocabulary import check_draft
-from trioserve.model.kv_format import kv_format_of
-from trioserve.model.kv_memory import KVMemory
-from trioserve.model.kv_pages import make_kv_pages
-from trioserve.model.kv_storage import KVStorage
+from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import NativeModel, why_not_native
-from trioserve.model.number_formats import Dtype, Float32Array
+from trioserve.model.number_formats import Dtype, Float32Array, kv_format_of
+from trioserve.model.packed_weights import settle_quantization
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.stages import Handover, NoNeighbours
-from trioserve.model.quantization import settle_quantization
 from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
-from trioserve.model.state_storage import StateStorage
 from trioserve.model.step_model import StepModel
 from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, warm_up_plans
-from trioserve.model.weights import Slot, fill_slots
+from trioserve.model.weights import AdapterWeights, Slot, fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:
@@ -601,7 +593,7 @@ def _loaded_head(
     own.
     """
     torch = torch_now("an EAGLE-3 head")
-    from trioserve.model.drafts.eagle import EagleHead
+    from trioserve.model.drafts.heads import EagleHead
     from trioserve.model.torch_formats import TORCH_DTYPES
 
     set_torch_threads(draft.settings)
@@ -634,7 +626,7 @@ def _loaded_mtp(
     on_compile: Callable[[str, float], None],
 ) -> DraftModel:
     torch_now("a layer that predicts further tokens")
-    from trioserve.model.drafts.mtp import MtpHead
+    from trioserve.model.drafts.heads import MtpHead
 
     set_torch_threads(draft.settings)
     layer = _loaded_model(mtp.layer, draft.settings, progress, on_compile)

@@ -8,15 +8,12 @@ from typing import Any, Protocol
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
-from trioserve.model.kv_memory import KVMemory
-from trioserve.model.kv_storage import KVStorage
+from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.samples import ComputedStep, ReadSamples
-from trioserve.model.state_storage import StateStorage
-from trioserve.model.weights import Slot
+from trioserve.model.weights import AdapterWeights, Slot
 
 __all__ = ["StepModel"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk, StateSpan
-from trioserve.model.given_rows import given_rows
-from trioserve.model.host_to_device import Sending
+from trioserve.model.step_rows import given_rows
 from trioserve.model.torch_adapters import AdapterRows
+from trioserve.model.torch_formats import Sending
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
 

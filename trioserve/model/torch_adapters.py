@@ -11,9 +11,8 @@ from torch import Tensor
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.host_to_device import Sending
-from trioserve.model.torch_formats import as_tensor
+from trioserve.model.torch_formats import Sending, as_tensor
+from trioserve.model.weights import AdapterWeights
 from trioserve_kernels import Kernels
 
 __all__ = ["AdapterRows", "TorchAdapter", "adapter_rows", "torch_adapter"]

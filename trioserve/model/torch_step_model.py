@@ -17,20 +17,21 @@ from trioserve.contracts.extras import install_command
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
-from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
-from trioserve.model.host_to_device import Sending
-from trioserve.model.kv_format import kv_format_of
-from trioserve.model.kv_memory import KVMemory
-from trioserve.model.kv_storage import KVStorage
-from trioserve.model.mask_rows import masked_rows
+from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.pooling import needed_rows, pooled_vector
-from trioserve.model.sampled_ids import fetch_samples, keep_ids
-from trioserve.model.sampler import finite_rows, largest_samples, sample, token_logprobs, word_of
+from trioserve.model.sampler import (
+    fetch_samples,
+    finite_rows,
+    keep_ids,
+    largest_samples,
+    sample,
+    token_logprobs,
+    word_of,
+)
 from trioserve.model.samples import (
     PROMPT_LOGPROB_ROWS,
     ComputedStep,
@@ -43,12 +44,12 @@ from trioserve.model.samples import (
     sampled_rows,
 )
 from trioserve.model.settings import ModelSettings
-from trioserve.model.state_storage import StateStorage
 from trioserve.model.static_decode import CudaGraphRecorder, StaticDecode
+from trioserve.model.step_rows import masked_rows, needed_rows, pooled_vector
 from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
 from trioserve.model.torch_adapters import TorchAdapter, adapter_rows, torch_adapter
-from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
-from trioserve.model.weights import Slot
+from trioserve.model.torch_formats import TORCH_DTYPES, Sending, TensorSlot
+from trioserve.model.weights import AdapterWeights, Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
 from trioserve_kernels.four_bits import BLOCK_TYPES
 from trioserve_kernels.kv_format import CODED_DTYPES

@@ -17,11 +17,10 @@ from torch.nn import functional
 
 from trioserve.contracts.images import ImageProcessing
 from trioserve.model.layers import Linear
-from trioserve.model.loading.vision_part import vision_shapes
+from trioserve.model.loading.vision_part import VisionConfig, vision_shapes
 from trioserve.model.model_config import Activation
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
-from trioserve.model.vision_config import VisionConfig
 
 __all__ = ["TileEncoding", "VisionTower"]
 

@@ -14,7 +14,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
-from trioserve.model.mask_rows import FilledMasks
+from trioserve.model.step_rows import FilledMasks
 
 __all__ = ["first_step_plan", "fused_kernel_plans", "warm_up_plans"]
 

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError
 from trioserve.contracts.weights import ReplacementState, SharedWeights
-from trioserve.model.loading.arriving_tensor import ArrivingTensor
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
-from trioserve.model.loading.described_tensors import check_same_model, described_tensors
+from trioserve.model.loading.described_tensors import ArrivingTensor, check_same_model, described_tensors
 from trioserve.model.loading.fields import one_line
-from trioserve.model.loading.file_tensor import PLAIN_DTYPES, FileTensor
 from trioserve.model.loading.read_ahead import weight_files
 from trioserve.model.loading.safetensors import tensors_in_file
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Values
 from trioserve.model.weights import fill_slot, fill_slots, paired

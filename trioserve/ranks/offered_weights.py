@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trioserve.contracts.errors import InvalidRequest, ModelLoadError, WeightsLost
-from trioserve.model.loading.arriving_tensor import ArrivingTensor
+from trioserve.model.fingerprint import weights_name
+from trioserve.model.loading.described_tensors import ArrivingTensor
 from trioserve.model.loading.fields import one_line
-from trioserve.model.loading.weights_name import weights_name
 from trioserve.model.number_formats import values_of
 from trioserve.model.trainer_groups import arriving_tensors
 from trioserve.model.weight_replacement import ArrivingWeights, DividedModel, StoredWeights

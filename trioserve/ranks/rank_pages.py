@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
-from trioserve.model.kv_memory import KVMemory
+from trioserve.model.kv_storage import KVMemory
 
 __all__ = ["HeadRange", "RankPages", "StagePages", "head_ranges"]
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.gumbel import DRAW_TILES
-from trioserve.model.mask_rows import FilledMasks
-from trioserve.model.sampler import sample
+from trioserve.model.sampler import DRAW_TILES, sample
 from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT
+from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 

@@ -12,9 +12,9 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageTask, RGBImage
 from trioserve.contracts.iterative import IterativePlan, IterativeRequest, IterativeResult, LatentMove, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
+from trioserve.model.diffusion.description import ImageModelSettings
 from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.runner import DiffusionRunner
-from trioserve.model.diffusion.settings import ImageModelSettings
 from trioserve.text.tokenizer_directory import check_tokenizer
 
 

@@ -21,8 +21,7 @@ from trioserve.model.model_config import (
     ModelConfig,
     StateSpaceConfig,
 )
-from trioserve.model.parallel.cuts import even_runs, head_runs, wide_runs
-from trioserve.model.parallel.shares import divide, share_of
+from trioserve.model.parallel.shares import divide, even_runs, head_runs, share_of, wide_runs
 
 Checkpoints = Callable[..., Path]
 

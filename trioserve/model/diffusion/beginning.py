@@ -2,22 +2,143 @@
 
 Random numbers are drawn in the order of diffusers' pipelines from a generator of the request. So a seed gives the same
 image as in diffusers.
+
+The VAE converts images to latents of about unit variance and back, one at a time because it needs most memory.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from trioserve.contracts.image_generation import ImageTask
+import numpy as np
+import torch
+from PIL import Image
+
+from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.image_generation import ImageTask, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
-from trioserve.model.diffusion.autoencoder import Autoencoder
-from trioserve.model.diffusion.family import MASKED, BadTask, Family
-from trioserve.model.diffusion.image_tensors import image_tensor, mask_tensor
-from trioserve.model.diffusion.latent_state import LatentState, Original
-from trioserve.model.diffusion.solver_steps import Schedule
+from trioserve.model.diffusion.family import MASKED, BadTask, Family, LatentState, Original, Schedule
 from trioserve.model.diffusion.solvers import Solver
 
-__all__ = ["Beginning"]
+__all__ = ["mask_tensor", "image_of", "image_tensor", "Autoencoder", "Beginning"]
+
+MASK_BRIGHT = 128  # of 255. Pixels of a mask from this brightness on may change.
+
+
+def image_of(values: torch.Tensor) -> RGBImage:
+    """Convert a tensor to an image.
+
+    Args:
+        values: [3, height, width], from -1 to 1. Values outside are clamped, and NaN becomes black.
+    """
+    pixels = (
+        (values.float().nan_to_num(-1.0) / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0).cpu()
+    )
+    height, width, _ = pixels.shape
+    return RGBImage(width, height, pixels.contiguous().numpy().tobytes())
+
+
+def image_tensor(picture: RGBImage, width: int, height: int) -> torch.Tensor:
+    """Convert an image to a tensor. It is resized if its size differs.
+
+    Args:
+        picture: the image.
+        width: width of the result in pixels.
+        height: height of the result in pixels.
+
+    Returns:
+        float32 [1, 3, height, width], from -1 to 1.
+    """
+    values = np.asarray(_resized(picture, width, height), dtype=np.float32) / 255
+    return torch.from_numpy(values).permute(2, 0, 1)[None] * 2 - 1
+
+
+def mask_tensor(mask: RGBImage, width: int, height: int, scale: int) -> torch.Tensor:
+    """Convert a mask image to a tensor. It is resized if its size differs.
+
+    Args:
+        mask: the image. The mean of a pixel's colours counts, see MASK_BRIGHT.
+        width: width of the edited image in pixels.
+        height: height of the edited image in pixels.
+        scale: image pixels per side of one value.
+
+    Returns:
+        float32 [1, 1, height / scale, width / scale]: 1 where the image may change, else 0.
+    """
+    colours = np.asarray(_resized(mask, width, height), dtype=np.float32).mean(axis=2)
+    values = torch.from_numpy((colours >= MASK_BRIGHT).astype(np.float32))[None, None]
+    return torch.nn.functional.interpolate(values, size=(height // scale, width // scale))
+
+
+def _resized(picture: RGBImage, width: int, height: int) -> Image.Image:
+    image = Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
+    if (picture.width, picture.height) == (width, height):
+        return image
+    return image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+class Autoencoder:
+    """Encodes and decodes images.
+
+    Args:
+        network: an AutoencoderKL of diffusers.
+
+    Attributes:
+        scale: image pixels per side of one latent pixel.
+
+    Raises:
+        ModelLoadError: the VAE's config does not contain the scale of its latents.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        config = network.config
+        self.scale: int = 2 ** (len(config.block_out_channels) - 1)
+        self._dtype = next(network.parameters()).dtype
+        means, deviations = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+        factor = torch.tensor(_number(config, "scaling_factor"))
+        shift = torch.tensor(_number(config, "shift_factor") if getattr(config, "shift_factor", None) else 0.0)
+        if means is not None and deviations is not None:  # one value for each channel
+            shift = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)
+            factor = factor / torch.tensor(deviations, dtype=torch.float32).view(1, -1, 1, 1)
+        device = next(network.parameters()).device
+        self._factor, self._shift = factor.to(device), shift.to(device)
+
+    def encode(self, image: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Encode an image into a latent.
+
+        Args:
+            picture: [1, 3, height, width], values from -1 to 1.
+            noise: draws the latent from the distribution that the VAE predicts.
+
+        Returns:
+            float32 [1, channels, height / scale, width / scale].
+        """
+        distribution = self._network.encode(image.to(self._dtype)).latent_dist
+        latent: torch.Tensor = distribution.sample(generator=noise)
+        return (latent.float() - self._shift) * self._factor
+
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:
+        """Decode a latent into an image.
+
+        Args:
+            latent: float32 [1, channels, height, width].
+
+        Returns:
+            [3, height * scale, width * scale] in the VAE's dtype, values from about -1 to 1.
+        """
+        image: torch.Tensor = self._network.decode(
+            (latent / self._factor + self._shift).to(self._dtype), return_dict=False
+        )[0]
+        return image[0]
+
+
+def _number(config: Any, name: str) -> float:
+    value = getattr(config, name)
+    if not isinstance(value, int | float):
+        raise ModelLoadError(f"vae/config.json: {name} is {value!r}, but must be a number")
+    return float(value)
+
 
 MASK_SPLIT = 0.5
 

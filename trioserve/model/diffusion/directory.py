@@ -17,8 +17,8 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.extras import install_command
 from trioserve.model.diffusion.registry import Pipeline, find_pipeline
-from trioserve.model.loading.file_tensor import STORAGE_BYTES, FileTensor
 from trioserve.model.loading.safetensors import tensors_in_file
+from trioserve.model.loading.stored_tensor import STORAGE_BYTES, FileTensor
 from trioserve.model.model_config import Dtype
 
 __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]

@@ -1,15 +1,124 @@
-"""The interface of an image model family: encodes prompts into network inputs and calls the network."""
+"""The interface of an image model family: encodes prompts into network inputs and calls the network.
+
+A latent slot contains the complete state of a request. It is frozen, and each step replaces it. A denoising step is a
+weighted sum of known tensors:
+
+The known tensors are the latent, the network's output, the clean latent that these two predict, noise, and results of
+earlier steps (outputs or clean latents). Diffusers' schedulers are objects with a state. Weights have none, so requests
+at different steps and with different solvers share a pass, and all state is in their slots.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import torch
 
+from trioserve.contracts.ids import RequestId
 from trioserve.contracts.image_generation import ImageTask
-from trioserve.model.diffusion.latent_state import Inputs
 
-__all__ = ["MASKED", "BadTask", "Family", "Parts", "clip_tokens", "prompt_of", "with_masked"]
+__all__ = [
+    "Schedule",
+    "SolverStep",
+    "Inputs",
+    "LatentState",
+    "Original",
+    "MASKED",
+    "BadTask",
+    "Family",
+    "Parts",
+    "clip_tokens",
+    "prompt_of",
+    "with_masked",
+]
+
+
+class SolverStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights of one denoising step.
+
+    Attributes:
+        timestep: input of the network.
+        input_scale: factor on the latent before it enters the network.
+        clean_of_latent: weight of the latent in the predicted clean latent.
+        clean_of_output: weight of the network's output in the predicted clean latent.
+        clean_limit: the clean latent is clamped to -clean_limit .. clean_limit. None does not clamp.
+        next_of_latent: weight of the latent in the next latent.
+        next_of_output: weight of the network's output in the next latent.
+        next_of_clean: weight of the clean latent in the next latent.
+        next_of_earlier: weights of the results of earlier steps in the next latent, newest first.
+        next_of_noise: weight of new noise in the next latent.
+    """
+
+    timestep: float
+    input_scale: float = 1.0
+    clean_of_latent: float
+    clean_of_output: float
+    clean_limit: float | None = None
+    next_of_latent: float = 0.0
+    next_of_output: float = 0.0
+    next_of_clean: float = 0.0
+    next_of_earlier: tuple[float, ...] = ()
+    next_of_noise: float = 0.0
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """Denoising steps of a request, without steps that it skips.
+
+    Attributes:
+        steps: the steps in order.
+        initial_scale: factor on the noise that a new image starts from.
+        noised: for each step, the weights of a given image's latent and of noise in the latent before the step.
+        history_count: number of earlier results that a step needs.
+        remembers_outputs: True if those results are outputs of the network, False if they are clean latents.
+    """
+
+    steps: tuple[SolverStep, ...]
+    initial_scale: float
+    noised: tuple[tuple[float, float], ...]
+    history_count: int = 0
+    remembers_outputs: bool = False
+
+
+Inputs: TypeAlias = dict[str, torch.Tensor]
+"""Inputs of the network for one row, besides latent and timestep, by argument name. Each tensor is [1, ...]."""
+
+
+class Original(msgspec.Struct, frozen=True):
+    """The image that a request edits within a mask.
+
+    Attributes:
+        latent: its latent, [1, channels, height, width].
+        noise: the noise that is added to it before each step, [1, channels, height, width].
+        mask: [1, 1, height, width], 1 where the image may change.
+    """
+
+    latent: torch.Tensor
+    noise: torch.Tensor
+    mask: torch.Tensor
+
+
+class LatentState(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one request between two steps.
+
+    Attributes:
+        request_id: the request.
+        steps_done: denoising steps computed so far.
+        schedule: steps of the request.
+        latent: float32 [1, channels, height, width].
+        rows: network inputs of each row of a step. The first row has the prompt, a second one is for guidance.
+        earlier: results of earlier steps that the solver needs, newest first.
+        original: the edited image, or None.
+    """
+
+    request_id: RequestId
+    steps_done: int
+    schedule: Schedule
+    latent: torch.Tensor
+    rows: tuple[Inputs, ...]
+    earlier: tuple[torch.Tensor, ...] = ()
+    original: Original | None = None
+
 
 MASKED = "masked"
 """Name in Inputs, for inpainting networks: the mask and the latent of the unmasked part, [rows, 1 + channels, ...]."""

@@ -21,17 +21,12 @@ from trioserve.contracts.image_generation import ImageTask
 from trioserve.contracts.iterative import IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu
-from trioserve.model.diffusion.autoencoder import Autoencoder
-from trioserve.model.diffusion.beginning import Beginning
+from trioserve.model.diffusion.beginning import Autoencoder, Beginning, image_of
 from trioserve.model.diffusion.components import load_parts, make_family
-from trioserve.model.diffusion.description import SAMPLER_NAMES, samplers_of
+from trioserve.model.diffusion.description import SAMPLER_NAMES, ImageModelSettings, samplers_of
 from trioserve.model.diffusion.directory import ImageDirectory
-from trioserve.model.diffusion.family import BadTask, Family, Parts
-from trioserve.model.diffusion.image_tensors import image_of
-from trioserve.model.diffusion.latent_state import Inputs, LatentState
+from trioserve.model.diffusion.family import BadTask, Family, Inputs, LatentState, Parts, SolverStep
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
-from trioserve.model.diffusion.settings import ImageModelSettings
-from trioserve.model.diffusion.solver_steps import SolverStep
 from trioserve.model.diffusion.solvers import Solver
 from trioserve.model.number_formats import Dtype
 from trioserve.model.torch_formats import TORCH_DTYPES

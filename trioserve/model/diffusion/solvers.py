@@ -15,7 +15,7 @@ import numpy as np
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.image_generation import PNDM
-from trioserve.model.diffusion.solver_steps import Schedule, SolverStep
+from trioserve.model.diffusion.family import Schedule, SolverStep
 
 __all__ = ["Solver"]
 

@@ -1,7 +1,7 @@
 """Draft tokens from a smaller model, proposed after each step of the target model.
 
 The draft model is an ordinary StepModel. It gets a chunk of each request with the request's sampling parameters, seed
-and positions. So both models draw with the same random numbers (gumbel.py): if their probabilities are close, they pick
+and positions. So both models draw with the same random numbers: if their probabilities are close, they pick
 the same token, also at temperatures above 0. The target model samples as if there were no draft tokens. So draft tokens
 change neither its output nor the random numbers that it uses.
 

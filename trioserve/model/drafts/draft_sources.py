@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.drafts.eagle_checkpoint import is_eagle, open_eagle
-from trioserve.model.drafts.mtp_checkpoint import MtpCheckpoint
-from trioserve.model.drafts.vocabulary import check_draft
+from trioserve.model.drafts.checkpoints import MtpCheckpoint, check_draft, is_eagle, open_eagle
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.runner import DraftSource

@@ -1,18 +1,22 @@
 """DeepSeek-V2 and V3 and their relatives: latent attention, and experts that are chosen from groups.
 
 MiniCPM3 has latent attention without experts. GLM-4.7-Flash is built like V3.
+
+dots.llm1 has the experts of V3 and ordinary attention.
 """
 
 from __future__ import annotations
 
 import math
 
+import msgspec
+
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "MINICPM3"]
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "MINICPM3", "DOTS1"]
 
 
 def _attention(fields: ModelFields) -> LatentAttentionConfig:
@@ -156,4 +160,28 @@ MINICPM3 = Family(
     notes=("qk_head_dim",),
     describe=_describe_minicpm3,
     gguf=GgufNaming(architecture="minicpm3"),
+)
+
+
+def _describe_dots(fields: ModelFields) -> ModelConfig:
+    """dots.llm1: a Qwen3 with mixtures of experts as in DeepSeek-V3 in all layers but the first."""
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(has_bias=has_bias, has_output_bias=has_bias, qk_norm="head")
+    first = fields.whole_or("max_window_layers", 62)
+    windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: layer >= first)
+    layers = [
+        LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp)
+        for window, mlp in zip(windows, fields.routed_by_sigmoid(), strict=True)
+    ]
+    return fields.described("dots1", layers)
+
+
+DOTS1 = Family(
+    name="dots1",
+    classes=("Dots1ForCausalLM",),
+    model_type="dots1",
+    defaults={"num_key_value_heads": 32, "topk_group": 1},
+    describe=_describe_dots,
+    transformers=Naming(modules=SHARED_EXPERTS),
+    gguf=GgufNaming(architecture="dots1"),
 )

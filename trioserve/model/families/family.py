@@ -73,7 +73,7 @@ class Family:
         defaults: values of fields that a config.json leaves out, where transformers' default for this family is
             unusual.
         notes: fields of this family's config.json that do not change the computation, in addition to the fields that
-            loading/unread_fields.py lists for all families.
+            loading/fields.py lists for all families.
     """
 
     name: str

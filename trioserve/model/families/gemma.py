@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (language models only): scaled embeddings, and norms that add 1 to their weights.
+"""Gemma 1, 2, 3 and 3n (language models only): scaled embeddings, and norms that add 1 to their weights.
 
 Gemma 2 and 3 also have norms after attention and MLP, and layers with sliding windows. Gemma 2 caps attention scores.
 Gemma 3 normalizes heads, and its layers without a window use a larger theta.
@@ -7,12 +7,15 @@ Gemma 3 normalizes heads, and its layers without a window use a larger theta.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import TypeVar
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, StreamsConfig
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
+__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3N"]
 
 # Models with 27 billion parameters divide by hidden_size / heads, not by head_dim. llama.cpp recognizes them by their
 # number of layers.
@@ -151,6 +154,130 @@ GEMMA3 = Family(
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
+        "bos_token_id": 2,
+    },
+)
+
+
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # defaults if the config does not name them
+Number = TypeVar("Number", int, float)
+
+
+def _describe_gemma3n(fields: ModelFields) -> ModelConfig:
+    """Gemma 3n (language model only).
+
+    The hidden state has several streams (AltUp). Each layer adds its own embedding of every token. The last layers read
+    keys and values of an earlier layer. The first MLPs keep only the largest gates of a row. A low-rank product runs
+    parallel to attention (LAuReL).
+    """
+    attentions = _attentions(fields)
+    mlps = _mlps(fields)
+    rank = fields.interval("laurel_rank", 64)
+    return fields.described(
+        "gemma3n",
+        [
+            LayerConfig(attention=attention, mlp=mlp, has_output_norms=True, laurel_rank=rank)
+            for attention, mlp in zip(attentions, mlps, strict=True)
+        ],
+        context_tokens_max=fields.whole("max_position_embeddings"),
+        embedding_scale=float(max(fields.whole("hidden_size"), 0)) ** 0.5,
+        logit_cap=fields.number_unless_null("final_logit_softcapping", 30.0),
+        tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
+        streams=StreamsConfig(
+            count=fields.whole_or("altup_num_inputs", 4),
+            active=fields.whole_or("altup_active_idx", 0),
+            has_scale=fields.flag_or("altup_correct_scale", True),
+            input_size=fields.whole_or("hidden_size_per_layer_input", 256),
+            input_vocab_size=fields.whole_or("vocab_size_per_layer_input", 262_144),
+        ),
+    )
+
+
+def _attentions(fields: ModelFields) -> list[AttentionConfig]:
+    """Return the attention of each layer. The last layers read the KV of the last unshared layer of their kind."""
+    has_bias = fields.flag_or("attention_bias", False)
+    windows = fields.windows(fields.whole_or("sliding_window", 512), lambda layer: (layer + 1) % 5 != 0)
+    head_dim = fields.whole_or("head_dim", 256)
+    whole = fields.rotary(head_dim, layer_type="full_attention", theta=1_000_000.0)
+    sliding = fields.rotary(head_dim, layer_type="sliding_attention", theta=10_000.0)
+    first_shared = fields.layer_count - fields.whole_or("num_kv_shared_layers", 15)
+    if not 1 <= first_shared <= fields.layer_count:
+        raise fields.wrong("num_kv_shared_layers", f"0 to {fields.layer_count - 1}, less than there are layers")
+    last = {window: index for index, window in enumerate(windows[:first_shared])}
+    if unknown := set(windows) - set(last):
+        kind = "full" if None in unknown else "sliding"
+        raise fields.wrong("num_kv_shared_layers", f"so few that a layer with {kind} attention is left before them")
+    return [
+        fields.attention(
+            head_dim=256,
+            rotary=whole if window is None else sliding,
+            window=window,
+            scale=1.0,
+            has_bias=has_bias,
+            has_output_bias=has_bias,
+            qk_norm="head",
+            has_value_norm=True,
+            kv_from=None if index < first_shared else last[window],
+        )
+        for index, window in enumerate(windows)
+    ]
+
+
+def _mlps(fields: ModelFields) -> list[MlpConfig]:
+    sizes = _of_layers(fields, "intermediate_size", fields.wholes("intermediate_size"))
+    fields.text_or("hidden_act", None)  # ignored, as in Gemma 2
+    if fields.activation("hidden_activation", default="gelu_pytorch_tanh") != "gelu_tanh":
+        raise fields.wrong("hidden_activation", "'gelu_pytorch_tanh'")
+    return [
+        MlpConfig(intermediate_size=size, activation="gelu_tanh", cutoff=cutoff)
+        for size, cutoff in zip(sizes, _cutoffs(fields), strict=True)
+    ]
+
+
+def _cutoffs(fields: ModelFields) -> list[float | None]:
+    """Return the cutoff of each layer's gates, None for layers that keep all gates.
+
+    GGUF files contain the cutoffs. A config contains the share of gates to set to 0, which assumes that gates are
+    normally distributed.
+    """
+    if "activation_sparsity_scale" in fields:
+        scales = _of_layers(fields, "activation_sparsity_scale", fields.numbers("activation_sparsity_scale"))
+        return [scale if scale > float("-inf") else None for scale in scales]
+    shares: list[float] = [0.0] * fields.layer_count
+    if "activation_sparsity_pattern" in fields:
+        shares = _of_layers(fields, "activation_sparsity_pattern", fields.numbers("activation_sparsity_pattern"))
+    elif fields.layer_count > SPARSE_LAYERS:
+        shares[:SPARSE_LAYERS] = [SPARSITY] * SPARSE_LAYERS
+    if not all(0 <= share < 1 for share in shares):
+        raise fields.wrong("activation_sparsity_pattern", "a list of numbers from 0 to below 1")
+    return [NormalDist().inv_cdf(share) if share else None for share in shares]
+
+
+def _of_layers(fields: ModelFields, name: str, found: Sequence[Number]) -> list[Number]:
+    """Return one value for each layer. A single value counts for all layers."""
+    if len(found) not in (1, fields.layer_count):
+        raise fields.wrong(name, f"one number, or one for each of {fields.layer_count} layers")
+    return list(found) * (fields.layer_count // len(found))
+
+
+GEMMA3N = Family(
+    name="gemma3n",
+    classes=("Gemma3nForCausalLM",),
+    model_type="gemma3n_text",
+    defaults={"num_key_value_heads": 2},
+    notes=("altup_coef_clip",),
+    describe=_describe_gemma3n,
+    transformers=Naming(modules=GEMMA3.transformers.modules),
+    gguf=GgufNaming(architecture="gemma3n"),
+    with_images=("Gemma3nForConditionalGeneration",),
+    text_defaults={
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
         "bos_token_id": 2,
     },
 )

@@ -1,6 +1,8 @@
 """Granite 3: a Llama, dense or with experts, with factors on embeddings, scores, residual sums and logits.
 
 In Granite 4.0-H most layers are Mamba-2 state spaces, and the attention layers have no position embeddings.
+
+HyperCLOVA X SEED Think is a Granite with norms after attention and MLP.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 
-__all__ = ["GRANITE", "GRANITE_HYBRID", "GRANITE_MOE"]
+__all__ = ["GRANITE", "GRANITE_HYBRID", "GRANITE_MOE", "HYPERCLOVAX"]
 
 
 def _describe_dense(fields: ModelFields) -> ModelConfig:
@@ -123,4 +125,32 @@ GRANITE_HYBRID = Family(
         }
     ),
     gguf=GgufNaming(architecture="granitehybrid", pairs_adjacent=True),
+)
+
+
+def _describe_hyperclovax(fields: ModelFields) -> ModelConfig:
+    """HyperCLOVA X SEED Think: a Granite with norms after attention and MLP. logits_scaling multiplies, not divides."""
+    has_bias = fields.flag_or("attention_bias", False)
+    layer = LayerConfig(
+        attention=fields.attention(
+            has_bias=has_bias, has_output_bias=has_bias, scale=fields.number_or("attention_multiplier", None)
+        ),
+        mlp=fields.mlp(has_bias=fields.flag_or("mlp_bias", False)),
+        has_output_norms=fields.flag_or("use_post_norm", True),
+        residual_scale=fields.number_or("residual_multiplier", 1.0),
+    )
+    return fields.described(
+        "hyperclovax",
+        (layer,) * fields.layer_count,
+        embedding_scale=fields.number_or("embedding_multiplier", 1.0),
+        logit_scale=fields.number_or("logits_scaling", 1.0),
+    )
+
+
+HYPERCLOVAX = Family(
+    name="hyperclovax",
+    classes=("HyperCLOVAXForCausalLM",),
+    model_type="hyperclovax",
+    describe=_describe_hyperclovax,
+    transformers=Naming(modules={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"}),
 )

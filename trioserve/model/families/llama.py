@@ -1,15 +1,15 @@
-"""Llama 2 to 3.3, and models with the same config: SmolLM2, Falcon 3, Yi, TinyLlama and many more."""
+"""Llama 2 to 3.3, models with the same config (SmolLM2, Falcon 3, Yi, TinyLlama and many more), and close variants."""
 
 from __future__ import annotations
 
-from trioserve.model.families.family import Family, GgufNaming
+from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.model_config import ModelConfig
+from trioserve.model.model_config import LayerConfig, ModelConfig
 
-__all__ = ["LLAMA"]
+__all__ = ["LLAMA", "CWM", "ERNIE45", "HELIUM", "INTERNLM3", "SEED_OSS", "SMOLLM3"]
 
 
-def _describe(fields: ModelFields) -> ModelConfig:
+def _describe_llama(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
     has_output_bias = fields.flag_or("attention_output_bias", has_bias)
     attention = fields.attention(has_bias=has_bias, has_output_bias=has_output_bias)
@@ -24,7 +24,7 @@ LLAMA = Family(
     classes=("LlamaForCausalLM",),
     model_type="llama",
     notes=("is_llama_config", "perceiver_config", "pixel_shuffle_factor"),
-    describe=_describe,
+    describe=_describe_llama,
     with_images=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     gguf=GgufNaming(architecture="llama", pairs_adjacent=True),
     text_defaults={
@@ -36,4 +36,147 @@ LLAMA = Family(
         "max_position_embeddings": 2048,
         "bos_token_id": 1,
     },
+)
+
+
+def _describe_cwm(fields: ModelFields) -> ModelConfig:
+    """Code World Model: a Llama in which three of four layers have a sliding window."""
+    attention = fields.attention(head_dim=128)
+    mlp = fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
+    windows = fields.windows(fields.whole_or("sliding_window", 8192), lambda layer: layer % 4 != 0)
+    return fields.described("cwm", windowed_layers(attention, mlp, windows))
+
+
+CWM = Family(
+    name="cwm",
+    classes=("CwmForCausalLM",),
+    model_type="cwm",
+    defaults={
+        "num_key_value_heads": 8,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    describe=_describe_cwm,
+)
+
+
+def _describe_ernie(fields: ModelFields) -> ModelConfig:
+    """ERNIE 4.5, dense: a Llama whose rotary embeddings rotate adjacent pairs."""
+    # The GGUF reader sets attention_bias if the file has bias tensors.
+    has_bias = fields.flag_or("use_bias", fields.flag_or("attention_bias", False))
+    attention = fields.attention(head_dim=128, has_bias=has_bias, has_output_bias=has_bias)
+    layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=has_bias))
+    return fields.described(
+        "ernie4_5", (layer,) * fields.layer_count, tie_word_embeddings=fields.flag_or("tie_word_embeddings", True)
+    )
+
+
+ERNIE45 = Family(
+    name="ernie4_5",
+    classes=("Ernie4_5ForCausalLM",),
+    model_type="ernie4_5",
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    describe=_describe_ernie,
+    transformers=Naming(pairs_adjacent=True),
+    gguf=GgufNaming(architecture="ernie4_5", pairs_adjacent=True),
+)
+
+
+def _describe_helium(fields: ModelFields) -> ModelConfig:
+    """Helium: a Llama whose rotary embeddings rotate adjacent pairs."""
+    attention = fields.attention(head_dim=128, has_bias=fields.flag_or("attention_bias", False))
+    layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=fields.flag_or("mlp_bias", False)))
+    norm_eps = fields.number_or("rms_norm_eps", 1e-8)
+    return fields.described("helium", (layer,) * fields.layer_count, norm_eps=norm_eps)
+
+
+HELIUM = Family(
+    name="helium",
+    classes=("HeliumForCausalLM",),
+    model_type="helium",
+    defaults={"num_key_value_heads": 20, "rope_theta": 100_000.0},
+    describe=_describe_helium,
+    transformers=Naming(pairs_adjacent=True),
+)
+
+
+def _describe_internlm(fields: ModelFields) -> ModelConfig:
+    """InternLM 3: a Llama with other names for its bias fields. llama.cpp writes it as a Llama."""
+    # Published configs use `bias` and `qkv_bias`. transformers saves `mlp_bias` and `attention_bias`.
+    has_bias = fields.flag_or("bias", fields.flag_or("mlp_bias", False))
+    attention = fields.attention(
+        has_bias=fields.flag_or("qkv_bias", fields.flag_or("attention_bias", False)), has_output_bias=has_bias
+    )
+    layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=has_bias))
+    return fields.described("internlm3", (layer,) * fields.layer_count)
+
+
+INTERNLM3 = Family(
+    name="internlm3",
+    classes=("InternLM3ForCausalLM",),
+    model_type="internlm3",
+    describe=_describe_internlm,
+)
+
+
+def _describe_seed(fields: ModelFields) -> ModelConfig:
+    """Seed-OSS: a Llama with biases on the projections of queries, keys and values."""
+    attention = fields.attention(
+        head_dim=128,
+        has_bias=fields.flag_or("attention_bias", True),
+        has_output_bias=fields.flag_or("attention_out_bias", False),
+    )
+    layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=fields.flag_or("mlp_bias", False)))
+    return fields.described("seed_oss", (layer,) * fields.layer_count)
+
+
+SEED_OSS = Family(
+    name="seed_oss",
+    classes=("SeedOssForCausalLM",),
+    model_type="seed_oss",
+    defaults={"num_key_value_heads": 8},
+    describe=_describe_seed,
+    gguf=GgufNaming(architecture="seed_oss", modules={"mlp_norm": "post_attention_norm"}),
+)
+
+
+def _describe_smollm3(fields: ModelFields) -> ModelConfig:
+    """SmolLM3: a Llama in which every fourth layer has no position embeddings."""
+    has_positions = fields.layers_with_positions()
+    has_bias = fields.flag_or("attention_bias", False)
+    slides = fields.flag_or("use_sliding_window", False)
+    windows = fields.windows(
+        fields.whole_or("sliding_window", None) if slides else None, lambda layer: not has_positions[layer]
+    )
+    rotary = fields.rotary(fields.head_dim())
+    layers = [
+        LayerConfig(
+            attention=fields.attention(
+                rotary=rotary if has_positions[layer] else None,
+                window=window,
+                has_bias=has_bias,
+                has_output_bias=has_bias,
+            ),
+            mlp=fields.mlp(has_bias=fields.flag_or("mlp_bias", False)),
+        )
+        for layer, window in enumerate(windows)
+    ]
+    return fields.described("smollm3", layers, tie_word_embeddings=fields.flag_or("tie_word_embeddings", True))
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    classes=("SmolLM3ForCausalLM",),
+    model_type="smollm3",
+    defaults={"rope_theta": 2_000_000.0},
+    describe=_describe_smollm3,
+    gguf=GgufNaming(architecture="smollm3", pairs_adjacent=True),
 )

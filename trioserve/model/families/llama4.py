@@ -19,7 +19,7 @@ EXPERT_MATRICES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 def _describe(fields: ModelFields) -> ModelConfig:
     count = fields.layer_count
-    has_positions = _layers_with_positions(fields)
+    has_positions = fields.layers_with_positions()
     section = fields.whole_or("attention_chunk_size", 8192) if not fields.is_null("attention_chunk_size") else None
     # llama.cpp writes a window of 0 for models without sections, whose layers all have position embeddings.
     if fields.whole_or("sliding_window", None) == 0:
@@ -51,19 +51,6 @@ def _describe(fields: ModelFields) -> ModelConfig:
         for layer in range(count)
     ]
     return fields.described("llama4", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
-
-
-def _layers_with_positions(fields: ModelFields) -> list[bool]:
-    every = fields.interval("no_rope_layer_interval", 4)
-    named = fields.wholes("no_rope_layers")
-    if not named:
-        return [(layer + 1) % every != 0 for layer in range(fields.layer_count)]
-    if len(named) != fields.layer_count:
-        raise ModelLoadError(
-            f"no_rope_layers in {fields.source} has {len(named)} entries, the model has {fields.layer_count} layers: "
-            "the checkpoint's config is damaged"
-        )
-    return [flag != 0 for flag in named]
 
 
 def _layers_with_sections(fields: ModelFields, has_positions: list[bool]) -> list[bool]:

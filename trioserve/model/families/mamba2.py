@@ -1,4 +1,7 @@
-"""Mamba-2: every layer is a state space without an MLP. Nothing is stored per token, so it needs no KV cache."""
+"""Mamba-2: every layer is a state space without an MLP. Nothing is stored per token, so it needs no KV cache.
+
+Bamba has Mamba-2 in most layers, and attention in the others.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
 from trioserve.model.model_config import LayerConfig, ModelConfig, StateSpaceConfig
 
-__all__ = ["MAMBA2"]
+__all__ = ["MAMBA2", "BAMBA"]
 
 # Used if the config names no context length, since states have no limit. llama.cpp writes this value too.
 CONTEXT_TOKENS = 2**20
 
 
-def _describe(fields: ModelFields) -> ModelConfig:
+def _describe_mamba2(fields: ModelFields) -> ModelConfig:
     if (name := fields.text_or("hidden_act", "silu")) not in ("silu", "swish"):
         raise fields.wrong("hidden_act", f"'silu' for this family, and not {name!r}")
     head_count, head_dim = fields.whole_or("num_heads", 128), fields.whole_or("head_dim", 64)
@@ -57,7 +60,7 @@ MAMBA2 = Family(
         "time_step_scale",
         "use_associative_scan",
     ),
-    describe=_describe,
+    describe=_describe_mamba2,
     transformers=Naming(
         layers="backbone.layers",
         modules={
@@ -74,4 +77,37 @@ MAMBA2 = Family(
         },
     ),
     gguf=GgufNaming(architecture="mamba2"),
+)
+
+
+def _describe_bamba(fields: ModelFields) -> ModelConfig:
+    """Bamba: most layers are Mamba-2 state spaces. The others have attention that rotates half of each head."""
+    head_dim = fields.head_dim()
+    has_bias = fields.flag_or("attention_bias", False)
+    attention = fields.attention(
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        rotary=fields.rotary(head_dim, rotated_dims=fields.part_of_head(head_dim, 0.5)),
+    )
+    state_space, mlp = fields.state_space(), fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
+    attends = fields.attending_layers("linear_attention", fields.wholes("attn_layer_indices"))
+    layers = [LayerConfig(attention=attention if at else state_space, mlp=mlp) for at in attends]
+    return fields.described("bamba", layers, norm_eps=fields.number_or("rms_norm_eps", 1e-5))
+
+
+BAMBA = Family(
+    name="bamba",
+    classes=("BambaForCausalLM",),
+    model_type="bamba",
+    defaults={"num_key_value_heads": 8},
+    describe=_describe_bamba,
+    transformers=Naming(
+        modules={
+            "norm": "model.final_layernorm",
+            "mlp_norm": "pre_ff_layernorm",
+            "gate_proj": "feed_forward.gate_proj",
+            "up_proj": "feed_forward.up_proj",
+            "down_proj": "feed_forward.down_proj",
+        }
+    ),
 )

@@ -221,6 +221,19 @@ class ModelFields(Fields):
             raise rope.wrong("mscale_all_dim", "at least 0")
         return (0.1 * strength * math.log(factor) + 1.0) ** 2 if strength and factor > 1 else 1.0
 
+    def layers_with_positions(self) -> list[bool]:
+        """Return for each layer whether it has position embeddings, for families where some layers have none."""
+        every = self.interval("no_rope_layer_interval", 4)
+        named = self.wholes("no_rope_layers")  # despite its name, 1 for layers with position embeddings
+        if not named:
+            return [(layer + 1) % every != 0 for layer in range(self.layer_count)]
+        if len(named) != self.layer_count:
+            raise ModelLoadError(
+                f"no_rope_layers in {self.source} has {len(named)} entries, the model has {self.layer_count} layers: "
+                "the checkpoint's config is damaged"
+            )
+        return [flag != 0 for flag in named]
+
     def part_of_head(self, head_dim: int, default: float) -> int:
         """Return how many numbers of each head are rotated.
 

@@ -5,37 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.families.bamba import BAMBA
 from trioserve.model.families.cohere import COHERE, COHERE2
-from trioserve.model.families.cwm import CWM
-from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
-from trioserve.model.families.dots import DOTS1
-from trioserve.model.families.ernie import ERNIE45
+from trioserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
 from trioserve.model.families.exaone import EXAONE, EXAONE4
 from trioserve.model.families.falcon_h1 import FALCON_H1
 from trioserve.model.families.family import Family
-from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from trioserve.model.families.gemma3n import GEMMA3N
+from trioserve.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3N
 from trioserve.model.families.glm import GLM, GLM4, GLM4_MOE
 from trioserve.model.families.gpt_oss import GPT_OSS
-from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
-from trioserve.model.families.helium import HELIUM
-from trioserve.model.families.hyperclovax import HYPERCLOVAX
-from trioserve.model.families.internlm import INTERNLM3
+from trioserve.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, HYPERCLOVAX
 from trioserve.model.families.lfm2 import LFM2, LFM2_MOE
-from trioserve.model.families.llama import LLAMA
+from trioserve.model.families.llama import CWM, ERNIE45, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from trioserve.model.families.llama4 import LLAMA4
-from trioserve.model.families.mamba2 import MAMBA2
-from trioserve.model.families.minimax import MINIMAX_M2
+from trioserve.model.families.mamba2 import BAMBA, MAMBA2
 from trioserve.model.families.mistral import MINISTRAL3, MISTRAL
-from trioserve.model.families.mixtral import MIXTRAL
+from trioserve.model.families.mixtral import MINIMAX_M2, MIXTRAL
 from trioserve.model.families.olmo import OLMO2, OLMO3, OLMOE
 from trioserve.model.families.phi import PHI3
-from trioserve.model.families.qwen import QWEN2, QWEN3
-from trioserve.model.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from trioserve.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from trioserve.model.families.qwen_next import QWEN3_NEXT, QWEN35, QWEN35_MOE
-from trioserve.model.families.seed import SEED_OSS
-from trioserve.model.families.smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "family_named", "family_of_class", "family_of_gguf", "family_of_model_type"]
 

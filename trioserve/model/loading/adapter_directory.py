@@ -16,15 +16,14 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.fields import Fields
-from trioserve.model.loading.file_tensor import PLAIN_DTYPES, FileTensor
 from trioserve.model.loading.hf_config import read_json_object
 from trioserve.model.loading.names import TRANSFORMERS, TensorPlace, tensor_places
 from trioserve.model.loading.safetensors import tensors_in_file
-from trioserve.model.loading.stored_tensor import read_plain
+from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, read_plain
 from trioserve.model.model_config import AttentionConfig, ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, convert, empty_values
+from trioserve.model.weights import AdapterMatrix, AdapterWeights
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "allowed_directory", "read_adapter"]
 

@@ -29,7 +29,7 @@ class StorageScheme:
         awq, gptq: words of 32 bits, [inputs, outputs].
         packed: words of 32 bits, [outputs, inputs], of compressed-tensors.
         bytes: one byte for each number.
-        mxfp4: experts of gpt-oss, see mxfp4_matrix.py. The other fields do not apply.
+        mxfp4: experts of gpt-oss, see quantized_matrix.py. The other fields do not apply.
 
     Attributes:
         is_float: numbers are FP8 e4m3.

@@ -17,7 +17,6 @@ from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import Fields, check_apart
-from trioserve.model.loading.file_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor
 from trioserve.model.loading.hf_config import (
     has_head,
     model_config_from,
@@ -26,11 +25,10 @@ from trioserve.model.loading.hf_config import (
     sampling_defaults_from,
     sees_images,
 )
-from trioserve.model.loading.mxfp4_matrix import Mxfp4Matrix, mxfp4_matrices
 from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors
 from trioserve.model.loading.quantization_config import storage_scheme
-from trioserve.model.loading.quantized_matrix import QuantizedMatrix, quantized_matrices
-from trioserve.model.loading.stored_tensor import StoredTensor
+from trioserve.model.loading.quantized_matrix import Mxfp4Matrix, QuantizedMatrix, mxfp4_matrices, quantized_matrices
+from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
 from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
 from trioserve.model.model_config import ExpertsConfig, ModelConfig
 

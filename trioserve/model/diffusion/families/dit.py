@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from trioserve.contracts.image_generation import ImageTask
-from trioserve.model.diffusion.family import BadTask, Parts
-from trioserve.model.diffusion.latent_state import Inputs
+from trioserve.model.diffusion.family import BadTask, Inputs, Parts
 
 __all__ = ["Model"]
 

@@ -8,8 +8,7 @@ import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from trioserve.contracts.image_generation import ImageTask
-from trioserve.model.diffusion.family import Parts, prompt_of
-from trioserve.model.diffusion.latent_state import Inputs
+from trioserve.model.diffusion.family import Inputs, Parts, prompt_of
 
 __all__ = ["Model"]
 

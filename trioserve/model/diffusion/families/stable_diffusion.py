@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from trioserve.contracts.image_generation import ImageTask
-from trioserve.model.diffusion.family import Parts, clip_tokens, prompt_of, with_masked
-from trioserve.model.diffusion.latent_state import Inputs
+from trioserve.model.diffusion.family import Inputs, Parts, clip_tokens, prompt_of, with_masked
 
 __all__ = ["Model"]
 

@@ -1,18 +1,77 @@
-"""Token masks as arrays: masks of the rows that a step samples, and masks that are filled in advance."""
+"""Rows of a step as arrays: rows with given embeddings, rows with token masks, and rows that are pooled.
+
+It uses only numpy, so every implementation of a model can call it.
+"""
 
 from __future__ import annotations
 
 import array
 import ctypes
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.contracts.token_masks import BITS, TokenMasks, mask_words
+from trioserve.model.model_config import NormKind
+from trioserve.model.number_formats import Float32Array
 
-__all__ = ["FilledMasks", "MaskArray", "MaskedRows", "allowed_tokens", "allows_more_than", "masked_rows"]
+__all__ = [
+    "StepRows",
+    "given_rows",
+    "FilledMasks",
+    "MaskArray",
+    "MaskedRows",
+    "allowed_tokens",
+    "allows_more_than",
+    "masked_rows",
+    "needed_rows",
+    "normed",
+    "pooled_vector",
+]
+
+
+class StepRows(NamedTuple):
+    """Given embeddings of a step.
+
+    Attributes:
+        rows: int32 [n], row indexes in the step, ascending within a chunk.
+        values: float32 [n, hidden_size], C-contiguous.
+    """
+
+    rows: npt.NDArray[np.int32]
+    values: Float32Array
+
+
+def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidden_size: int) -> StepRows | None:
+    """Collect the given embeddings of all chunks.
+
+    Args:
+        chunks: chunks of the step.
+        first_rows: first row of each chunk in the step.
+        hidden_size: numbers of one embedding.
+
+    Returns:
+        The given rows, or None if every row uses the embedding of its token.
+    """
+    rows: list[npt.NDArray[np.int32]] = []
+    values: list[Float32Array] = []
+    for chunk, first_row in zip(chunks, first_rows, strict=True):
+        for given in chunk.request.given:
+            start, end = max(given.start, chunk.start), min(given.end, chunk.start + chunk.row_count)
+            if start >= end:
+                continue
+            # mypy does not know that the values have a buffer.
+            own = np.frombuffer(given.values, dtype=np.float32).reshape(given.count, hidden_size)  # type: ignore[call-overload]
+            rows.append(np.arange(start, end, dtype=np.int32) - np.int32(chunk.start - first_row))
+            values.append(own[start - given.start : end - given.start])
+    if not rows:
+        return None
+    return StepRows(np.concatenate(rows), np.ascontiguousarray(np.concatenate(values)))
+
 
 MaskArray = npt.NDArray[np.uint32]  # [rows, words per row]
 
@@ -116,3 +175,53 @@ class FilledMasks:
 
     def wait(self) -> None:
         """Return at once, because the masks are filled."""
+
+
+LENGTH_MIN = 1e-12  # as in torch's normalize: a zero vector stays zero
+
+
+def needed_rows(pooling: Pooling) -> slice:
+    """Return the rows of a prompt's last chunk that pooled_vector needs.
+
+    Args:
+        pooling: the request's pooling parameters.
+    """
+    return {"last": slice(-1, None), "cls": slice(0, 1), "mean": slice(None)}[pooling.method]
+
+
+def pooled_vector(rows: Float32Array, pooling: Pooling) -> PoolingResult | None:
+    """Pool rows into one vector.
+
+    Args:
+        rows: float32 [n, size], the needed_rows after the model's last norm.
+        pooling: the request's pooling parameters.
+
+    Returns:
+        The vector, or None if it has NaN or infinity.
+    """
+    vector = rows.mean(axis=0, dtype=np.float64) if pooling.method == "mean" else rows[0].astype(np.float64)
+    vector = vector[: pooling.dimensions]
+    if pooling.normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), LENGTH_MIN)
+    if not np.isfinite(vector).all():
+        return None
+    return PoolingResult(vector.astype("<f4").tobytes())
+
+
+def normed(kind: NormKind, rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+    """Return the RMS norm (arXiv 1910.07467) of each row, or its LayerNorm without a bias.
+
+    Args:
+        kind: "rms" or "layer".
+        rows: float32 [n, size].
+        weight: float32 [size].
+        eps: added to the mean of squares.
+
+    Returns:
+        float32 [n, size].
+    """
+    if kind == "layer":
+        rows = rows - rows.mean(axis=-1, keepdims=True, dtype=np.float32)
+    scale = np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
+    result: Float32Array = (rows / scale * weight).astype(np.float32, copy=False)
+    return result

@@ -1,10 +1,19 @@
-"""An EAGLE-3 head in torch: one layer that predicts the target model's next hidden state.
+"""Draft models in torch that read hidden states of the target model: EAGLE-3 heads and prediction layers (MTP).
 
-The head's row for a token reads the embedding of the next token and the target model's hidden states at the token. For
-positions that the target model has not computed, the head's own last output replaces those hidden states. A row has the
-position of the token before the one it embeds. So its KV depends on one more token than the position suggests. The last
-row of a block that is shared through the prefix cache may belong to another request's next token. That can only make a
-draft token worse.
+An EAGLE-3 head is one layer that predicts the target model's next hidden state. The head's row for a token reads the
+embedding of the next token and the target model's hidden states at the token. For positions that the target model has
+not computed, the head's own last output replaces those hidden states. A row has the position of the token before the
+one it embeds. So its KV depends on one more token than the position suggests. The last row of a block that is shared
+through the prefix cache may belong to another request's next token. That can only make a draft token worse.
+
+A prediction layer (multi-token prediction, MTP) is trained with the model. The row for a token embeds the next token
+and reads the model's last hidden state at the token. Each is normalized, and eh_proj projects both together. For
+positions that the model has not computed, the head's own last output replaces the hidden state. The row then passes
+through a layer like the model's, which a StepModel computes with its own KV. As in an EAGLE-3 head, a row has the
+position of the token before the one it embeds.
+
+Source: DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. There the hidden state comes first, but eh_proj
+of the released checkpoints expects the embedding first.
 """
 
 from __future__ import annotations
@@ -12,24 +21,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
-from trioserve.model.drafts.eagle_checkpoint import EagleCheckpoint
+from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint
 from trioserve.model.model_config import AttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.sampler import sample
 from trioserve.model.samples import ComputedStep, Samples, is_largest_wanted
+from trioserve.model.step_model import StepModel
 from trioserve.model.torch_formats import TORCH_DTYPES
 
-__all__ = ["EagleHead"]
+__all__ = ["EagleHead", "MtpHead"]
 
 FAR_BELOW = -1e30  # logit of tokens outside of the head's vocabulary: finite, and below any computed logit
 
@@ -171,7 +183,7 @@ class EagleHead:
             return ComputedStep(None)
         last = hidden[torch.tensor([row for _chunk, row in sampling], device=self._device)]
         logits = linear(self._normed(last, self._norm), self._head)
-        return ComputedStep(self._samples(logits, [chunk for chunk, _row in sampling]))
+        return ComputedStep(_samples(logits, [chunk for chunk, _row in sampling], self._token_ids, self._vocab_size))
 
     def claim_memory(self) -> bool:
         return False
@@ -238,15 +250,6 @@ class EagleHead:
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows, weight.shape, weight, self.config.norm_eps)
 
-    def _samples(self, logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
-        if all(is_largest_wanted(chunk) for chunk in chunks):
-            finite = logits.isfinite().all(-1).tolist()
-            ids = self._token_ids[logits.argmax(-1)].tolist()
-            return Samples([token if good else None for token, good in zip(ids, finite, strict=True)])
-        every = torch.full((len(chunks), self._vocab_size), FAR_BELOW, dtype=torch.float32, device=self._device)
-        every[:, self._token_ids] = logits.float()
-        return sample(every, chunks)
-
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of each head against each other.
@@ -261,3 +264,129 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = heads.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
+
+
+class MtpHead:
+    """A draft model for DraftModel that also reads hidden states of the target model.
+
+    Args:
+        checkpoint: the prediction layer and the tensors around it.
+        layer: computes the layer. This object closes it.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+
+    def __init__(self, checkpoint: MtpCheckpoint, layer: StepModel) -> None:
+        config = checkpoint.config
+        self._layer = layer
+        self._device = torch.device(layer.device)
+        self._eps = config.norm_eps
+        dtype, size, vocab = TORCH_DTYPES[layer.dtype], config.hidden_size, config.vocab_size
+
+        def kept(values: Any) -> Tensor:
+            return torch.from_numpy(values).to(self._device, dtype)
+
+        self._token_norm = kept(checkpoint.read("enorm", size))
+        self._hidden_norm = kept(checkpoint.read("hnorm", size))
+        self._projection = kept(checkpoint.read("eh_proj", size, 2 * size))
+        self._norm = kept(checkpoint.read("shared_head.norm", size))
+        self._model_norm = kept(checkpoint.read_shared("norm.weight"))
+        self._embedding = kept(checkpoint.read_or_shared("embed_tokens", "embed.weight", vocab, size))
+        own_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+        self._head = kept(checkpoint.read_or_shared("shared_head.head", own_head, vocab, size))
+        layer.tapped_layers = (layer.config.layer_count,)
+        self._hidden: dict[RequestId, Tensor] = {}  # of each request, at the positions of its next rows
+
+    def allocate_kv(self, block_count: int) -> None:
+        self._layer.allocate_kv(block_count)
+
+    @torch.inference_mode()
+    def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
+        """Normalize and store the hidden states of the step that just ended.
+
+        Args:
+            tapped: for each request, the output of the target model's last layer, float [rows, hidden_size].
+        """
+        self._hidden = {id: self._normed(self._kept(rows), self._model_norm) for id, rows in tapped.items()}
+
+    @torch.inference_mode()
+    def compute(
+        self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
+    ) -> ComputedStep | None:
+        """Compute the rows of the chunks. Each row's position is one before that of its token.
+
+        Args:
+            chunks: one per request. Their rows read tapped hidden states, or this head's last output.
+            is_abandoned: returns True if the result is no longer needed.
+            masks: not used.
+
+        Returns:
+            Sampled tokens of the chunks that sample, or None if the step was abandoned.
+        """
+        token_ids = [token for chunk in chunks for token in chunk.row_tokens]
+        embedded = self._embedding[torch.tensor(token_ids, device=self._device)]
+        hidden = torch.cat([self._hidden[chunk.request.id][: chunk.count] for chunk in chunks])
+        both = torch.cat((self._normed(embedded, self._token_norm), self._normed(hidden, self._hidden_norm)), -1)
+        values = linear(both, self._projection).float().cpu().numpy()
+        firsts = np.cumsum([0, *(chunk.count for chunk in chunks)]).tolist()
+        rows = [_given(chunk, values[first:]) for chunk, first in zip(chunks, firsts, strict=False)]
+        computed = self._layer.compute(rows, is_abandoned)
+        if computed is None:
+            return None
+        assert computed.tapped is not None, "__init__ set tapped_layers"
+        for chunk, result in zip(chunks, computed.tapped, strict=True):
+            self._hidden[chunk.request.id] = self._kept(result[-1:])
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        if not sampling:
+            return ComputedStep(None)
+        last = torch.cat([self._hidden[chunk.request.id] for chunk in sampling])
+        return ComputedStep(_samples(linear(self._normed(last, self._norm), self._head), sampling))
+
+    def claim_memory(self) -> bool:
+        return self._layer.claim_memory()
+
+    def warm_up(self) -> None:
+        self._layer.warm_up()
+
+    def close(self) -> None:
+        self._layer.close()
+
+    def _kept(self, rows: Any) -> Tensor:
+        """Copy rows to the head's device and dtype, because the model reuses its own buffers."""
+        tensor = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+        return tensor.to(self._device, self._norm.dtype, copy=True)
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows, weight.shape, weight, self._eps)
+
+
+def _given(chunk: ScheduledChunk, values: Any) -> ScheduledChunk:
+    """Return a chunk one position earlier that reads `values` instead of embeddings, so its token ids are unused."""
+    start, end = chunk.start - 1, chunk.start - 1 + chunk.count
+    rows = GivenRows(start, chunk.count, bytes(16), np.ascontiguousarray(values[: chunk.count]))
+    tokens = [0] * end
+    request = msgspec.structs.replace(chunk.request, given=(rows,))
+    return ScheduledChunk(request, tokens, start, chunk.count, chunk.block_table, samples=False)
+
+
+def _samples(
+    logits: Tensor, chunks: Sequence[ScheduledChunk], token_ids: Tensor | None = None, vocab_size: int = 0
+) -> Samples:
+    """Sample one draft token for each chunk.
+
+    Args:
+        logits: [chunks, tokens that the head can propose].
+        token_ids: int64, the target model's id of each token that the head can propose. None: both ids are equal.
+        vocab_size: tokens of the target model. Not used without `token_ids`.
+    """
+    if all(is_largest_wanted(chunk) for chunk in chunks):
+        finite = logits.isfinite().all(-1).tolist()
+        chosen = logits.argmax(-1)
+        ids = (chosen if token_ids is None else token_ids[chosen]).tolist()
+        return Samples([token if good else None for token, good in zip(ids, finite, strict=True)])
+    if token_ids is None:
+        return sample(logits.float(), chunks)
+    every = torch.full((len(chunks), vocab_size), FAR_BELOW, dtype=torch.float32, device=logits.device)
+    every[:, token_ids] = logits.float()
+    return sample(every, chunks)
