@@ -16,6 +16,13 @@ def main() -> None:
         from trioserve.cli import run_program
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("trioserve"):
+            raise
+        sys.exit(
+            f"trioserve: {error.name} is not installed in {sys.executable}: in a checkout, activate its environment "
+            "with `. .venv/bin/activate`, or install trioserve into this Python"
+        )
     run_program()
 
 

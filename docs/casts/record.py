@@ -1,7 +1,7 @@
-"""Record docs/casts/first_minutes.cast anew: a session in a real terminal, with a real server. `trioserve` has to be on
-the PATH, and the default model there. Writes the cast (asciicast v2) and, beside it, what is seen as plain text.
+"""Records docs/casts/first_minutes.cast (asciicast v2): a session in a terminal with a real server.
 
-    python docs/casts/record.py
+`trioserve` must be on the PATH, with the extra `top` and the default model, and port 8000 must be free. Run it with
+`python docs/casts/record.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ CAST = Path(__file__).with_name("first_minutes.cast")
 COLUMNS, ROWS = 100, 30
 PROMPT = "$ "
 KEY_SECONDS = 0.04  # between two keys
-READ_SECONDS = 1.5  # for whoever watches, behind what a command says
-PAUSE_SECONDS_MAX = 2.0  # longer ones are shown as long as that
-SECONDS_MAX = 120.0  # for anything to be said
+READ_SECONDS = 1.5  # for the viewer, after the output of a command
+PAUSE_SECONDS_MAX = 2.0  # longer pauses are cut to this
+SECONDS_MAX = 120.0  # until an expected output
 URL = "http://127.0.0.1:8000"
 ESSAY = {"prompt": "A long essay on rivers:", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 CONTROL = re.compile(r"\x1b(?:\[[0-9;?<>=]*[A-Za-z]|\][^\x07]*\x07|[=>()][0-9A-Za-z]?)|\r(?!\n)|[\x07\x08]")
 
 
 class Terminal:
-    """A shell behind a pseudo-terminal. events: what it has written, with its time."""
+    """A shell behind a pseudo-terminal.
+
+    Attributes:
+        events: pieces of output, each with its time in seconds.
+    """
 
     def __init__(self, folder: str) -> None:
         self.events: list[tuple[float, str]] = []
@@ -59,7 +63,7 @@ class Terminal:
         fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
 
     def look(self, seconds: float) -> None:
-        """Take what it writes in so many seconds."""
+        """Record the output of some seconds."""
         ends_at = time.monotonic() + seconds
         while (left := ends_at - time.monotonic()) > 0:
             if not select.select([self._file], [], [], left)[0]:
@@ -71,7 +75,7 @@ class Terminal:
             self._said += text
 
     def wait(self, pattern: str, *, reading: float = READ_SECONDS) -> None:
-        """Until it has written this, a regular expression, since the last key; then time to read it."""
+        """Record until the output since the last key matches a regular expression, and then for the time to read it."""
         ends_at = time.monotonic() + SECONDS_MAX
         while not re.search(pattern, CONTROL.sub("", self._said)):
             assert time.monotonic() < ends_at, f"{pattern!r} did not come: {self._said[-500:]!r}"
@@ -93,25 +97,25 @@ class Terminal:
 
 def play(terminal: Terminal) -> None:
     terminal.wait(r"\$ $")
-    terminal.run("# A server, with the model that comes along:", r"\$ $", reading=0.5)
+    terminal.run("# A server with the bundled model:", r"\$ $", reading=0.5)
     terminal.run("trioserve serve --model smollm2 --no-access-log &", "serving .*\n", reading=3)
     terminal.run("", r"\$ $", reading=0.2)
     terminal.run(f"trioserve chat --url {URL}", r"\n(>|you|\S*>) ?$", reading=1)
     terminal.run("Name three rivers.", r"tokens/s|\n(>|you|\S*>) ?$", reading=3)
     terminal.run("/exit", r"\$ $")
-    terminal.run("# Somebody asks for a lot:", r"\$ $", reading=0.5)
+    terminal.run("# A request for many tokens:", r"\$ $", reading=0.5)
     body = json.dumps(ESSAY)
     terminal.run(f"curl -sN {URL}/v1/completions -H 'X-Request-Id: essay' -d '{body}' >essay.txt &", r"\$ $", reading=2)
     terminal.run("trioserve top", "essay", reading=7)
     terminal.type("\x03")
     terminal.wait(r"\$ $")
-    terminal.run("# Its blocks of KV cache, and what an abort gives back:", r"\$ $", reading=0.5)
+    terminal.run("# Its KV blocks, before and after an abort:", r"\$ $", reading=0.5)
     blocks = f"curl -s {URL}/metrics | grep '^trioserve:kv_blocks{{'"
     terminal.run(blocks)
     terminal.run("trioserve abort essay")
     terminal.run(blocks, reading=3)
     terminal.run("tail -n 2 essay.txt", reading=3)
-    terminal.run("# Drain: what runs may end, and then nothing is left.", r"\$ $", reading=0.5)
+    terminal.run("# Drain: running requests finish, then the server exits.", r"\$ $", reading=0.5)
     terminal.run("kill -TERM %1; wait", r"\n\$ $", reading=2)
 
 

@@ -6,6 +6,9 @@ No model is loaded.
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -235,3 +238,11 @@ def test_help_shows_the_options_of_a_command_under_headings(command: str, capsys
     assert ("\nserver:\n" in shown) == ("--cors-origin" in shown) == (command == "serve")
     assert "--max-model-len" in shown
     assert TERMINAL_OPTIONS.isdisjoint(GROUPS["server"])
+
+
+def test_python_without_the_packages_says_to_activate_the_environment():
+    program = "import runpy, sys; sys.modules['msgspec'] = None; runpy.run_module('trioserve', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", program, "doctor"], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert re.match(r"trioserve: msgspec is not installed in \S+: .*\.venv/bin/activate", result.stderr)
+    assert "Traceback" not in result.stderr
