@@ -131,7 +131,7 @@ class _EventRuns(NamedTuple):
 
     history: type[msgspec.Struct]
     generator: Callable[[Random], Any]
-    simulation: Callable[..., EventSimulation]
+    simulation: Callable[..., EventSimulation[Any]]
     plainer: Callable[..., Any]
 
     def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
@@ -152,7 +152,7 @@ class _EventRuns(NamedTuple):
     def _run_history(self, history: Any, trace: Trace | None) -> Verdict:
         return self._run(self.simulation(history.world, trace=trace), history.events, trace)
 
-    def _run(self, simulation: EventSimulation, events: Iterable[msgspec.Struct], trace: Trace | None) -> Verdict:
+    def _run(self, simulation: EventSimulation[Any], events: Iterable[msgspec.Struct], trace: Trace | None) -> Verdict:
         def script(happened: tuple[Any, ...]) -> str:
             return script_of(self.history(simulation.world, happened))
 

@@ -9,7 +9,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -105,6 +105,7 @@ Trace = Callable[[str], None]
 
 
 Case = TypeVar("Case", bound=msgspec.Struct)
+World = TypeVar("World", bound=msgspec.Struct)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,25 +173,48 @@ def failure_from(error: Exception, script: str) -> Failure:
     )
 
 
-class EventSimulation(Protocol):
+class EventSimulation(Generic[World]):
     """A simulation that consists of a world and events.
 
+    Args:
+        world: its settings.
+        trace: receives a line for each effect. None: no trace.
+
     Attributes:
+        world: its settings.
         counts: number of occurrences by name.
     """
 
-    counts: dict[str, int]
+    def __init__(self, world: World, trace: Trace | None) -> None:
+        self.world = world
+        self.counts: dict[str, int] = {}
+        self._trace = trace
 
-    @property
-    def world(self) -> msgspec.Struct: ...
+    def apply(self, event: Any) -> None:
+        """Apply one event.
 
-    def apply(self, event: Any) -> None: ...
+        Args:
+            event: the event.
 
-    def run_to_end(self) -> None: ...
+        Raises:
+            AssertionError: a rule is broken. Exceptions of the simulated code pass through too.
+        """
+        raise NotImplementedError
+
+    def run_to_end(self) -> None:
+        """Let everything that runs end, then check that nothing is left."""
+        raise NotImplementedError
+
+    def _count(self, what: str, count: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + count
+
+    def _tell(self, line: str) -> None:
+        if self._trace is not None:
+            self._trace(line)
 
 
 def apply_events(
-    simulation: EventSimulation,
+    simulation: EventSimulation[Any],
     events: Iterable[msgspec.Struct],
     script_of: Callable[[tuple[Any, ...]], str],
     trace: Trace | None,

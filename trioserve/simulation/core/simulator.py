@@ -51,6 +51,7 @@ from trioserve.simulation.core.history import (
 from trioserve.simulation.core.step_rules import check_begun_step, check_no_step_ahead, check_nobody_could_start
 from trioserve.simulation.core.transfer_watch import TransferWatch
 from trioserve.simulation.reference_engine import ReferenceEngine, ReferenceResponse, poor_hash
+from trioserve.simulation.script import EventSimulation, Trace
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle
 
@@ -79,7 +80,7 @@ class Flight(msgspec.Struct):
     failing: set[str] = msgspec.field(default_factory=set)
 
 
-class Simulation:
+class Simulation(EventSimulation[World]):
     """A history that is run step by step.
 
     Args:
@@ -92,12 +93,11 @@ class Simulation:
         entries: all sequences.
         flights: the steps in flight, oldest first.
         transfers: watches the connector. None: there is no connector.
-        counts: number of occurrences by name.
         is_draining: True after a drain has begun.
     """
 
-    def __init__(self, world: World, *, trace: Callable[[str], None] | None = None) -> None:
-        self.world = world
+    def __init__(self, world: World, *, trace: Trace | None = None) -> None:
+        super().__init__(world, trace)
         self.now = 0.0
         model = FakeModel(vocab_size=world.vocab_size, stop_token_id=0, stop_period=world.stop_period)
         block_count = world.block_count if world.keeps_kv else 0
@@ -144,10 +144,8 @@ class Simulation:
         self.live: dict[str, ExpectedSequence] = {}
         self.flights: list[Flight] = []
         self.is_draining = False
-        self.counts: dict[str, int] = {}
         self._reference = ReferenceEngine(model)
         self._deadlines: list[tuple[float, int, str]] = []
-        self._trace = trace
 
     def apply(self, event: Event) -> None:
         """Apply one event. Raises the core's errors, and AssertionError if a rule is broken.
@@ -511,9 +509,6 @@ class Simulation:
                     assert core.pool.user_count(BlockIndex(block)) > 0, (
                         f"block {block} of {name} was freed while the step runs"
                     )
-
-    def _count(self, what: str, count: int = 1) -> None:
-        self.counts[what] = self.counts.get(what, 0) + count
 
 
 def _draft_source(world: World) -> DraftSourceName:

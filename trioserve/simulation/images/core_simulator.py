@@ -46,7 +46,7 @@ from trioserve.simulation.images.core_history import (
     IterativeWorld,
     Update,
 )
-from trioserve.simulation.script import Trace
+from trioserve.simulation.script import EventSimulation, Trace
 from trioserve.testing.fake_iterative_executor import FakeIterativeExecutor, latent_after
 from trioserve.testing.iterative_invariants import check_iterative_core, check_iterative_idle
 
@@ -281,7 +281,7 @@ STEPS_TO_END_MAX = 5_000  # far more than any history needs: a request that has 
 NOW = 0.0  # nothing in this core depends on time
 
 
-class IterativeSimulation:
+class IterativeSimulation(EventSimulation[IterativeWorld]):
     """One run of the core.
 
     Args:
@@ -292,11 +292,10 @@ class IterativeSimulation:
         live: expected state of each request that has not ended, in order of arrival.
         plan: the step in flight.
         is_computed: whether the forward pass of `plan` has ended. It has a result unless the step was abandoned.
-        counts: counts of what happened, by name.
     """
 
     def __init__(self, world: IterativeWorld, *, trace: Trace | None = None) -> None:
-        self.world = world
+        super().__init__(world, trace)
         self.core = IterativeCore(
             IterativeSettings(slot_count=world.slots, kept_slot_count=world.kept, step_work_max=world.work)
         )
@@ -305,11 +304,9 @@ class IterativeSimulation:
         self.live: dict[str, ExpectedIteration] = {}
         self.plan: IterativePlan | None = None
         self.is_computed = False
-        self.counts: dict[str, int] = {}
         self._result: IterativeResult | None = None
         self._failing: dict[str, str] = {}
         self._rules = StepRules(world)
-        self._trace = trace
 
     def apply(self, event: IterativeSimulationEvent) -> None:
         """Apply one event.
@@ -392,7 +389,7 @@ class IterativeSimulation:
         if plan is None:
             assert not self.live, f"{', '.join(self.live)} are live, and nothing is computed"
             return
-        self._note(_plan_line(plan))
+        self._tell(_plan_line(plan))
         assert plan.step_index == self.counts.get("steps", 0), f"step {plan.step_index} is repeated, or comes too early"
         self._count("steps")
         self._count(f"steps to {plan.phase.value}")
@@ -428,7 +425,7 @@ class IterativeSimulation:
         else:
             events = self.core.update_from_output(plan, result, NOW)
         for event in events:
-            self._note(f"  {event}")
+            self._tell(f"  {event}")
         assert events == expected, f"reported events are {events}, expected are {expected}"
         self._failing.clear()
 
@@ -490,13 +487,6 @@ class IterativeSimulation:
         if self.plan is not None:
             is_abandoned = all(self.entries[work.request.id].aborted_for for work in self.plan.works)
             assert core.is_abandoned(self.plan) == is_abandoned, f"is_abandoned should be {is_abandoned}"
-
-    def _count(self, what: str, count: int = 1) -> None:
-        self.counts[what] = self.counts.get(what, 0) + count
-
-    def _note(self, line: str) -> None:
-        if self._trace is not None:
-            self._trace(line)
 
 
 def _moment(entry: ExpectedIteration | None) -> str:

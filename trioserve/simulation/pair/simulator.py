@@ -40,7 +40,7 @@ from trioserve.simulation.pair.history import (
 from trioserve.simulation.pair.host import ROUTER, Client, PairHost, PairRouter, StageRequest, request_of
 from trioserve.simulation.pair.transport import Holding, Network, Serving
 from trioserve.simulation.reference_engine import ReferenceEngine
-from trioserve.simulation.script import line_of
+from trioserve.simulation.script import EventSimulation, Trace, line_of
 from trioserve.testing.fake_executor import FakeModel
 from trioserve.testing.invariants import check_idle
 
@@ -49,7 +49,7 @@ __all__ = ["PairGenerator", "PairSimulation"]
 ROUNDS_TO_END_MAX = 5_000  # far more than any history needs: a client that has not ended by then never ends
 
 
-class PairSimulation:
+class PairSimulation(EventSimulation[PairWorld]):
     """One run of a pair.
 
     Args:
@@ -59,13 +59,11 @@ class PairSimulation:
     Attributes:
         clients: clients by name, in order of arrival.
         is_calm: whether no connection has broken and no message was lost so far.
-        counts: counts of what happened, by name.
     """
 
-    def __init__(self, world: PairWorld, *, trace: Callable[[str], None] | None = None) -> None:
-        self.world = world
+    def __init__(self, world: PairWorld, *, trace: Trace | None = None) -> None:
+        super().__init__(world, trace)
         self.now = 0.0
-        self.counts: dict[str, int] = {}
         self.clients: dict[str, Client] = {}
         self.is_calm = True
         self.network = Network(self._runs, self._exists)
@@ -75,7 +73,6 @@ class PairSimulation:
         }
         self._router = PairRouter(world, self.network, self.hosts, clock=lambda: self.now, count=self._count)
         self._reference = ReferenceEngine(model)
-        self._trace = trace
 
     def apply(self, event: PairEvent) -> None:
         """Apply one event.
@@ -324,9 +321,6 @@ class PairSimulation:
         for send_end, count in policy.sends.ends.items():
             self._count(f"holds: {send_end.value}", count)
         self._count("loads that went on over another connection", policy.loads.resumed_total)
-
-    def _count(self, what: str, count: int = 1) -> None:
-        self.counts[what] = self.counts.get(what, 0) + count
 
 
 _HANDLERS: dict[type[PairEvent], Callable[[PairSimulation, Any], None]] = {

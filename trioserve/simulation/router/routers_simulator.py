@@ -22,7 +22,7 @@ from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket, TicketState
 from trioserve.simulation.router.routers_books import Figures, RoutersBooks, SimulatedEndpoint
 from trioserve.simulation.router.routers_history import Back, Come, Die, Meet, Part, RoutersEvent, RoutersWorld
-from trioserve.simulation.script import Trace
+from trioserve.simulation.script import EventSimulation, Trace
 
 __all__ = ["RoutersSimulation"]
 
@@ -79,7 +79,7 @@ class _Router:
         self.ticks_at = math.inf
 
 
-class RoutersSimulation:
+class RoutersSimulation(EventSimulation[RoutersWorld]):
     """One run of several routers.
 
     Args:
@@ -89,7 +89,6 @@ class RoutersSimulation:
 
     Attributes:
         figures: results.
-        counts: counts of what happened, by name.
         books: checks of leases and shares.
 
     Raises:
@@ -103,13 +102,11 @@ class RoutersSimulation:
         trace: Trace | None = None,
         core_of: Callable[..., RouterCore] = RouterCore,
     ) -> None:
-        self._world = world
+        super().__init__(world, trace)
         self._core_of = core_of
-        self.counts: dict[str, int] = {}
         self.figures = Figures(world)
         self.books = RoutersBooks(world, BEGAN_AT)
         self.now = BEGAN_AT
-        self._trace = trace
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._event_count = 0
         self._numbers: set[int] = set()
@@ -129,10 +126,6 @@ class RoutersSimulation:
             self._report_at(endpoint, self.now + self._rng(endpoint.id).random() * self._report_seconds_max)
         if world.shares:
             self._at(1.0, self._check_shares)
-
-    @property
-    def world(self) -> RoutersWorld:
-        return self._world
 
     def apply(self, event: RoutersEvent) -> None:
         self._pass_to(max(self.now, BEGAN_AT + event.at))
@@ -254,7 +247,7 @@ class RoutersSimulation:
 
     def _begin(self, router: _Router) -> None:
         """Start a router. It knows its own name and those of the others, and nothing else."""
-        world = self._world
+        world = self.world
         router.life += 1
         router.is_alive = True
         settings = RouterSettings(
@@ -296,12 +289,12 @@ class RoutersSimulation:
         endpoint = request.endpoint = request.ticket.endpoint
         self._undecided.discard(request.number)
         self._count("grants")
-        self._note(f"  {request.number}: {router.name} -> {endpoint}")
+        self._tell(f"  {request.number}: {router.name} -> {endpoint}")
         self.books.give(router.number, endpoint, request.number, self.now)
         router.core.sent(request.ticket)
         router.sent_at.append(self.now)
         turn = request.turn
-        self._at(self._world.wire_seconds, lambda: self._arrive(request, turn))
+        self._at(self.world.wire_seconds, lambda: self._arrive(request, turn))
 
     def _served(self, request: _Request, turn: int) -> None:
         """Take the response."""
@@ -391,10 +384,10 @@ class RoutersSimulation:
             self._share_out_at(router, id)
 
     def _share_out_at(self, router: _Router, id: EndpointId) -> None:
-        share = router.shares.share(id, self._world.leases_max, self.now)
+        share = router.shares.share(id, self.world.leases_max, self.now)
         if share != router.noted_shares.get(id):
             router.noted_shares[id] = share
-            self._note(f"  {router.name} may give {share} at {id}")
+            self._tell(f"  {router.name} may give {share} at {id}")
             self.books.set_share(router.number, id, share, self.now)
             router.core.set_lease_share(id, share, self.now)
             self._check_waits(router, id)
@@ -433,7 +426,7 @@ class RoutersSimulation:
             return
         assert request.endpoint is not None
         self._leave_endpoint(self._endpoints[request.endpoint], request.number)
-        self._at(self._world.wire_seconds, lambda: self._served(request, turn))
+        self._at(self.world.wire_seconds, lambda: self._served(request, turn))
 
     def _take_from_endpoint(self, router: _Router, request: _Request) -> None:
         """Remove a request from its endpoint before it is served."""
@@ -451,11 +444,11 @@ class RoutersSimulation:
 
     @property
     def _report_seconds_max(self) -> float:
-        return self._world.report_seconds if self._world.reports == "asked" else PUSH_SECONDS_MAX
+        return self.world.report_seconds if self.world.reports == "asked" else PUSH_SECONDS_MAX
 
     def _note_changed(self, endpoint: SimulatedEndpoint) -> None:
         """Note that an endpoint has more or fewer requests."""
-        if self._world.reports == "pushed":
+        if self.world.reports == "pushed":
             self._report_at(endpoint, max(self.now, endpoint.reported_at + PUSH_SECONDS_MIN))
 
     def _report_at(self, endpoint: SimulatedEndpoint, moment: float) -> None:
@@ -474,14 +467,14 @@ class RoutersSimulation:
         Requests that a router sent less than one way ago are not included, as in the response to a request made at that
         moment. Now and then a router asks, and then learns from which routers the endpoint has heard.
         """
-        asking = [router for router in self._routers if self._world.shares and self._is_asking(router, endpoint.id)]
+        asking = [router for router in self._routers if self.world.shares and self._is_asking(router, endpoint.id)]
         for router in asking:
             router.asked_at[endpoint.id] = endpoint.heard_at[router.name] = self.now
         heard = endpoint.routers_heard(self.now) if asking else {}
         heard_by_router = {router.number: heard for router in asking}
         load, reported_at = endpoint.load(), self.now
         endpoint.reported_at, endpoint.reports_at = self.now, math.inf
-        self._at(self._world.wire_seconds, lambda: self._noted(endpoint.id, load, reported_at, heard_by_router))
+        self._at(self.world.wire_seconds, lambda: self._noted(endpoint.id, load, reported_at, heard_by_router))
         if self._needs_reports:
             self._report_at(endpoint, self.now + self._report_seconds_max)
 
@@ -491,11 +484,11 @@ class RoutersSimulation:
     def _noted(
         self, id: EndpointId, load: EndpointLoad, reported_at: float, heard: Mapping[int, Mapping[str, float]]
     ) -> None:
-        sent_before = reported_at - self._world.wire_seconds - self._doubt_seconds
+        sent_before = reported_at - self.world.wire_seconds - self._doubt_seconds
         for router in self._routers:
             if not router.is_alive:
                 continue
-            if self._world.shares:
+            if self.world.shares:
                 router.shares.note_report(id, heard.get(router.number, {}), self.now)
                 self._share_out_at(router, id)
             self.books.note_report(
@@ -509,9 +502,9 @@ class RoutersSimulation:
     @property
     def _doubt_seconds(self) -> float:
         """Most seconds by which a router dates a pushed load too early."""
-        if self._world.reports == "asked":
+        if self.world.reports == "asked":
             return 0.0
-        return CLOCK_DRIFT * (SIGN_OF_LIFE_SECONDS if self._world.shares else ANCHOR_SECONDS)
+        return CLOCK_DRIFT * (SIGN_OF_LIFE_SECONDS if self.world.shares else ANCHOR_SECONDS)
 
     # --- time ---
 
@@ -525,7 +518,7 @@ class RoutersSimulation:
 
     @property
     def _is_unsettled(self) -> bool:
-        return self._world.shares and self.now < self.books.settled_at + 1.0
+        return self.world.shares and self.now < self.books.settled_at + 1.0
 
     def _pass_to(self, moment: float) -> None:
         while self._events and self._events[0][0] <= moment:
@@ -545,11 +538,8 @@ class RoutersSimulation:
 
     def _rng(self, name: str) -> Random:
         """Source of random choices of one router or endpoint, independent of how many others there are."""
-        return Random(f"{self._world.seed} {name}")
+        return Random(f"{self.world.seed} {name}")
 
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
-
-    def _note(self, line: str) -> None:
+    def _tell(self, line: str) -> None:
         if self._trace is not None:
             self._trace(f"{self.now - BEGAN_AT:.3f}{line}")

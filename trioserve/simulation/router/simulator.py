@@ -60,6 +60,7 @@ from trioserve.simulation.router.history import (
     Wait,
 )
 from trioserve.simulation.router.queue_rules import ExpectedRequest, SimulatedStream
+from trioserve.simulation.script import EventSimulation, Trace
 
 __all__ = ["RouterSimulation"]
 
@@ -71,7 +72,7 @@ PROBE_COUNTS = {True: "well", False: "unwell", None: "refused"}
 TOKENS_TO_END = 10_000  # more than any stream has
 
 
-class RouterSimulation:
+class RouterSimulation(EventSimulation[RouterWorld]):
     """A history of a router that is run step by step.
 
     Args:
@@ -81,15 +82,13 @@ class RouterSimulation:
     Attributes:
         books: independent records of requests and endpoints.
         entries: all requests that the router has accepted, by name.
-        counts: number of occurrences by name.
         core: the router core.
     """
 
-    def __init__(self, world: RouterWorld, *, trace: Callable[[str], None] | None = None) -> None:
-        self.world = world
+    def __init__(self, world: RouterWorld, *, trace: Trace | None = None) -> None:
+        super().__init__(world, trace)
         self.books = RouterBooks(world, BEGAN_AT)
         self.entries: dict[str, ExpectedRequest] = {}
-        self.counts: dict[str, int] = {}
         self.core = RouterCore(
             world,
             POLICIES[world.policy],
@@ -98,7 +97,6 @@ class RouterSimulation:
             on_gone=self._gone,
             on_move=self._on_move,
         )
-        self._trace = trace
         self._entering: ExpectedRequest | None = None
         self._looked_at = BEGAN_AT
         self._is_tick_late = False  # True if the time of next_tick has passed without a tick
@@ -681,7 +679,7 @@ class RouterSimulation:
         assert id is not None, f"{entry.name} has a lease without an endpoint"
         books.give_next(entry, id)
         self._count("grants")
-        self._say(f"  {entry.name}: {entry.endpoint} -> {id}")
+        self._tell(f"  {entry.name}: {entry.endpoint} -> {id}")
 
     def _gone(self, id: EndpointId) -> None:
         self._reported_gone.append(id)
@@ -692,7 +690,7 @@ class RouterSimulation:
         self._count("grants")
         if self._endpoint_of(entry).claims > self._endpoint_of(entry).leases_max:
             self._count("grants: of fewer seats than sequences")
-        self._say(f"  {entry.name} -> {ticket.endpoint}")
+        self._tell(f"  {entry.name} -> {ticket.endpoint}")
 
     def _note_poisoned(self, entry: ExpectedRequest) -> None:
         if not entry.is_condemned:
@@ -703,7 +701,7 @@ class RouterSimulation:
         reason = refusal.reason if isinstance(refusal, Overloaded) else "queue_timeout"
         self._refusals[reason] = self._refusals.get(reason, 0) + 1
         self._count(f"refused: {reason}")
-        self._say(f"  {entry.name} refused: {reason}")
+        self._tell(f"  {entry.name} refused: {reason}")
 
     # --- rules after every event ---
 
@@ -804,13 +802,9 @@ class RouterSimulation:
         assert entry.endpoint is not None
         return self.books.endpoints[entry.endpoint]
 
-    def _say(self, line: str) -> None:
-        if self._trace is not None:
-            self._trace(line)
-
     def _count(self, what: str, count: int = 1) -> None:
         if count:
-            self.counts[what] = self.counts.get(what, 0) + count
+            super()._count(what, count)
 
 
 _HANDLERS: dict[type[RouterEvent], Callable[[RouterSimulation, Any], None]] = {
