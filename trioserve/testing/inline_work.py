@@ -18,7 +18,7 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.text_threads import TextThreads
-from trioserve.api.images.encoding_threads import EncodingThreads
+from trioserve.api.images.image_context import EncodingThreads
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics

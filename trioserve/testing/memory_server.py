@@ -10,9 +10,8 @@ import trio
 
 from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules
-from trioserve.api.images.edit_slots import EditSlots
+from trioserve.api.images.image_context import EditSlots, UnsentImages
 from trioserve.api.images.image_routes import ImageApp
-from trioserve.api.images.unsent_images import UnsentImages
 from trioserve.api.limits import BackgroundSettings, BatchSettings, DetachSettings
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.routes import App

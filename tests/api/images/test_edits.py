@@ -11,7 +11,7 @@ from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.images import response_types
-from trioserve.api.images.edit_slots import EditSlots
+from trioserve.api.images.image_context import EditSlots
 from trioserve.contracts.image_generation import ImageRequestLimits, ImageTask, RGBImage
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.iterative import IterativeRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trioserve.api.images.edit_form import parsed_edit
+from trioserve.api.images.handlers import parsed_edit
 from trioserve.api.images.request_types import REFUSED, ImageGenerationBody
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.errors import InvalidRequest

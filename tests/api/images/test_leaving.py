@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.api.images.edit_slots import EditSlots
-from trioserve.api.images.unsent_images import UnsentImages
+from trioserve.api.images.image_context import EditSlots, UnsentImages
 from trioserve.contracts.image_generation import ImageRequestLimits, RGBImage
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL

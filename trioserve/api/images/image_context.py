@@ -2,27 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trioserve.api.caller import AccessRules
 from trioserve.api.engine_context import EngineContext
+from trioserve.contracts.errors import Overloaded
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from trioserve.admission.image_decoder import ImageDecoder
-    from trioserve.api.images.edit_slots import EditSlots
-    from trioserve.api.images.encoding_threads import EncodingThreads
-    from trioserve.api.images.unsent_images import UnsentImages
     from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
     from trioserve.engine.images.image_engine import ImageEngine, ImageStream
     from trioserve.http.exchange import Exchange
 
-__all__ = ["ImageContext"]
+__all__ = ["EditSlots", "EncodingThreads", "ImageContext", "UnsentImages", "UnsentShare"]
 
 T = TypeVar("T")
+
+THREADS_MAX = 2  # the other cores are needed to compute images
+
+
+class EncodingThreads:
+    """Threads that encode images. Tenants take turns.
+
+    A cancelled caller leaves at once. Its thread keeps its place until the function returns.
+
+    Args:
+        threads_max: Threads at a time.
+    """
+
+    def __init__(self, threads_max: int = THREADS_MAX) -> None:
+        self._places = FairSlots(threads_max, what="images")
+
+    async def run(self, function: Callable[[], T], *, tenant: str) -> T:
+        """Call a function in a thread.
+
+        Args:
+            function: Function that uses only its own values, no shared state.
+            tenant: Tenant of the request.
+
+        Raises:
+            Overloaded: Too many images of this tenant wait.
+        """
+        return await self._places.call(function, key=tenant)
+
+
+EDITS_MAX = 32  # less than a gigabyte, with masks and images of the largest size
+RETRY_SECONDS = 5.0
+
+
+class EditSlots:
+    """Counts the image edits that run at a time.
+
+    A named tenant gets at most three quarters of the places, so that some are left for other tenants. Callers without a
+    tenant name cannot be distinguished, so together they may take all places.
+
+    Args:
+        edits_max: Number of places.
+    """
+
+    def __init__(self, edits_max: int = EDITS_MAX) -> None:
+        self._taken: Counter[str] = Counter()  # by tenant
+        self._edits_max = edits_max
+        self._own_max = edits_max - edits_max // 4
+
+    @property
+    def taken_count(self) -> int:
+        return self._taken.total()
+
+    @contextmanager
+    def taken(self, tenant: str) -> Iterator[None]:
+        """Take a place until the context is left.
+
+        Args:
+            tenant: Tenant of the request. "" if it has no name.
+
+        Raises:
+            Overloaded: All places, or the tenant's places, are taken.
+        """
+        own_max = self._own_max if tenant else self._edits_max
+        for count, count_max in ((self.taken_count, self._edits_max), (self._taken[tenant], own_max)):
+            if count >= count_max:
+                raise Overloaded(
+                    f"{count} image edits run already (allowed: {count_max}): try again in {RETRY_SECONDS:.0f} s",
+                    reason="too_many_edits",
+                    retry_after_seconds=RETRY_SECONDS,
+                )
+        self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            self._taken[tenant] -= 1
+            self._taken += Counter()  # removes tenants whose count is zero
+
+
+UNSENT_BYTES_MAX = 2**30  # some hundred images of a megapixel
+
+
+class UnsentImages:
+    """Counts the bytes of images that clients have not received.
+
+    Args:
+        unsent_bytes_max: At this number of bytes, new requests are refused. Running requests may exceed it.
+    """
+
+    def __init__(self, unsent_bytes_max: int = UNSENT_BYTES_MAX) -> None:
+        self.byte_count = 0
+        self._unsent_bytes_max = unsent_bytes_max
+
+    @contextmanager
+    def share(self) -> Iterator[UnsentShare]:
+        """Yield the counter of one response. Its bytes count until the response is sent.
+
+        Raises:
+            Overloaded: The limit is reached.
+        """
+        if self.byte_count >= self._unsent_bytes_max:
+            raise Overloaded(
+                f"clients have not received {self.byte_count} bytes of images (allowed: {self._unsent_bytes_max}): "
+                "try again shortly",
+                reason="unsent_pictures",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        share = UnsentShare(self)
+        try:
+            yield share
+        finally:
+            share.hold(0)
+
+
+class UnsentShare:
+    """Counts the unsent bytes of one response."""
+
+    def __init__(self, unsent: UnsentImages) -> None:
+        self._unsent = unsent
+        self.byte_count = 0
+
+    def hold(self, byte_count: int) -> None:
+        """Set the number of unsent bytes of the response.
+
+        Args:
+            byte_count: Number of bytes. Replaces the earlier number.
+        """
+        self._unsent.byte_count += byte_count - self.byte_count
+        self.byte_count = byte_count
 
 
 class ImageRequest(Protocol):

@@ -13,13 +13,10 @@ from trioserve.api.app import BaseApp
 from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images import response_types
-from trioserve.api.images.edit_slots import EditSlots
-from trioserve.api.images.encoding_threads import EncodingThreads
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
-from trioserve.api.images.image_context import ImageContext
-from trioserve.api.images.image_models import list_image_models, read_image_model
+from trioserve.api.images.image_context import EditSlots, EncodingThreads, ImageContext, UnsentImages
 from trioserve.api.images.request_types import RANGES, REFUSED, ImageEditBody, ImageGenerationBody
-from trioserve.api.images.unsent_images import UnsentImages
+from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations import health, kv_events, live_requests, pausing
 from trioserve.api.operations.kv_events import stream_load
@@ -31,8 +28,10 @@ from trioserve.api.page.settings import PageSettings
 from trioserve.api.responder import TENANT_HEADER
 from trioserve.api.route_table import GENERATES, Forwarding, Handler, Operation, RouteTable, find_operation
 from trioserve.api.sse import encode
+from trioserve.contracts.image_generation import PARTIAL_IMAGES_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
+from trioserve.vision.rgb_image import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from trioserve.admission.image_decoder import ImageDecoder
@@ -40,6 +39,56 @@ if TYPE_CHECKING:
     from trioserve.http.exchange import Exchange
 
 __all__ = ["OPERATIONS", "ImageApp"]
+
+
+async def list_image_models(context: ImageContext) -> None:
+    data = [_card(context, name) for name in context.served_names]
+    await context.respond_json({"object": "list", "data": data})
+
+
+async def read_image_model(context: ImageContext) -> None:
+    """Answer with the description of the model named in the path.
+
+    Args:
+        context: The request.
+
+    Raises:
+        UnknownModel: The model is not served.
+    """
+    await context.respond_json(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
+
+
+def _card(context: ImageContext, name: str) -> dict[str, Any]:
+    model, limits = context.engine.model, context.engine.limits
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_at,
+        "owned_by": "trioserve",
+        "root": model.source,
+        "parent": None,
+        "family": model.family,
+        "fingerprint": model.fingerprint,
+        "image": {
+            "size": f"{model.width}x{model.height}",
+            "side_multiple": model.side_multiple,
+            "side_min": model.side_min,
+            "side_max": model.side_max,
+            "pixels_max": limits.pixels_max,
+            "steps": min(model.steps, limits.steps_max),
+            "steps_max": limits.steps_max,
+            "guidance": model.guidance,
+            "takes_guidance": model.takes_guidance,
+            "samplers": model.samplers,
+            "classes": model.classes,
+            "n_max": limits.n_max,
+            "takes_negative_prompt": model.takes_negative,
+            "takes_images": model.takes_images,
+            "partial_images_max": PARTIAL_IMAGES_MAX,
+            "output_formats": IMAGE_FORMATS,
+        },
+    }
+
 
 TEXT_PATHS = (
     "/v1/chat/completions",
