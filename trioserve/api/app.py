@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
-from trioserve.api.caller import ApiKeys, check_is_admin, check_may_operate
+from trioserve.api.caller import ApiKeys, Caller, check_is_admin, check_may_operate
 from trioserve.api.error_responses import HandedOver, Refusal, error_response, refusal
 from trioserve.api.gate import PageGate
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, WhiteSpaceExchange
@@ -111,6 +111,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._tracer = tracer
         self._logs_requests = logs_requests
         self._keys = keys
+        self._latest: tuple[Headers, Caller] | None = None  # the caller that the connection asked for last
         rules = keys.rules
         self._gate = (
             None
@@ -145,7 +146,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     def __call__(self, exchange: Exchange) -> Awaitable[None]:
         """Answer a request.
 
-        Each frame below is entered again for every event of a stream. So there are few frames.
+        Each frame below is entered again for every event of a stream. So there are three: `_serve`, which counts and
+        logs, `handle`, which sends errors, and the handler.
         """
         return self._serve(self.new_context(exchange))
 
@@ -163,7 +165,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             if route is not None and not is_own and self._may_send_white_space(exchange, route):
                 await self._respond_with_white_space(context, route)
             else:
-                await self._respond(context, route, is_own=is_own)
+                await self.handle(context, partial(self._authorized, route=route, is_own=is_own))
         finally:
             context.release()
             if heartbeat is not None:
@@ -212,10 +214,17 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     def _has_key(self, headers: Headers) -> bool:
         try:
-            self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+            self._latest = headers, self._caller(headers)
         except Refusal:
             return False
         return True
+
+    def _caller(self, headers: Headers) -> Caller:
+        """Find the caller, once if the connection has asked for these headers just before."""
+        latest, self._latest = self._latest, None
+        if latest is not None and latest[0] is headers:
+            return latest[1]
+        return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
         """Count and log a preflight response, which was sent without this app.
@@ -232,14 +241,14 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             fields = {**fields, "outcome": Outcome.FINISHED}
             logger.log(level, "%s", end_line(fields), extra={"fields": fields})
 
-    def operate(self, context: ContextType, operation: Handler[ContextType]) -> Awaitable[None]:
+    def operate(self, context: ContextType, handler: Handler[ContextType]) -> Awaitable[None]:
         """Call the handler of an authorized request.
 
         Args:
             context: the request.
-            operation: its handler.
+            handler: answers the request.
         """
-        return operation(context)
+        return handler(context)
 
     def _may_send_white_space(self, exchange: Exchange, route: Route[ContextType]) -> bool:
         """Return True if a whole response may send its head early. A router with heartbeats gets the true status."""
@@ -257,44 +266,47 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                 exchange = WhiteSpaceExchange(context.exchange, nursery, seconds, context.json_head)
                 context.exchange = exchange
                 try:
-                    await self._respond(context, route, is_own=False)
+                    await self.handle(context, partial(self._authorized, route=route, is_own=False))
                 finally:
                     nursery.cancel_scope.cancel()
                     if exchange.has_begun:
                         context.note_early_head()
 
-    def _respond(self, context: ContextType, route: Route[ContextType] | None, *, is_own: bool) -> Awaitable[None]:
-        return self.handle(context, partial(self._authorized, route=route, is_own=is_own))
-
-    async def _authorized(self, context: ContextType, *, route: Route[ContextType] | None, is_own: bool) -> None:
-        """Authorize a request, then call its handler."""
-        headers = context.exchange.headers
-        context.surface = surface_of(context.exchange)
+    def _authorized(self, context: ContextType, *, route: Route[ContextType] | None, is_own: bool) -> Awaitable[None]:
+        """Authorize a request, and return the work of its handler. This frame does not stay below the handler."""
+        exchange = context.exchange
+        method, headers, rules = exchange.method, exchange.headers, self._keys.rules
+        context.surface = surface_of(exchange)
         context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
+        operates = route is not None and route.operates(method) and not is_own
         if self._gate is not None and not is_own:
-            self._gate.check(
-                context.exchange,
-                is_open=route is not None and not route.needs_key,
-                is_operators=route is not None and route.operates(context.exchange.method),
-            )
-        if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
-            context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+            self._gate.check(exchange, is_open=route is not None and not route.needs_key, is_operators=operates)
+        # Metrics count all requests, so if they are closed, only the admin may read them.
+        is_admins = route is not None and route.path == METRICS_PATH and rules.metrics_need_key
+        is_closed = is_admins or (route is not None and route.path == LOAD_PATH and rules.load_needs_key)
+        if not is_own and (route is None or route.needs_key or is_closed):
+            context.caller = self._caller(headers)
         if route is None:
-            raise self.not_found(context.exchange.path)
-        self._check_may_read(context, route.path)
-        operation = route.operation(context.exchange.method).handler
-        if route.operates(context.exchange.method) and not is_own:
+            raise self.not_found(exchange.path)
+        if is_admins:
+            check_is_admin(context.caller, "metrics need the admin's API key: see --admin-api-key")
+        handler = route.operation(method).handler
+        if operates:
             check_may_operate(context.caller)
-            if self._gate is not None:
-                await _check_is_json(context.exchange)
-        await self.operate(context, operation)
+            if self._gate is not None and method not in READS:
+                return self._operate_with_json(context, handler)
+        return self.operate(context, handler)
 
-    async def handle(self, context: ContextType, operation: Handler[ContextType]) -> None:
+    async def _operate_with_json(self, context: ContextType, handler: Handler[ContextType]) -> None:
+        await _check_is_json(context.exchange)
+        await self.operate(context, handler)
+
+    async def handle(self, context: ContextType, begin: Handler[ContextType]) -> None:
         """Answer a request with its handler, or with the error that the handler raises.
 
         Args:
             context: the request.
-            operation: answers the request.
+            begin: answers the request, or checks it first and returns the work of its handler.
 
         Raises:
             TrioserveError: the handler failed after its response had begun.
@@ -303,7 +315,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         try:
             with panics_become_failures():
                 try:
-                    await operation(context)
+                    await begin(context)
                 except HandedOver as handed:
                     await context.finish(hand_over_event(handed))
             if context.outcome is Outcome.LEFT:  # otherwise the handler has sent an error
@@ -315,16 +327,6 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             logger.exception("request failed request=%s path=%s", context.request_id, printable(context.exchange.path))
             if not await context.fail(error_response(error)):
                 raise
-
-    def _is_closed(self, path: str) -> bool:
-        """Return True if the operator has closed a path that is open by default."""
-        rules = self._keys.rules
-        return (rules.metrics_need_key and path == METRICS_PATH) or (rules.load_needs_key and path == LOAD_PATH)
-
-    def _check_may_read(self, context: ContextType, path: str) -> None:
-        """Raise Refusal (403) if metrics are closed and the caller is not the admin, since they count all requests."""
-        if path == METRICS_PATH and self._is_closed(path):
-            check_is_admin(context.caller, "metrics need the admin's API key: see --admin-api-key")
 
     def _log_end(self, context: ContextType, level: int, *, seconds: float) -> None:
         fields = {
@@ -357,8 +359,6 @@ async def _check_is_json(exchange: Exchange) -> None:
     Before a page of another site may send JSON, a browser asks the server for permission. Other bodies are sent without
     this question, and an old browser does not name the page's origin.
     """
-    if exchange.method in READS:
-        return
     content_type = exchange.headers.get("content-type") or ""
     if content_type.partition(";")[0].strip().lower() == JSON or not await exchange.body():
         return

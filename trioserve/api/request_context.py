@@ -136,7 +136,7 @@ class RequestContext(EngineContext):
             InvalidRequest: the request must name a model, and names none.
         """
         name = super().model_name(asked)
-        self.adapter = asked if asked in self.engine.adapters.names else None
+        self.adapter = None if asked is None or asked in self.engine.model.served_names else asked
         return name
 
     @property

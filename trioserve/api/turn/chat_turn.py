@@ -125,16 +125,11 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     plain_prompt: str | None = None
     shape: ResponseShape = ResponseShape()
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees and may call."""
-        return self.tool_choice.offered(self.tools)
-
     def prompt(self) -> ChatPrompt:
         """Return the prompt. Only for a turn with messages, not with plain_prompt."""
         return ChatPrompt(
             messages=self.messages,
-            tools=self.offered_tools,
+            tools=self.tool_choice.offered(self.tools),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template=self.chat_template,
@@ -231,27 +226,28 @@ class ChatTurn:
         self._engine = engine
         self._request = request
         self._new_id = new_id
-        self._tools = offered_tools(request.offered_tools)
+        prompt = request.prompt() if request.plain_prompt is None else None
+        offered = None if prompt is None else prompt.tools
+        self._tools = offered_tools(offered)
         families = engine.families
         has_tools = bool(self._tools)
-        if request.plain_prompt is not None:
+        if prompt is None:
             sampling = msgspec.structs.replace(request.sampling, structured=request.structured)
         else:
             sampling = restrained(
                 request.sampling,
                 families,
                 engine.tokenizer,
-                tools=request.offered_tools,
+                tools=offered,
                 tool_choice=request.tool_choice,
                 structured=request.structured,
                 parallel_tool_calls=request.parallel_tool_calls,
                 reasoning_tokens_max=request.reasoning.budget_tokens,
             )
-        self.is_plain = request.plain_prompt is not None or not families.needs_parser(has_tools=has_tools)
+        self.is_plain = prompt is None or not families.needs_parser(has_tools=has_tools)
         if not self.is_plain and families.needs_special_tokens(has_tools=has_tools):
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-        plain = request.plain_prompt
-        self.stream = generate(request.prompt() if plain is None else plain, sampling)
+        self.stream = generate(prompt or request.plain_prompt or "", sampling)
         self.choices: list[TurnChoice] = []
 
     async def __aenter__(self) -> ChatTurn:
