@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from trioserve.metrics.registry import Metrics
     from trioserve.trio_tools.deadline_keeper import Alarm
 
-__all__ = ["EngineContext", "PauseMode", "ServedEngine"]
+__all__ = ["EngineContext", "EngineServices", "PauseMode", "ServedEngine"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -74,15 +75,29 @@ class ServedEngine(Protocol):
     def call_at(self, at: float, function: Callable[[], None], /) -> Alarm: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServices:
+    """Parts of a server that a request to an engine of any kind needs.
+
+    Attributes:
+        clock_and_ids: the time of day, and new ids.
+        rules: access rules of the operator.
+        routers_heard: routers that ask for the engine's load.
+        tenant_header: name of the header that names the tenant.
+    """
+
+    clock_and_ids: ClockAndIds
+    rules: AccessRules
+    routers_heard: RoutersHeard
+    tenant_header: str = TENANT_HEADER
+
+
 class EngineContext(Responder):
     """Context of one request to a server with an engine of any kind.
 
     Args:
         exchange: the request, and the way to its client.
-        clock_and_ids: the time of day, and new ids.
-        rules: access rules of the operator.
-        routers_heard: routers that ask for the engine's load.
-        tenant_header: name of the header that names the tenant.
+        services: parts of the server, shared by all requests.
 
     Attributes:
         priority_least: lower bound for the priority number of the engine requests. A lower number runs sooner.
@@ -90,20 +105,12 @@ class EngineContext(Responder):
 
     engine: ServedEngine
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        clock_and_ids: ClockAndIds,
-        *,
-        rules: AccessRules,
-        routers_heard: RoutersHeard,
-        tenant_header: str = TENANT_HEADER,
-    ) -> None:
-        super().__init__(exchange, clock_and_ids)
-        self.rules = rules
-        self.routers_heard = routers_heard
+    services: EngineServices
+
+    def __init__(self, exchange: Exchange, services: EngineServices) -> None:
+        super().__init__(exchange, services.clock_and_ids)
+        self.services = services
         self.priority_least = PRIORITY_MIN
-        self._tenant_header = tenant_header
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause the engine.
@@ -156,7 +163,7 @@ class EngineContext(Responder):
             InvalidRequest: the request must name a model, and names none.
         """
         served = self.served_names
-        check_model(self.rules, asked, served)
+        check_model(self.services.rules, asked, served)
         if asked is None:
             return served[0]
         if asked not in served:
@@ -173,7 +180,7 @@ class EngineContext(Responder):
     @property
     def named_tenant(self) -> str | None:
         """Tenant that the request's header names. The caller decides whether the name counts."""
-        return self.exchange.headers.get(self._tenant_header)
+        return self.exchange.headers.get(self.services.tenant_header)
 
     def begin_heartbeat(self) -> Heartbeat | None:
         return Heartbeat.of(self.exchange, self.engine)
@@ -187,7 +194,9 @@ class EngineContext(Responder):
         return self.keep_alive_with(KEEP_ALIVE)
 
     def keep_alive_with(self, comment: bytes) -> KeepAlive:
-        return KeepAlive(lambda: self.exchange.send(comment), self.engine.call_at, self.rules.keep_alive_seconds)
+        return KeepAlive(
+            lambda: self.exchange.send(comment), self.engine.call_at, self.services.rules.keep_alive_seconds
+        )
 
     async def begin_events(
         self,
@@ -211,7 +220,7 @@ class EngineContext(Responder):
             TrioserveError: raised by `wait`.
         """
         while True:
-            with trio.move_on_after(self.rules.keep_alive_seconds):
+            with trio.move_on_after(self.services.rules.keep_alive_seconds):
                 await wait()
                 break
             if HEARTBEAT_HEADER in self.exchange.headers:

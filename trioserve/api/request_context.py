@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from trioserve.api.caller import AccessRules
-from trioserve.api.engine_context import EngineContext, PauseMode
+from trioserve.api.engine_context import EngineContext, EngineServices, PauseMode
 from trioserve.api.whole_response import PLAIN, ResponseBound, ResponseBudget, ResponseShape
 from trioserve.contracts.prompt import Cut
-from trioserve.http.clock_and_ids import ClockAndIds
 
 if TYPE_CHECKING:
-    from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.kv_transfer_params import KVTransferParams
     from trioserve.contracts.pooling import PoolingInput, PoolingParams
@@ -59,25 +56,17 @@ class AsksPooling(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestServices:
-    """Parts of the server that a request for the engine needs.
+class RequestServices(EngineServices):
+    """Parts of a server that a request to an engine with a language model needs.
 
     Attributes:
         engine: computes the response.
-        clock_and_ids: the time of day, and new ids.
-        rules: access rules of the operator.
-        routers_heard: routers that ask for the engine's load.
-        tenant_header: name of the header that names the tenant.
         trust_chat_template: True if a request may bring its own chat template. It runs in a sandbox, but may be slow.
         store: keeps responses, files and batches. None: nothing is kept.
         responses: bounds the memory of all whole responses together.
     """
 
     engine: Engine
-    clock_and_ids: ClockAndIds
-    rules: AccessRules
-    routers_heard: RoutersHeard
-    tenant_header: str
     trust_chat_template: bool
     store: Store | None
     responses: ResponseBudget
@@ -96,18 +85,11 @@ class RequestContext(EngineContext):
     """
 
     engine: Engine
+    services: RequestServices
 
     def __init__(self, exchange: Exchange, services: RequestServices) -> None:
-        super().__init__(
-            exchange,
-            services.clock_and_ids,
-            rules=services.rules,
-            routers_heard=services.routers_heard,
-            tenant_header=services.tenant_header,
-        )
+        super().__init__(exchange, services)
         self.engine = services.engine
-        self.store = services.store
-        self.trust_chat_template = services.trust_chat_template
         self.response_bound = ResponseBound(services.rules.response_bytes_max, services.responses)
         self.streams: list[RequestStream] = []
         self.adapter: str | None = None
@@ -123,7 +105,7 @@ class RequestContext(EngineContext):
 
     @property
     def store_trouble(self) -> str | None:
-        return None if self.store is None else self.store.trouble
+        return None if self.services.store is None else self.services.store.trouble
 
     def model_name(self, asked: str | None) -> str:
         """Choose the model name of the response. If the request names an adapter, remember it for `generate`.

@@ -85,7 +85,7 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def create_batch(context: ServerContext) -> None:
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     body = await context.body(BatchBody)
     window_seconds = _check(body, context.server.batch_endpoints)
     context.server.batches.check_room(context.owner)
@@ -138,7 +138,7 @@ async def list_batches(context: ServerContext) -> None:
     Args:
         context: The request.
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     query = Query(context.exchange.query)
     limit = query.number("limit", LIST_DEFAULT, low=1, high=LIST_MAX)
     after = query.text("after")
@@ -167,7 +167,7 @@ async def cancel_batch(context: ServerContext) -> None:
     Args:
         context: The request.
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     await context.server.batches.cancel(store, await _batch(context))
     await context.respond_json(_shown(await _batch(context)))
 
@@ -178,7 +178,7 @@ async def _batch(context: ServerContext) -> StoredObject:
     Raises:
         Refusal: The caller has no such batch (404).
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     batch_id = context.exchange.path.split("/")[3]
     stored = await store.get(BATCH_KIND, batch_id, owner=context.owner)
     if stored is None:

@@ -73,7 +73,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def create_message_batch(context: ServerContext) -> None:
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     raw = await context.exchange.body()
     if len(raw) <= INLINE_BYTES_MAX:
         count, lines = _lines(raw)
@@ -114,7 +114,7 @@ async def list_message_batches(context: ServerContext) -> None:
     Args:
         context: The request.
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     query = Query(context.exchange.query)
     limit = min(query.number("limit", LIST_DEFAULT, low=1, high=LIST_ASKED_MAX), LIST_MAX)
     after, before = query.text("after_id"), query.text("before_id")
@@ -150,7 +150,7 @@ async def cancel_message_batch(context: ServerContext) -> None:
     Args:
         context: The request.
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     await context.server.batches.cancel(store, await _stored(context))
     await read_message_batch(context)
 
@@ -158,7 +158,7 @@ async def cancel_message_batch(context: ServerContext) -> None:
 async def delete_message_batch(context: ServerContext) -> None:
     stored = await _stored(context)
     record = _ended(stored, "be deleted")
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     files = (record.input_file_id, record.output_file_id, record.error_file_id)
     await store.settle(
         *(DeleteObject(kind=MESSAGE_FILE_KIND, id=file_id) for file_id in files),
@@ -177,7 +177,7 @@ async def read_message_results(context: ServerContext) -> None:
     """
     stored = await _stored(context)
     record = _ended(stored, "have results")
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     await context.start_bytes("application/x-jsonl")
     for file_id in (record.output_file_id, record.error_file_id):
         reader = LineReader(store, file_id, context.owner, line_bytes_max=RESULT_BYTES_MAX, kind=MESSAGE_FILE_KIND)
@@ -272,7 +272,7 @@ async def _stored(context: ServerContext) -> StoredObject:
     Raises:
         Refusal: The caller has no such batch (404).
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     batch_id = context.exchange.path.split("/")[4]
     stored = await store.get(MESSAGE_BATCH_KIND, batch_id, owner=context.owner)
     if stored is None:

@@ -128,7 +128,7 @@ def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
         raise InvalidRequest("send either input or messages", param="input" if given is None else "messages")
     if body.messages is not None:
         chat = TokenizeBody(messages=body.messages, add_generation_prompt=False)
-        return [chat_prompt(chat, trust_chat_template=context.trust_chat_template)]
+        return [chat_prompt(chat, trust_chat_template=context.services.trust_chat_template)]
     if isinstance(given, str):
         return [given]
     if not given:

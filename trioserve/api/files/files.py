@@ -118,7 +118,7 @@ SHOWN_PURPOSES = (*PURPOSES, "batch_output")
 
 
 async def create_file(context: ServerContext) -> None:
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     body = await context.exchange.body()
     content_type = context.exchange.headers.get("content-type")
     if len(body) <= INLINE_BYTES_MAX:
@@ -144,7 +144,7 @@ async def list_files(context: ServerContext) -> None:
         InvalidRequest: the query has a bad value.
         Refusal: the server has no store (503).
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     query = Query(context.exchange.query)
     limit = min(query.number("limit", LIST_MAX, low=1, high=FILE_LIST_MAX), LIST_MAX)
     order = query.choice("order", ("asc", "desc"), "desc")
@@ -174,7 +174,7 @@ async def list_files(context: ServerContext) -> None:
 
 
 async def retrieve_file(context: ServerContext) -> None:
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     await context.respond_json(file_object(await read_file(store, _file_id(context), context.owner)))
 
 
@@ -187,7 +187,7 @@ async def read_file_content(context: ServerContext) -> None:
     Raises:
         Refusal: there is no such file (404), or the server has no store (503).
     """
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     stored = await read_file(store, _file_id(context), context.owner)
     name = quote(record_of(stored).filename, safe="")
     disposition = ("content-disposition", f"attachment; filename*=UTF-8''{name}")
@@ -210,7 +210,7 @@ async def read_file_content(context: ServerContext) -> None:
 
 
 async def delete_file(context: ServerContext) -> None:
-    store = required_store(context.store)
+    store = required_store(context.services.store)
     file_id = _file_id(context)
     await read_file(store, file_id, context.owner)
     with context.server.batches.deleting(file_id) as batch_id:

@@ -96,7 +96,7 @@ async def create_images(context: ImageContext) -> None:
     body = await context.body(ImageGenerationBody)
     model = context.model_name(body.model)
     body.check()
-    with context.unsent.share() as share:
+    with context.services.unsent.share() as share:
         made = await _made(context, body, body.params(), "image_generation", model, share)
         await _finish(context, made)
 
@@ -117,8 +117,8 @@ async def edit_images(context: ImageContext) -> None:
             param="image",
         )
     raw = await context.exchange.body()
-    with context.unsent.share() as share:
-        with context.edits.taken(context.tenant):
+    with context.services.unsent.share() as share:
+        with context.services.edits.taken(context.tenant):
             made = await _changed(context, raw, share)
         await _finish(context, made)
 
@@ -133,7 +133,7 @@ async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> Who
     image_form.body.check()
     if not image_form.body.stream:
         context.exchange.fill_silence()
-    decoder = context.decoder
+    decoder = context.services.decoder
     async with decoder.turn(context.tenant):
         image = await decoder.image(image_form.image, "image")
         mask = None if image_form.mask is None else await decoder.mask(image_form.mask, "mask")
@@ -237,7 +237,7 @@ async def _stream(
             _note(context, end)
 
     await context.begin_events(wait_until_begun, context.start_events)
-    silent_seconds_max = context.rules.keep_alive_seconds
+    silent_seconds_max = context.services.rules.keep_alive_seconds
     send = context.exchange.send
     partial_counts: Counter[int] = Counter()
     left_count = len(stream.seeds)  # images that are not sent

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trioserve.api.caller import AccessRules
-from trioserve.api.engine_context import EngineContext
+from trioserve.api.engine_context import EngineContext, EngineServices
 from trioserve.contracts.errors import Overloaded
-from trioserve.http.clock_and_ids import ClockAndIds
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from trioserve.admission.image_decoder import ImageDecoder
-    from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
     from trioserve.engine.images.image_engine import ImageEngine, ImageStream
@@ -163,48 +161,43 @@ class ImageRequest(Protocol):
     def priority(self) -> int | None: ...
 
 
-class ImageContext(EngineContext):
-    """Context of one request. The handler answers it once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageServices(EngineServices):
+    """Parts of a server that a request for images needs.
 
-    Args:
-        exchange: See EngineContext.
+    Attributes:
         engine: The image engine.
-        clock_and_ids: See EngineContext.
         threads: Threads that encode images.
         decoder: Decodes images that clients send.
         edits: Limits the edits that run at a time.
         unsent: Limits the memory of images that clients have not received.
-        rules: See EngineContext.
-        routers_heard: See EngineContext.
-        tenant_header: See EngineContext.
+    """
+
+    engine: ImageEngine
+    threads: EncodingThreads
+    decoder: ImageDecoder
+    edits: EditSlots
+    unsent: UnsentImages
+
+
+class ImageContext(EngineContext):
+    """Context of one request to a server that generates images.
+
+    Args:
+        exchange: The request.
+        services: Parts of the server, shared by all requests.
 
     Attributes:
         streams: Streams of the engine that the request began.
         steps_done: Finished denoising steps, by index of the image.
     """
 
+    services: ImageServices
     engine: ImageEngine
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        engine: ImageEngine,
-        clock_and_ids: ClockAndIds,
-        *,
-        threads: EncodingThreads,
-        decoder: ImageDecoder,
-        edits: EditSlots,
-        unsent: UnsentImages,
-        rules: AccessRules,
-        routers_heard: RoutersHeard,
-        tenant_header: str,
-    ) -> None:
-        super().__init__(exchange, clock_and_ids, rules=rules, routers_heard=routers_heard, tenant_header=tenant_header)
-        self.engine = engine
-        self.threads = threads
-        self.decoder = decoder
-        self.edits = edits
-        self.unsent = unsent
+    def __init__(self, exchange: Exchange, services: ImageServices) -> None:
+        super().__init__(exchange, services)
+        self.engine = services.engine
         self.streams: list[ImageStream] = []
         self.steps_done: dict[int, int] = {}
 
@@ -226,7 +219,7 @@ class ImageContext(EngineContext):
         Raises:
             Overloaded: Too many images of this tenant wait.
         """
-        return await self.threads.run(function, tenant=self.tenant)
+        return await self.services.threads.run(function, tenant=self.tenant)
 
     def generate_image(self, body: ImageRequest, params: ImageParams, deadlines: Deadlines) -> ImageStream:
         """Create a request to the engine in this caller's name. Enter it with `async with`.

@@ -14,7 +14,7 @@ from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images import response_types
 from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
-from trioserve.api.images.image_context import EditSlots, EncodingThreads, ImageContext, UnsentImages
+from trioserve.api.images.image_context import EditSlots, EncodingThreads, ImageContext, ImageServices, UnsentImages
 from trioserve.api.images.request_types import RANGES, REFUSED, ImageEditBody, ImageGenerationBody
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
@@ -281,37 +281,29 @@ class ImageApp(BaseApp[ImageContext]):
             tracer=tracer,
             logs_requests=logs_requests,
         )
-        self._engine = engine
-        self._tenant_header = tenant_header
-        self._clock_and_ids = clock_and_ids or ClockAndIds()
-        self._decoder = decoder
-        self._edits = edits or EditSlots()
-        self._unsent = unsent or UnsentImages()
-        self._threads = threads or EncodingThreads()
-        self._routers_heard = RoutersHeard(trio.current_time)
+        self._services = ImageServices(
+            engine=engine,
+            clock_and_ids=clock_and_ids or ClockAndIds(),
+            rules=self._keys.rules,
+            routers_heard=RoutersHeard(trio.current_time),
+            tenant_header=tenant_header,
+            threads=threads or EncodingThreads(),
+            decoder=decoder,
+            edits=edits or EditSlots(),
+            unsent=unsent or UnsentImages(),
+        )
 
     def not_found(self, path: str) -> Refusal:
         if not path.startswith(TEXT_PATHS):
             return super().not_found(path)
         return refusal(
             "makes_pictures",
-            f"there is nothing at {path}: the model {self._engine.model.name} generates images, not text. Send the "
-            f"prompt to {GENERATIONS_PATH}",
+            f"there is nothing at {path}: the model {self._services.engine.model.name} generates images, not text. "
+            f"Send the prompt to {GENERATIONS_PATH}",
         )
 
     def new_context(self, exchange: Exchange) -> ImageContext:
-        return ImageContext(
-            exchange,
-            self._engine,
-            self._clock_and_ids,
-            threads=self._threads,
-            decoder=self._decoder,
-            edits=self._edits,
-            unsent=self._unsent,
-            rules=self._keys.rules,
-            routers_heard=self._routers_heard,
-            tenant_header=self._tenant_header,
-        )
+        return ImageContext(exchange, self._services)
 
     def end_fields(self, context: ImageContext) -> dict[str, object]:
         if not context.streams:

@@ -101,7 +101,7 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
     _check(body)
     sampling = _sampling(body, context.engine.default_sampling)
     return msgspec.structs.replace(
-        turn_request(body, sampling, trust_chat_template=context.trust_chat_template),
+        turn_request(body, sampling, trust_chat_template=context.services.trust_chat_template),
         # The API allows one call at a time for the older `functions`.
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         priority=body.priority,

@@ -105,7 +105,7 @@ async def unload_adapter(context: RequestContext) -> None:
 
 
 def _check_may(context: RequestContext) -> None:
-    if not (context.rules.loads_adapters and context.engine.adapters.is_enabled):
+    if not (context.services.rules.loads_adapters and context.engine.adapters.is_enabled):
         raise refusal(
             "adapters_fixed",
             "this server cannot load lora adapters while it runs: start it with --enable-lora and "

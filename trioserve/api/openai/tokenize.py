@@ -106,7 +106,7 @@ async def _token_ids(context: RequestContext, body: TokenizeBody, texts: PromptE
         raise InvalidRequest("send either prompt or messages", param="prompt" if prompt is None else "messages")
     cut = prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, None)
     if prompt is None:
-        return await texts.encode(chat_prompt(body, trust_chat_template=context.trust_chat_template), cut=cut)
+        return await texts.encode(chat_prompt(body, trust_chat_template=context.services.trust_chat_template), cut=cut)
     return await texts.encode(prompt, add_special_tokens=body.add_special_tokens is not False, cut=cut)
 
 

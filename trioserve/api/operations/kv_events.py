@@ -128,8 +128,8 @@ def load_report(context: EngineContext, *, is_asked: bool = False) -> EndpointLo
     if router is None:
         return load
     if is_asked:
-        context.routers_heard.note(router)
-    return msgspec.structs.replace(load, routers=context.routers_heard.seconds_since())
+        context.services.routers_heard.note(router)
+    return msgspec.structs.replace(load, routers=context.services.routers_heard.seconds_since())
 
 
 def _reported_parts(load: EndpointLoad) -> tuple[object, ...]:

@@ -236,7 +236,7 @@ class BackgroundResponses:
             await context.respond_json(live.snapshot())
             return
         await context.start_events()
-        await live.log.follow(-1, context.exchange.send, silent_seconds_max=context.rules.keep_alive_seconds)
+        await live.log.follow(-1, context.exchange.send, silent_seconds_max=context.services.rules.keep_alive_seconds)
         await context.finish()
 
     async def _work(self, live: BackgroundResponse, store: Store) -> None:

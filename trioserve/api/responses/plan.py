@@ -77,7 +77,7 @@ async def plan_response(context: RequestContext, body: ResponsesBody, response: 
         body=body,
         tools=tools,
         sampling=sampling,
-        stores=body.stores and context.store is not None,
+        stores=body.stores and context.services.store is not None,
     )
     return PlannedResponse(head=head, turn=turn, input=with_ids(own, response))
 
@@ -112,8 +112,8 @@ async def _plan(
     own = checked_items(body.input)
     before: list[Item] = []
     if body.previous_response_id is not None:
-        before = await items_before(context.store, context.owner, body.previous_response_id, loaded)
-    own = await resolve_references(context.store, context.owner, own, loaded)
+        before = await items_before(context.services.store, context.owner, body.previous_response_id, loaded)
+    own = await resolve_references(context.services.store, context.owner, own, loaded)
     messages = messages_of([*before, *own], body.instructions)
     if not messages:
         raise InvalidRequest("there is no input: send a text, or at least one item", param="input")

@@ -218,16 +218,16 @@ async def create_response(context: ServerContext) -> None:
     # The turn is left first, so that a slow store or client does not hold blocks of the engine.
     last, response = run.complete()
     if planned.head.stores:
-        assert context.store is not None
+        assert context.services.store is not None
         kept = PutObject(kind=KIND, id=planned.head.id, owner=context.owner, body=stored_bytes(run.stored(response)))
         changes: tuple[Change, ...] = (kept,)
-        if body.resume is not None and await context.store.get(KIND, kept.id, owner=context.owner) is not None:
+        if body.resume is not None and await context.services.store.get(KIND, kept.id, owner=context.owner) is not None:
             changes = (
                 DeleteObject(kind=KIND, id=kept.id),
                 kept,
             )  # An earlier run was stored, but its client lost the connection. Replace it.
         try:
-            await context.store.settle(*changes)
+            await context.services.store.settle(*changes)
         except (DiskFull, StoreFault):
             # Disk and memory of the store are full. The client still gets the response.
             response["store"] = False  # The last event contains this object, so it changes, too.

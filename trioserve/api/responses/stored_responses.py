@@ -228,8 +228,8 @@ async def delete_response(context: ServerContext) -> None:
         live.scope.cancel()
         await live.done.wait()
     await _kept(context, response_id)
-    assert context.store is not None
-    await context.store.settle(DeleteObject(kind=KIND, id=response_id))
+    assert context.services.store is not None
+    await context.services.store.settle(DeleteObject(kind=KIND, id=response_id))
     await context.respond_json({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -299,7 +299,9 @@ async def _stream(context: ServerContext, response_id: str, after: int) -> None:
                 f"starting_after is {after}, but the last event so far is {live.log.last}", param="starting_after"
             )
         await context.start_events()
-        await live.log.follow(after, context.exchange.send, silent_seconds_max=context.rules.keep_alive_seconds)
+        await live.log.follow(
+            after, context.exchange.send, silent_seconds_max=context.services.rules.keep_alive_seconds
+        )
         await context.finish()
         return
     kept = None if live is not None else await _kept(context, response_id)
@@ -324,11 +326,11 @@ EVENTS_OF_A_WRITE = 64
 
 
 async def _kept_events(context: ServerContext, kept: StoredObject) -> list[bytes]:
-    assert context.store is not None
+    assert context.services.store is not None
     pieces: list[bytes] = []
     offset = 0
     while offset < kept.blob_bytes:
-        piece = await context.store.read_blob(KIND, kept.id, owner=context.owner, offset=offset)
+        piece = await context.services.store.read_blob(KIND, kept.id, owner=context.owner, offset=offset)
         if not piece:
             raise not_found(kept.id)  # deleted meanwhile
         pieces.append(piece)
@@ -342,7 +344,11 @@ async def _kept(context: ServerContext, response_id: str) -> StoredObject:
     Raises:
         Refusal: The caller has no such response (404).
     """
-    kept = None if context.store is None else await context.store.get(KIND, response_id, owner=context.owner)
+    kept = (
+        None
+        if context.services.store is None
+        else await context.services.store.get(KIND, response_id, owner=context.owner)
+    )
     if kept is None:
         raise not_found(response_id)
     return kept

@@ -293,7 +293,7 @@ class DetachedStreams:
             on_unread=self._note_unread,
             on_expired=self._expire,
             is_numbered=is_numbered,
-            silent_seconds_max=context.rules.keep_alive_seconds,
+            silent_seconds_max=context.services.rules.keep_alive_seconds,
         )
 
     def _make_room(self, owner: str | None) -> None:
