@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 
 from trioserve.testing.byte_tokenizer import byte_backend
-from trioserve.text.response_parsers.families import TOOL_FAMILIES
+from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
 from trioserve.text.response_parsers.forced_calls import forced_calls, strict_calls
 from trioserve.text.response_parts import WholeCall
 from trioserve.text.tokenizer import Tokenizer
@@ -17,15 +18,15 @@ from trioserve.text.tokenizer_parts import TokenizerParts
 PARIS = WholeCall("get_weather", '{"city": "Paris", "days": 3}')
 WRONG = WholeCall("get_weather", '{"days": 3}')
 FAMILIES = sorted(name for name, family in TOOL_FAMILIES.items() if family.special_tokens)
+REASONING = sorted(name for name, family in REASONING_FAMILIES.items() if family.special_tokens)
 VOCABULARY_TOKENS = 300
 
 
 class Vocabulary:
     """A vocabulary of bytes and a family's special tokens."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         backend = byte_backend(VOCABULARY_TOKENS)
-        names = TOOL_FAMILIES[family].special_tokens
         backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
         self.tokenizer = Tokenizer(
             TokenizerParts(backend=backend, bos_token=None, eos_token=None, chat_template=None, tool_chat_template=None)
@@ -45,7 +46,7 @@ class Vocabulary:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forced_calls_use_special_tokens(tools, family):
-    vocabulary = Vocabulary(family)
+    vocabulary = Vocabulary(TOOL_FAMILIES[family].special_tokens)
     special = vocabulary.tokenizer.special_ids()
     assert set(TOOL_FAMILIES[family].special_tokens) <= set(special)
     call_format = TOOL_FAMILIES[family].format_for(special)
@@ -59,7 +60,7 @@ def test_forced_calls_use_special_tokens(tools, family):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if TOOL_FAMILIES[name].call_format.trigger])
 def test_optional_calls_of_strict_tools_use_special_tokens(tools, family):
-    vocabulary = Vocabulary(family)
+    vocabulary = Vocabulary(TOOL_FAMILIES[family].special_tokens)
     special = vocabulary.tokenizer.special_ids()
     call_format = TOOL_FAMILIES[family].format_for(special)
     strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
@@ -68,3 +69,20 @@ def test_optional_calls_of_strict_tools_use_special_tokens(tools, family):
     assert vocabulary.takes(found.source, "Text with < and </ in it.")
     assert vocabulary.takes(found.source, "Text. " + call_format.written([PARIS]))
     assert not vocabulary.takes(found.source, "Text. " + call_format.written([WRONG]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoder_keeps_special_tokens_if_the_request_offers_tools(family):
+    tokenizer = Vocabulary(TOOL_FAMILIES[family].special_tokens).tokenizer
+    families = ResponseFamilies(tokenizer, tool_call_parser=family, reasoning_parser="none")
+    assert families.needs_special_tokens(has_tools=True)
+    assert not families.needs_special_tokens(has_tools=False)
+
+
+@pytest.mark.parametrize("family", REASONING)
+def test_decoder_keeps_special_tokens_of_reasoning_always(family):
+    tokenizer = Vocabulary(REASONING_FAMILIES[family].special_tokens).tokenizer
+    families = ResponseFamilies(tokenizer, tool_call_parser="none", reasoning_parser=family)
+    assert families.needs_special_tokens(has_tools=False)
+    plain = ResponseFamilies(tokenizer, tool_call_parser="none", reasoning_parser="none")
+    assert not plain.needs_special_tokens(has_tools=True)
