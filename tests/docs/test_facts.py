@@ -12,7 +12,8 @@ from types import ModuleType
 import pytest
 
 from trioserve.config import Config
-from trioserve.metrics.catalogue import CATALOGUE, Question
+from trioserve.metrics.catalogue import CATALOGUE
+from trioserve.metrics.metric import Question
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, SERVER_PARTS, Metrics
 from trioserve.options.option import options_of
 

@@ -35,7 +35,7 @@ from trioserve.engine.lifecycle.step_times import StepTimes
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.history import History
-from trioserve.metrics.quantiles import HistogramWindow
+from trioserve.metrics.plain_histogram import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.watchers import Watchers
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import HistogramMetricFamily
 
-__all__ = ["PlainHistogram"]
+__all__ = ["HistogramWindow", "PlainHistogram"]
 
 
 class PlainHistogram:
@@ -80,3 +80,54 @@ class PlainHistogram:
             buckets = list(zip(names, accumulate(child._counts), strict=True))
             family.add_metric(values, buckets, child._sum)
         yield family
+
+
+class HistogramWindow:
+    """The values that a histogram counted between two calls of `take`. Counting itself gets no slower.
+
+    Args:
+        histogram: the histogram to read.
+    """
+
+    def __init__(self, histogram: PlainHistogram) -> None:
+        self._histogram = histogram
+        self._seen = histogram.counts()
+
+    def take(self, shares: Sequence[float]) -> list[float | None]:
+        """Return quantiles of the values since the last call.
+
+        Args:
+            shares: the quantiles as fractions, for example 0.5 for the median.
+
+        Returns:
+            A quantile for each share, interpolated within the buckets, or None if no value was counted. A value above
+            the last bound counts as equal to that bound.
+        """
+        counts = self._histogram.counts()
+        new = [count - seen for count, seen in zip(counts, self._seen, strict=True)]
+        self._seen = counts
+        return [quantile(share, self._histogram.bounds, new) for share in shares]
+
+
+def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Return one quantile, assuming that values are evenly distributed within a bucket.
+
+    Args:
+        share: the quantile as a fraction, 0 to 1.
+        bounds: increasing upper bounds of the buckets.
+        counts: count of each single bucket, then the count of values above the last bound.
+
+    Returns:
+        The value, or None if all counts are 0.
+    """
+    totals = list(accumulate(counts))
+    if not totals[-1]:
+        return None
+    wanted = share * totals[-1]
+    index = bisect_left(totals, wanted)
+    while not counts[index]:  # share is 0
+        index += 1
+    if index == len(bounds):
+        return bounds[-1]
+    low = bounds[index - 1] if index else 0.0
+    return low + (bounds[index] - low) * (wanted - (totals[index] - counts[index])) / counts[index]

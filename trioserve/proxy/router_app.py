@@ -28,7 +28,7 @@ from trioserve.contracts.errors import InvalidRequest, StartupError, UnknownMode
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.contracts.version import VERSION
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.metrics.joined_pages import joined_pages
+from trioserve.metrics.text_format import joined_pages
 from trioserve.proxy.aborts import (
     abort_for_vllm,
     abort_one_or_all,

@@ -17,7 +17,7 @@ from trioserve.contracts.events import Phase
 from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
 from trioserve.contracts.version import VERSION
 from trioserve.metrics.history import History
-from trioserve.metrics.quantiles import HistogramWindow
+from trioserve.metrics.plain_histogram import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.fleet import Fleet
 from trioserve.trio_tools.watchers import Watchers

@@ -41,7 +41,7 @@ from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.lifecycle.stepped_core import StepRunnerOf
 from trioserve.engine.lifecycle.work import Guard, Host
-from trioserve.metrics.image_gauges import ImageGauges
+from trioserve.metrics.engine_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
 
