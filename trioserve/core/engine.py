@@ -84,6 +84,7 @@ class EngineCore:
         )
         assert connector is None or settings.state_slot_count == 0, "a connector cannot carry states"
         self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
+        self.has_connector = connector is not None
         self.scheduler = Scheduler(
             settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
         )
@@ -642,7 +643,8 @@ class EngineCore:
         """
         lives = self.flights.end(plan)
         self.scheduler.pace.end(now, is_whole=is_whole)
-        self._guided.end(plan)
+        if plan.masks is not None:
+            self._guided.end(plan)
         if not self.flights.ended:
             return lives
         lives = [live for live in lives if live.request.id not in self.flights.ended]

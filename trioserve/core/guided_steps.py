@@ -112,11 +112,11 @@ class GuidedSteps:
         """Return the masks of a plan to the maker.
 
         Args:
-            plan: a plan that has returned or was dropped.
+            plan: a plan with masks that has returned or was dropped.
         """
-        if plan.masks is not None:
-            assert self._maker is not None
-            self._maker.end(plan.masks)
+        assert self._maker is not None
+        assert plan.masks is not None
+        self._maker.end(plan.masks)
 
     def take_forced(self, live: LiveRequest) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append the tokens that must come next, within max_tokens.

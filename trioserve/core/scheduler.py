@@ -93,7 +93,8 @@ class Scheduler:
             # Long prompts were left out so that decodes stay fast, but all decodes were preempted: plan the long
             # prompts now.
             budget = self._plan_running(planned, preempted)
-        self._rotate_running(planned)
+        if self._settings.steps_apart:
+            self._rotate_running(planned)
 
         admitted: list[RequestId] = []
         # After a preemption, no request is admitted, so that running requests get the freed blocks. But if no chunk is
@@ -130,7 +131,7 @@ class Scheduler:
         """
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
-        wide = _WideTokens(self, planned)
+        wide: _WideTokens | None = None
         count_max = self._running_count_max()
         for live in self._running_in_turn():
             if budget == 0 or len(planned) == count_max:
@@ -141,6 +142,7 @@ class Scheduler:
             if count > budget:
                 count = budget
             if count > 1 and live.is_wide:
+                wide = wide or _WideTokens(self, planned)
                 count = wide.take(count)
                 if count == 0:
                     continue
@@ -185,13 +187,14 @@ class Scheduler:
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
-        wide = _WideTokens(self, planned)
+        wide: _WideTokens | None = None
         count_max = self._running_count_max()
         for live, due_count in self._due_behind(ends):
             if budget == 0 or len(planned) == count_max:
                 break
             count = min(due_count, budget)
             if count > 1 and live.is_wide:
+                wide = wide or _WideTokens(self, planned)
                 count = wide.take(count)
                 if count == 0:
                     continue
@@ -207,7 +210,8 @@ class Scheduler:
             if end > len(live.blocks) * block_size:
                 live.blocks = live.blocks.copy()  # the step in flight reads the old table
                 self._extend(live, end)
-        self._rotate_running(planned)
+        if self._settings.steps_apart:
+            self._rotate_running(planned)
         admitted = self._admit(planned, budget, now, in_flight)
         chunks = []
         lives = [self.running[request_id] for request_id in planned]
@@ -351,10 +355,9 @@ class Scheduler:
         return -(-count // STEPS_IN_FLIGHT_MAX) if self._settings.steps_apart else count
 
     def _rotate_running(self, planned: Mapping[RequestId, int]) -> None:
-        """With steps_apart, move the planned requests to the end, so that the next step begins with other requests."""
-        if self._settings.steps_apart:
-            for request_id in planned:
-                self.running[request_id] = self.running.pop(request_id)
+        """Move the planned requests to the end, so that the next step begins with other requests."""
+        for request_id in planned:
+            self.running[request_id] = self.running.pop(request_id)
 
     def _make_room(
         self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]

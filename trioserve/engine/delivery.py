@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 import trio
@@ -198,10 +198,6 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     def _count_run(self, choice: Choice, now: float) -> None:
         self._requests.note_run(choice, *self._core.prompt_saved(choice.sequence_id), now)
 
-    def _count_step(self, plan: StepPlan, now: float) -> None:
-        self._timings.show(now)
-        self._metrics.step_tokens.observe(plan.token_count)
-
     def _count_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
         self._requests.note_end(choice, reason, now)
 
@@ -231,7 +227,8 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
-        """Deliver ends that happened between two steps: requests whose KV could not be loaded. Log new transfer faults.
+        """Deliver ends that happened between two steps: requests whose KV could not be loaded. Log the first transfer
+        fault of each kind. A metric counts all of them.
 
         Args:
             events: the ends. May be empty.
@@ -239,10 +236,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         for event in events:
             assert isinstance(event, RequestFinished)
             self._on_finished(event, None, trio.current_time())
-        self._log_faults(self._core.latest_faults)
-
-    def _log_faults(self, latest: Mapping[TransferFault, str]) -> None:
-        """Log the first fault of each kind. A metric counts all of them."""
+        latest = self._core.latest_faults
         if len(latest) > len(self._faults_logged):
             for fault in latest.keys() - self._faults_logged:
                 self._faults_logged.add(fault)

@@ -263,7 +263,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     def leave(self) -> None:
         super().leave()
-        self._end_wait_for_release()
+        if self._released is not None:
+            self._end_wait_for_release()
 
     def note_read(self, delta: Delta) -> None:
         given = self._given.get(delta.index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.step import StepPlan
 from trioserve.engine.lifecycle.core_delivery import StepTimings
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.metrics.registry import Metrics
@@ -100,7 +101,7 @@ class RequestMetrics:
             metrics.request_time_per_output_token_seconds.observe((last_at - first_at) / (choice.sampled_count - 1))
 
 
-class TokenTimings(StepTimings):
+class TokenTimings(StepTimings[StepPlan]):
     """Counts tokens and the times between them. All times are seconds of Trio's clock.
 
     Args:
@@ -140,12 +141,9 @@ class TokenTimings(StepTimings):
             self._metrics.inter_token_latency_seconds.observe((now - before) / count, count)
         return False
 
-    def show(self, now: float) -> None:
-        """Publish the counts after all tokens of a step are noted.
-
-        Args:
-            now: time of delivery.
-        """
+    def note_step(self, plan: StepPlan, step_seconds: float, now: float) -> None:
+        self._metrics.step_seconds.observe(step_seconds)
+        self._metrics.step_tokens.observe(plan.token_count)
         self._metrics.generation_tokens_total.inc(self._token_count + len(self._followed))
         self._token_count = 0
         for before, count in Counter(self._followed).items():

@@ -26,12 +26,12 @@ class OwnProcess:
     """The process in which this object was created."""
 
     def __init__(self) -> None:
-        self._process_id = os.getpid()
+        self.process_id = os.getpid()
 
     @property
     def is_here(self) -> bool:
         """Return True if the current process created this object."""
-        return os.getpid() == self._process_id
+        return os.getpid() == self.process_id
 
     def check(self, what: str) -> None:
         """Check that the current process created this object.
@@ -43,9 +43,9 @@ class OwnProcess:
             WrongLoop: This is a forked child. It has a copy of the engine's memory, but none of its threads.
         """
         process_id = os.getpid()
-        if process_id != self._process_id:
+        if process_id != self.process_id:
             raise WrongLoop(
-                f"{what} was called in process {process_id}, and the engine was opened in process {self._process_id}: "
+                f"{what} was called in process {process_id}, and the engine was opened in process {self.process_id}: "
                 "a forked process cannot use the engine of its parent, so open one here"
             )
 
@@ -74,13 +74,15 @@ class OwnRun:
         Raises:
             WrongLoop: This is another process, thread or run, or no run.
         """
+        is_here = self._process.process_id == os.getpid() and trio.lowlevel.in_trio_run()
+        if is_here and trio.lowlevel.current_trio_token() is self._token:
+            return
         self._process.check(what)
         check_is_in_trio(what)
-        if trio.lowlevel.current_trio_token() is not self._token:
-            raise WrongLoop(
-                f"{what} was called in another Trio run than the one that opened the engine: call it there, with "
-                "trio.from_thread.run and the trio_token of that run, or open an engine here"
-            )
+        raise WrongLoop(
+            f"{what} was called in another Trio run than the one that opened the engine: call it there, with "
+            "trio.from_thread.run and the trio_token of that run, or open an engine here"
+        )
 
 
 def check_is_in_trio(what: str) -> None:

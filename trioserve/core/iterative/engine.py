@@ -137,6 +137,10 @@ class IterativeCore:
     def plans_ahead(self) -> bool:
         return False
 
+    @property
+    def has_connector(self) -> bool:
+        return False
+
     def schedule_ahead(self, now: float) -> IterativePlan | None:
         return None
 

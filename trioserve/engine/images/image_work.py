@@ -85,6 +85,14 @@ def no_image_parts(settings: IterativeSettings) -> ImageParts:
     return ImageParts(IterativeCore(settings), _NoSteps())
 
 
+class ImageTimings(StepTimings[IterativePlan]):
+    """Observes the steps of an engine for images."""
+
+    def note_step(self, plan: IterativePlan, step_seconds: float, now: float) -> None:
+        self._metrics.step_seconds.observe(step_seconds)
+        self._metrics.step_work.labels(plan.phase.value).observe(plan.work_count)
+
+
 class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
     """Delivery of an engine for images. See `CoreDelivery`.
 
@@ -98,7 +106,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
     def __init__(
         self, core: IterativeCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch
     ) -> None:
-        super().__init__(core, StepTimings(metrics), wake=wake, step_watch=step_watch)
+        super().__init__(core, ImageTimings(metrics), wake=wake, step_watch=step_watch)
         self._metrics = metrics
         self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
 
@@ -140,9 +148,6 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
 
     def _count_run(self, choice: ImageChoice, now: float) -> None:
         self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
-
-    def _count_step(self, plan: IterativePlan, now: float) -> None:
-        self._metrics.step_work.labels(plan.phase.value).observe(plan.work_count)
 
     def _count_end(self, choice: ImageChoice, reason: FinishReason, now: float) -> None:
         self._ended[reason].inc()

@@ -23,6 +23,13 @@ from trioserve.metrics.registry import Metrics
 __all__ = ["Cancelled", "StepTimings", "AbortingCore", "CoreDelivery", "NobodyWatches", "WatchesCancels"]
 
 
+ScopeIn = TypeVar("ScopeIn", contravariant=True)
+ScopeT = TypeVar("ScopeT", bound=AnyScope)
+PartT = TypeVar("PartT", bound=RequestPart[Any])
+PlanT = TypeVar("PlanT", bound=AnyPlan)
+EventT = TypeVar("EventT")
+
+
 class Cancelled(NamedTuple):
     """The moment at which a sequence was aborted.
 
@@ -35,25 +42,29 @@ class Cancelled(NamedTuple):
     step_count: int
 
 
-class StepTimings:
-    """Observes step times and aborts. All times are seconds of Trio's clock.
+class StepTimings(ABC, Generic[PlanT]):
+    """Observes steps and aborts. All times are seconds of Trio's clock.
 
     Args:
         metrics: receives the observations.
+
+    Attributes:
+        step_count: steps that have ended.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._step_count = 0  # steps that have ended
+        self.step_count = 0  # steps that have ended
 
-    def note_step(self, step_seconds: float) -> None:
-        """Count a step that has ended and is delivered now.
+    @abstractmethod
+    def note_step(self, plan: PlanT, step_seconds: float, now: float) -> None:
+        """Count a step after its results are delivered.
 
         Args:
+            plan: the plan of the step.
             step_seconds: duration of the step.
+            now: time of delivery.
         """
-        self._step_count += 1
-        self._metrics.step_seconds.observe(step_seconds)
 
     def cancelled(self, now: float) -> Cancelled:
         """Return the moment of an abort, to be kept until the blocks of the sequence are free.
@@ -61,7 +72,7 @@ class StepTimings:
         Args:
             now: current time.
         """
-        return Cancelled(now, self._step_count)
+        return Cancelled(now, self.step_count)
 
     def steps_since(self, cancelled: Cancelled) -> int:
         """Return how many steps have ended since an abort.
@@ -69,7 +80,7 @@ class StepTimings:
         Args:
             cancelled: moment of the abort.
         """
-        return self._step_count - cancelled.step_count
+        return self.step_count - cancelled.step_count
 
     def note_abort(self, phase: Phase | IterativePhase, cancelled: Cancelled, now: float) -> None:
         """Observe how long an aborted sequence kept its blocks.
@@ -94,13 +105,6 @@ class StepTimings:
         for _ in range(count):
             self._metrics.cancel_to_free_seconds.labels(phase).observe(0.0)
             self._metrics.cancel_to_free_steps.labels(phase).observe(0)
-
-
-ScopeIn = TypeVar("ScopeIn", contravariant=True)
-ScopeT = TypeVar("ScopeT", bound=AnyScope)
-PartT = TypeVar("PartT", bound=RequestPart[Any])
-PlanT = TypeVar("PlanT", bound=AnyPlan)
-EventT = TypeVar("EventT")
 
 
 class AbortingCore(Protocol):
@@ -160,7 +164,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     def __init__(
         self,
         core: AbortingCore,
-        timings: StepTimings,
+        timings: StepTimings[PlanT],
         *,
         wake: Callable[[], None],
         step_watch: StepWatch | None = None,
@@ -177,8 +181,8 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._plans: deque[PlanT] = deque()  # not delivered yet, the oldest first
         self.has_brought = False
 
-    # --- what is other for each kind ---
     # --- different for each kind of engine ---
+
     @abstractmethod
     def _deliver(self, events: list[EventT], now: float) -> None:
         """Deliver the events of a step, or events that happened between two steps."""
@@ -190,10 +194,6 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     @abstractmethod
     def _count_run(self, choice: PartT, now: float) -> None:
         """Count a sequence that is in a step for the first time."""
-
-    @abstractmethod
-    def _count_step(self, plan: PlanT, now: float) -> None:
-        """Count a step that was delivered."""
 
     @abstractmethod
     def _count_end(self, choice: PartT, reason: FinishReason, now: float) -> None:
@@ -326,13 +326,13 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     def on_events(self, events: list[EventT], step_seconds: float) -> None:
         now = trio.current_time()
         self._step_watch.end(now)
-        self._step_timings.note_step(step_seconds)
+        self._step_timings.step_count += 1  # before the delivery, which counts steps since an abort
         self._deliver(events, now)
-        self._count_step(self._plans.popleft(), now)
+        self._step_timings.note_step(self._plans.popleft(), step_seconds, now)
         self.has_brought = self.has_brought or bool(events)
 
     def on_ended(self, events: list[EventT]) -> None:
-        """Deliver events that happened between two steps. Called before each step.
+        """Deliver events that happened between two steps. Called before each step of a core with a connector.
 
         Args:
             events: the events. May be empty.

@@ -543,7 +543,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         if not self._idle.is_set():
             self._note_idle()
         self._readmission.look()
-        self._pausing.look()
+        if self._pausing.state is not PauseState.RUNS:
+            self._pausing.look()
         self.load_changes.note()
 
     # --- paused ---

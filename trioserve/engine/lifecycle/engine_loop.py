@@ -131,58 +131,56 @@ class EngineLoop(Generic[Plan, Result, Event]):
             await checkpoint()
             now = trio.current_time()
             self._is_woken = False
-            self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
+            if self._core.has_connector:
+                self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
             plan = self._core.schedule(now) if self._gate.is_open else None
             if plan is None:
-                if self._is_woken:  # The connector woke the loop while the core asked it, and has more to report.
-                    await trio.lowlevel.checkpoint()
-                    continue
-                if self._when_idle is not None:
-                    if not await self._when_idle():
-                        self._when_idle = None
-                    continue
-                self._work_arrived = trio.Event()
-                deadline = self._core.next_deadline()
-                with trio.move_on_at(math.inf if deadline is None else deadline):
-                    await self._work_arrived.wait()
+                await self._wait_for_work()
                 continue
-            with self._gate.stepping():
-                await self._step(plan, now)
-            for _ in range(self._reader_turns if self._overlapped is None else 0):
+            self._gate.is_stepping = True  # for all overlapping steps together
+            try:
+                self._delivery.on_plan(plan)
+                if self._overlapped is not None:
+                    await self._overlapped.run(plan, now)
+                    continue
+                started_at = trio.current_time()
+                result = await self._steps.run_step(plan, self._core.abandonment(plan))
+                computed_at = trio.current_time()
+                if result is None:
+                    events = self._core.drop_plan(plan, computed_at)
+                else:
+                    events = self._core.update_from_output(plan, result, computed_at)
+                updated_at = trio.current_time()
+                self._delivery.on_events(events, updated_at - started_at)
+                self._after_step()
+                if self._step_times is not None:
+                    self._step_times.note(
+                        plan,
+                        schedule_at=now,
+                        planned_at=started_at,
+                        forward_at=started_at,
+                        computed_at=computed_at,
+                        updated_at=updated_at,
+                        delivered_at=trio.current_time(),
+                        is_dropped=result is None,
+                    )
+            finally:
+                self._gate.end_steps()
+            for _ in range(self._reader_turns):
                 await trio.lowlevel.checkpoint()
 
-    async def _step(self, plan: Plan, now: float) -> None:
-        """Compute and deliver a plan, and all steps that overlap with it.
-
-        Args:
-            plan: the plan.
-            now: when its planning began.
-        """
-        self._delivery.on_plan(plan)
-        if self._overlapped is not None:
-            await self._overlapped.run(plan, now)
-            return
-        started_at = trio.current_time()
-        result = await self._steps.run_step(plan, self._core.abandonment(plan))
-        computed_at = trio.current_time()
-        if result is None:
-            events = self._core.drop_plan(plan, computed_at)
+    async def _wait_for_work(self) -> None:
+        """Wait until there may be something to compute, or the core has something overdue."""
+        if self._is_woken:  # The connector woke the loop while the core asked it, and has more to report.
+            await trio.lowlevel.checkpoint()
+        elif self._when_idle is not None:
+            if not await self._when_idle():
+                self._when_idle = None
         else:
-            events = self._core.update_from_output(plan, result, computed_at)
-        updated_at = trio.current_time()
-        self._delivery.on_events(events, updated_at - started_at)
-        self._after_step()
-        if self._step_times is not None:
-            self._step_times.note(
-                plan,
-                schedule_at=now,
-                planned_at=started_at,
-                forward_at=started_at,
-                computed_at=computed_at,
-                updated_at=updated_at,
-                delivered_at=trio.current_time(),
-                is_dropped=result is None,
-            )
+            self._work_arrived = trio.Event()
+            deadline = self._core.next_deadline()
+            with trio.move_on_at(math.inf if deadline is None else deadline):
+                await self._work_arrived.wait()
 
 
 class _StepInFlight(Generic[Plan, Result]):
@@ -262,7 +260,8 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
 
     def _hand_over_ahead(self) -> list[_StepInFlight[Plan, Result]]:
         now = trio.current_time()
-        self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
+        if self._core.has_connector:
+            self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
         if not self._gate.is_open or trio.current_effective_deadline() == -math.inf:
             return []  # the step in flight is the last one
         plan = self._core.schedule_ahead(now)

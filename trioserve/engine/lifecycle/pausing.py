@@ -21,8 +21,7 @@ always released and allocated completely. The supervisor releases and allocates 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import trio
 
@@ -30,16 +29,18 @@ __all__ = ["StepGate", "PauseState", "Pausing", "LEVELS", "SleepState", "Sleepin
 
 
 class StepGate:
-    """A gate that is open until it is closed. Every method belongs to the thread of the engine's Trio program."""
+    """A gate that is open until it is closed. Every method belongs to the thread of the engine's Trio program.
+
+    Attributes:
+        is_open: True if further steps may begin. Changed by `set_open` only.
+        is_stepping: True while steps are in flight, until they are delivered. The step loop sets it, and then calls
+            `end_steps`.
+    """
 
     def __init__(self) -> None:
-        self._is_open = True
-        self._is_stepping = False
+        self.is_open = True
+        self.is_stepping = False
         self._waiting = trio.lowlevel.ParkingLot()
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
 
     def set_open(self, is_open: bool) -> None:
         """Open or close the gate. Closing does not affect the step in flight. After opening, the caller must wake the
@@ -48,23 +49,18 @@ class StepGate:
         Args:
             is_open: True to allow further steps.
         """
-        self._is_open = is_open
+        self.is_open = is_open
         if is_open:
             self._waiting.unpark_all()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Mark that steps are in flight, until they are delivered. Overlapping steps use one context together."""
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-            self._waiting.unpark_all()
+    def end_steps(self) -> None:
+        """Note that all steps in flight are delivered."""
+        self.is_stepping = False
+        self._waiting.unpark_all()
 
     async def wait_until_at_rest(self) -> None:
         """Wait until no step is in flight while the gate is closed. Opening the gate ends the wait."""
-        while self._is_stepping and not self._is_open:
+        while self.is_stepping and not self.is_open:
             await self._waiting.park()
 
 

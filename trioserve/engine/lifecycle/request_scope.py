@@ -236,7 +236,10 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     @property
     def is_finished(self) -> bool:
         """True if every choice had its last delta, or the request failed."""
-        return all(choice.is_ended for choice in self.choices)
+        for choice in self.choices:  # noqa: SIM110 (a generator would cost a call for each choice)
+            if not choice.is_ended:
+                return False
+        return True
 
     @property
     def end_reason(self) -> FinishReason | None:
@@ -270,14 +273,15 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.scope = ScopeState.ENTERED
         self.entered_at = trio.current_time()
 
-    def check_may_leave(self) -> None:
-        """Raise AlreadyEnded if the scope was left before, or was never entered."""
+    def leave(self) -> None:
+        """End the scope. Tasks that still wait for the request get AlreadyEnded.
+
+        Raises:
+            AlreadyEnded: the scope was left before, or was never entered.
+        """
         if self.scope is not ScopeState.ENTERED:
             how = "was left before" if self.scope is ScopeState.LEFT else "is left, and was not entered"
             raise AlreadyEnded(f"request {self.id} {how}: leave its scope once, after entering it")
-
-    def leave(self) -> None:
-        """End the scope. Tasks that still wait for the request get AlreadyEnded."""
         self.scope = ScopeState.LEFT
         self._begun.set()
         self._wake_readers()
@@ -392,7 +396,8 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             if self._unfinished_count == 0:
                 self.ended_at = trio.current_time()
             self._begun.set()
-        self._wake_readers()
+        while self._waiting:
+            reschedule(self._waiting.pop(), NONE_OUTCOME)
 
     def fail(self, error: Exception) -> None:
         """Fail the request. The reader gets the error after the deltas that came before it.

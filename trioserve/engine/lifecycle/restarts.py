@@ -168,6 +168,8 @@ class Readmission(Generic[ScopeT]):
 
         Call this after a step was delivered, and when a request has left the core.
         """
+        if self._on_trial is None and not self._is_alone and not self._suspects:
+            return  # nearly always
         while self._has_passed():
             if self._on_trial is not None:
                 passed, self._on_trial = self._on_trial, None

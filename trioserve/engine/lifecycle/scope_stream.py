@@ -7,6 +7,7 @@ unfinished work.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from os import getpid
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -71,6 +72,7 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
     ) -> None:
         self._request = request
         self._own_run = own_run
+        self._process_id = getpid()
         self._submit = submit
         self._leave = leave
 
@@ -88,7 +90,6 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._own_run.check("leaving a request")
-        self._request.check_may_leave()
         self._request.leave()
         self._leave(self._request)
 
@@ -96,7 +97,8 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
         return self
 
     def __anext__(self) -> Awaitable[DeltaT]:  # not async, because one more call for every delta would be measurable
-        self._own_run.check_process("reading a request")  # a forked child would wait for ever
+        if getpid() != self._process_id:
+            self._own_run.check_process("reading a request")  # a forked child would wait for ever
         return self._request.next_delta()
 
     @property

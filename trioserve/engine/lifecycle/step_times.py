@@ -161,7 +161,10 @@ class StepTimes(PlanTimes[StepPlan]):
     """Step times of an engine for text."""
 
     def _counts(self, plan: StepPlan) -> StepCounts:
-        decode_tokens = sum([chunk.row_count for chunk in plan.chunks if chunk.count == 1 and chunk.samples])
+        decode_tokens = 0
+        for chunk in plan.chunks:
+            if chunk.count == 1 and chunk.samples:
+                decode_tokens += 1 + len(chunk.draft)
         return StepCounts(len(plan.chunks), plan.token_count - decode_tokens, decode_tokens, plan.is_ahead)
 
 

@@ -54,13 +54,15 @@ class StepWatch:
         Args:
             now: current time.
         """
-        seconds, seconds_max = self.age_seconds(now), self.seconds_max
-        self._handed_over_at.popleft()
+        seconds = now - max(self._handed_over_at.popleft(), self._ended_at)
         self._ended_at = now
+        self._is_logged = False
+        if seconds <= self._longest_seconds:
+            return  # no limit is smaller than a step that has ended, as nearly every step
+        seconds_max = self.seconds_max
         self._longest_seconds = max(self._longest_seconds, min(seconds, seconds_max))
         if seconds > seconds_max:
             logger.warning("a step ended late seconds=%.1f allowed=%g", seconds, seconds_max)
-        self._is_logged = False
 
     def forget(self, now: float) -> None:
         """Forget the plans in flight, because their results will never come.

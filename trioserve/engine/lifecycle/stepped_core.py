@@ -46,6 +46,11 @@ class SteppedCore(Protocol[Plan, ResultIn, Event]):
         """True if `schedule_ahead` may return plans."""
         ...
 
+    @property
+    def has_connector(self) -> bool:
+        """True if `progress` and `expire` may return events, because blocks are exchanged with other engines."""
+        ...
+
     def progress(self, now: float) -> list[Event]: ...
 
     def expire(self, now: float) -> list[Event]: ...
@@ -82,7 +87,7 @@ class StepDelivery(Protocol[PlanIn, Event]):
         """
 
     def on_ended(self, events: list[Event]) -> None:
-        """Deliver events that happened between two steps. Called before each step.
+        """Deliver events that happened between two steps. Called before each step of a core with a connector.
 
         Args:
             events: the events. May be empty.
