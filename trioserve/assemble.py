@@ -29,12 +29,11 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine, ModelDescription
-from trioserve.engine.engine_parts import EngineParts
-from trioserve.engine.guide_preparation import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.lifecycle.supervisor import supervise
-from trioserve.engine.mask_rows import MaskThread
 from trioserve.engine.model_description import PoolingModel
+from trioserve.engine.structured_output import MaskThread, show_masks
+from trioserve.engine.text_work import EngineParts
 from trioserve.metrics.registry import Metrics
 from trioserve.model.diffusion.directory import is_image_model
 from trioserve.model.loading.checkpoint import Checkpoint

@@ -19,8 +19,9 @@ from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightS
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterTarget
 from trioserve.engine.between_steps import SentWeights, ThreadedImageEncoder, ThreadedWeights, WrittenWeights
-from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
 from trioserve.engine.lifecycle.engine_loop import LaunchedSteps, StepRunner, ThreadedExecutor, WhenIdle
+from trioserve.engine.lifecycle.work import CacheRelease, Guard
+from trioserve.engine.text_work import EngineParts
 from trioserve.engine.weight_updates import WeightTarget
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.loading.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ import trio
 from trioserve.assemble_compute import Computing, image_encoder_of
 from trioserve.assemble_model import LoadProgress, LoadReport, ModelFiles
 from trioserve.contracts.errors import StartupError
-from trioserve.engine.parts_metrics import show_ranks
+from trioserve.engine.engine_metrics import show_ranks
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory

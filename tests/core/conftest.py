@@ -42,7 +42,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.mask_rows import MasksAtOnce
+from trioserve.engine.structured_output import MasksAtOnce
 from trioserve.simulation.reference_engine import ReferenceEngine
 from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 from trioserve.testing.invariants import check_core, check_idle

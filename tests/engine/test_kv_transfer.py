@@ -15,7 +15,7 @@ from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.output import Delta
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.engine.parts_metrics import show_connector
+from trioserve.engine.engine_metrics import show_connector
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.scripted_connector import ScriptedConnector

@@ -6,7 +6,7 @@ import ctypes
 import threading
 
 from trioserve.contracts.guide import GuidedRows
-from trioserve.engine.mask_rows import SPARE_MAX, MaskBuffers, MaskThread
+from trioserve.engine.structured_output import SPARE_MAX, MaskBuffers, MaskThread
 from trioserve.testing.automaton_guide import AutomatonGuide
 
 VOCAB = 70

@@ -18,7 +18,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.engine.mask_rows import MasksAtOnce
+from trioserve.engine.structured_output import MasksAtOnce
 from trioserve.model.drafts.checkpoints import is_eagle, open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner

@@ -29,11 +29,11 @@ from trioserve.contracts.output import Delta
 from trioserve.contracts.step import StepPlan
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore
+from trioserve.engine.engine_metrics import WHOLE, RequestMetrics, TokenTimings
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery, WatchesCancels
 from trioserve.engine.lifecycle.request_scope import ScopeState
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.open_request import Choice, OpenRequest
-from trioserve.engine.request_metrics import WHOLE, RequestMetrics, TokenTimings
 from trioserve.metrics.registry import Metrics
 
 __all__ = ["Delivery"]
@@ -66,10 +66,10 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         weight_version: str | None = None,
     ) -> None:
         self._timings = TokenTimings(metrics)
-        super().__init__(core, self._timings, wake=wake, step_watch=step_watch, cancels=cancels)
+        counts = RequestMetrics(metrics, core.prompt_saved)
+        super().__init__(core, self._timings, counts, wake=wake, step_watch=step_watch, cancels=cancels)
         self._core = core
         self._metrics = metrics
-        self._requests = RequestMetrics(metrics)
         self._held: dict[RequestId, Choice] = {}  # ended sequences whose blocks are held for another engine
         self._faults_logged: set[TransferFault] = set()
         self._weight_version = weight_version
@@ -194,15 +194,6 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 
     def _ids_of(self, plan: StepPlan) -> Iterable[RequestId]:
         return (chunk.request.id for chunk in plan.chunks)
-
-    def _count_run(self, choice: Choice, now: float) -> None:
-        self._requests.note_run(choice, *self._core.prompt_saved(choice.sequence_id), now)
-
-    def _count_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
-        self._requests.note_end(choice, reason, now)
-
-    def _count_all_ended(self, request: OpenRequest) -> None:
-        self._requests.note_all_ended(request)
 
     def _deliver(self, events: list[EngineEvent], now: float) -> None:
         choices = self._choices

@@ -44,11 +44,11 @@ from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters, show_adapters
 from trioserve.engine.delivery import Delivery
-from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
 from trioserve.engine.kv_events import KvEvents
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_admission import new_request_id
+from trioserve.engine.lifecycle.work import CacheRelease, Guard
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import OpenRequest, view_of
 from trioserve.engine.pooling_request import (
@@ -64,7 +64,7 @@ from trioserve.engine.request_preparation import (
 )
 from trioserve.engine.request_stream import PartStream, PoolingStream, RequestStream
 from trioserve.engine.settings import EngineSettings
-from trioserve.engine.text_work import TextWork
+from trioserve.engine.text_work import EngineParts, TextWork
 from trioserve.engine.weight_updates import GivenSource, WeightTarget
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import msgspec
 import trio
 
-from trioserve.admission.tenant_name import tenant_name
+from trioserve.admission.feeds import Watchers, tenant_name
 from trioserve.contracts.events import FinishReason, Phase
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import RunningConnector
@@ -37,7 +37,6 @@ from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.history import History
 from trioserve.metrics.plain_histogram import HistogramWindow
 from trioserve.metrics.registry import Metrics
-from trioserve.trio_tools.watchers import Watchers
 
 __all__ = ["EngineLook", "LiveFeed"]
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 import trio
 
@@ -13,19 +15,21 @@ from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.contracts.errors import Overloaded
-from trioserve.contracts.kv_transfer import EngineRole
+from trioserve.contracts.images import ImageEncoder
+from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.resume import Resume
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.tracing import NO_TRACER
+from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.delivery import Delivery
-from trioserve.engine.engine_parts import EngineParts, no_parts
-from trioserve.engine.guide_preparation import GuidePreparation
+from trioserve.engine.engine_metrics import show_connector
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
+from trioserve.engine.lifecycle.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.lifecycle.request_trace import (
     NO_TRACE,
     RequestTrace,
@@ -34,14 +38,15 @@ from trioserve.engine.lifecycle.request_trace import (
     sampling_attributes,
 )
 from trioserve.engine.lifecycle.step_times import StepTimes
-from trioserve.engine.lifecycle.work import Host
+from trioserve.engine.lifecycle.work import CacheRelease, Guard, Host, NoSteps
 from trioserve.engine.live_feed import EngineLook, LiveFeed
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.open_request import Choice, OpenRequest
-from trioserve.engine.parts_metrics import show_connector
 from trioserve.engine.pooling_request import PoolingRequest, check_can_be_pooled, check_can_generate, pooling_sequences
 from trioserve.engine.request_preparation import RequestPreparation
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.structured_output import GuidePreparation
+from trioserve.engine.weight_updates import WeightTarget
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
@@ -51,7 +56,38 @@ from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.vision.image_prompt import ImageReader
 
-__all__ = ["TextWork"]
+__all__ = ["EngineParts", "OpenParts", "TextWork"]
+
+
+class EngineParts(NamedTuple):
+    """Parts of one opening of an engine. `Engine` and `EngineLoop` document the fields that have no description here.
+
+    Attributes:
+        core: the scheduler and owner of the KV blocks.
+        steps: computes the plans of the core.
+        connector: moves KV blocks to and from other engines. None: no connector.
+        readers_first: see `EngineLoop`.
+        when_idle: see `EngineLoop`.
+        image_encoder: computes the embeddings of images in prompts. None: the model reads text only.
+        guard: waits until the processes that compute are lost. None: only a failed step can report a loss.
+        cache_release: releases the KV cache alone. A string instead is a sentence that says why this is impossible.
+        weights: replaces the weights. A string instead is a sentence that says why this is impossible. The object stays
+            the same as long as the weights are loaded.
+    """
+
+    core: EngineCore
+    steps: StepRunner
+    connector: RunningConnector | None = None
+    readers_first: bool = False
+    when_idle: WhenIdle | None = None
+    image_encoder: ImageEncoder | None = None
+    guard: Guard | None = None
+    cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
+    weights: WeightTarget | str = "this engine has no weights"
+
+
+OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]
+"""Opens the parts, with model, threads and memory. Leaving the context frees all of them, also after a fault."""
 
 
 @uninterrupted
@@ -142,7 +178,7 @@ class TextWork:
         return self._delivery
 
     def no_parts(self) -> EngineParts:
-        return no_parts(self._core_settings)
+        return EngineParts(EngineCore(self._core_settings), NoSteps())
 
     def continued(self) -> Callable[[Choice], EngineRequest | None]:
         lives = {live.request.id: live for live in self._core.live_requests()}

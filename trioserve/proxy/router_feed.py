@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from trioserve.admission.dispatch import AdmissionScope
-from trioserve.admission.tenant_name import tenant_name
+from trioserve.admission.feeds import Watchers, tenant_name
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.events import Phase
 from trioserve.contracts.page import ENDED_SECONDS, REQUESTS_SHOWN_MAX, PageSnapshot, RequestShown, ServerShown
@@ -20,7 +20,6 @@ from trioserve.metrics.history import History
 from trioserve.metrics.plain_histogram import HistogramWindow
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.fleet import Fleet
-from trioserve.trio_tools.watchers import Watchers
 
 __all__ = ["RouterFeed"]
 

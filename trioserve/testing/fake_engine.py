@@ -21,12 +21,12 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters, ReadAdapter
 from trioserve.engine.engine import Engine, ModelDescription
-from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.lifecycle.supervisor import supervise
-from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.engine.model_description import PoolingModel
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.settings import EngineSettings, deadlines_of
+from trioserve.engine.structured_output import MasksAtOnce
+from trioserve.engine.text_work import EngineParts
 from trioserve.metrics.registry import Metrics
 from trioserve.model.loading.settings import lora_modules as read_lora_modules
 from trioserve.testing.accounting import assert_all_free

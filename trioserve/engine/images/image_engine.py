@@ -30,7 +30,6 @@ from trioserve.contracts.iterative import IterativeStats
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.images.image_work import ImageParts, ImageSteps, ImageWork
 from trioserve.engine.images.open_image import (
     OpenImage,
@@ -39,7 +38,7 @@ from trioserve.engine.images.open_image import (
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
 from trioserve.engine.lifecycle.request_admission import new_request_id
 from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of
-from trioserve.engine.lifecycle.work import Guard
+from trioserve.engine.lifecycle.work import CacheRelease, Guard
 from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from trioserve.admission.local_endpoint import LOCAL_ENDPOINT
 from trioserve.contracts.events import FinishReason
@@ -22,11 +22,9 @@ from trioserve.contracts.iterative import (
     OutputReady,
     StepDone,
 )
-from trioserve.contracts.step import IsAbandoned
 from trioserve.contracts.tracing import NO_TRACER
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
-from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.images.image_preparation import ImagePreparation
 from trioserve.engine.images.open_image import (
     OPERATION,
@@ -40,12 +38,12 @@ from trioserve.engine.lifecycle.request_trace import NO_TRACE, RequestTrace, req
 from trioserve.engine.lifecycle.step_times import PlanTimes, StepCounts
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.lifecycle.stepped_core import StepRunnerOf
-from trioserve.engine.lifecycle.work import Guard, Host
+from trioserve.engine.lifecycle.work import CacheRelease, Guard, Host, NoSteps
 from trioserve.metrics.engine_gauges import ImageGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.interrupts import uninterrupted
 
-__all__ = ["ImageParts", "ImageSteps", "no_image_parts", "ImageDelivery", "ImageWork"]
+__all__ = ["ImageParts", "ImageSteps", "ImageDelivery", "ImageWork"]
 
 
 ImageSteps: TypeAlias = StepRunnerOf[IterativePlan, IterativeResult]
@@ -71,26 +69,39 @@ class ImageParts(NamedTuple):
     weights: str = "this engine has no weights"
 
 
-class _NoSteps:
-    def run_step(self, plan: IterativePlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, IterativeResult | None]:
-        raise AssertionError(f"step {plan.step_index} of an engine that is being opened")
-
-
-def no_image_parts(settings: IterativeSettings) -> ImageParts:
-    """Return the parts of an engine that is being reopened: an empty core, and no computation.
-
-    Args:
-        settings: settings of the empty core.
-    """
-    return ImageParts(IterativeCore(settings), _NoSteps())
-
-
 class ImageTimings(StepTimings[IterativePlan]):
     """Observes the steps of an engine for images."""
 
     def note_step(self, plan: IterativePlan, step_seconds: float, now: float) -> None:
         self._metrics.step_seconds.observe(step_seconds)
         self._metrics.step_work.labels(plan.phase.value).observe(plan.work_count)
+
+
+class ImageCounts:
+    """Counts images and their times.
+
+    Args:
+        metrics: receives the observations.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
+
+    def note_run(self, choice: ImageChoice, now: float) -> None:
+        self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
+
+    def note_end(self, choice: ImageChoice, reason: FinishReason, now: float) -> None:
+        self._ended[reason].inc()
+        if reason is FinishReason.STOP:
+            self._metrics.images_total.inc()
+            self._metrics.e2e_request_latency_seconds.observe(now - choice.request.entered_at)
+            if choice.running_at is not None:
+                self._metrics.request_inference_time_seconds.observe(now - choice.running_at)
+
+    def note_all_ended(self, request: OpenImage) -> None:
+        if request.has_run:
+            self._metrics.request_params_n.observe(request.params.n)
 
 
 class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
@@ -106,9 +117,8 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
     def __init__(
         self, core: IterativeCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch
     ) -> None:
-        super().__init__(core, ImageTimings(metrics), wake=wake, step_watch=step_watch)
+        super().__init__(core, ImageTimings(metrics), ImageCounts(metrics), wake=wake, step_watch=step_watch)
         self._metrics = metrics
-        self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
 
     def _deliver(self, events: list[IterativeEvent], now: float) -> None:
         for event in events:
@@ -145,21 +155,6 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
 
     def _ids_of(self, plan: IterativePlan) -> Iterable[RequestId]:
         return (work.request.id for work in plan.works)
-
-    def _count_run(self, choice: ImageChoice, now: float) -> None:
-        self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
-
-    def _count_end(self, choice: ImageChoice, reason: FinishReason, now: float) -> None:
-        self._ended[reason].inc()
-        if reason is FinishReason.STOP:
-            self._metrics.images_total.inc()
-            self._metrics.e2e_request_latency_seconds.observe(now - choice.request.entered_at)
-            if choice.running_at is not None:
-                self._metrics.request_inference_time_seconds.observe(now - choice.running_at)
-
-    def _count_all_ended(self, request: OpenImage) -> None:
-        if request.has_run:
-            self._metrics.request_params_n.observe(request.params.n)
 
 
 class ImageStepTimes(PlanTimes[IterativePlan]):
@@ -199,7 +194,7 @@ class ImageWork:
         return ImageDelivery(parts.core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
 
     def no_parts(self) -> ImageParts:
-        return no_image_parts(self._core_settings)
+        return ImageParts(IterativeCore(self._core_settings), NoSteps())
 
     def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
         # No latent is saved. The seed and the steps reproduce it.

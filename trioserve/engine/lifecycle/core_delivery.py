@@ -20,10 +20,19 @@ from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["Cancelled", "StepTimings", "AbortingCore", "CoreDelivery", "NobodyWatches", "WatchesCancels"]
+__all__ = [
+    "Cancelled",
+    "StepTimings",
+    "AbortingCore",
+    "CoreDelivery",
+    "NobodyWatches",
+    "RequestCounts",
+    "WatchesCancels",
+]
 
 
 ScopeIn = TypeVar("ScopeIn", contravariant=True)
+PartIn = TypeVar("PartIn", contravariant=True)
 ScopeT = TypeVar("ScopeT", bound=AnyScope)
 PartT = TypeVar("PartT", bound=RequestPart[Any])
 PlanT = TypeVar("PlanT", bound=AnyPlan)
@@ -107,6 +116,34 @@ class StepTimings(ABC, Generic[PlanT]):
             self._metrics.cancel_to_free_steps.labels(phase).observe(0)
 
 
+class RequestCounts(Protocol[ScopeIn, PartIn]):
+    """Counts the sequences and requests of an engine."""
+
+    def note_run(self, choice: PartIn, now: float) -> None:
+        """Count a sequence that is in a step for the first time.
+
+        Args:
+            choice: the choice of the sequence.
+            now: current time.
+        """
+
+    def note_end(self, choice: PartIn, reason: FinishReason, now: float) -> None:
+        """Count the end of a sequence that the core had.
+
+        Args:
+            choice: the choice of the sequence.
+            reason: why the sequence ended.
+            now: current time.
+        """
+
+    def note_all_ended(self, request: ScopeIn) -> None:
+        """Count a request whose last sequence has ended.
+
+        Args:
+            request: the request.
+        """
+
+
 class AbortingCore(Protocol):
     """A core in which requests can be aborted."""
 
@@ -153,6 +190,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     Args:
         core: aborts sequences.
         timings: observes step times and aborts.
+        counts: counts sequences and requests.
         wake: called when the step loop may have something new to do.
         step_watch: receives the begin and end of each step. None: a watch of its own.
         cancels: observes cancelled sequences. None: no observer.
@@ -165,6 +203,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self,
         core: AbortingCore,
         timings: StepTimings[PlanT],
+        counts: RequestCounts[ScopeT, PartT],
         *,
         wake: Callable[[], None],
         step_watch: StepWatch | None = None,
@@ -178,6 +217,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         # Sequences that were aborted while a step reads their blocks. None: their own output ended them.
         self._cancelled: dict[RequestId, Cancelled | None] = {}
         self._step_timings = timings
+        self._counts = counts
         self._plans: deque[PlanT] = deque()  # not delivered yet, the oldest first
         self.has_brought = False
 
@@ -190,17 +230,6 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     @abstractmethod
     def _ids_of(self, plan: PlanT) -> Iterable[RequestId]:
         """Return the sequences that a plan computes."""
-
-    @abstractmethod
-    def _count_run(self, choice: PartT, now: float) -> None:
-        """Count a sequence that is in a step for the first time."""
-
-    @abstractmethod
-    def _count_end(self, choice: PartT, reason: FinishReason, now: float) -> None:
-        """Count the end of a sequence that the core had."""
-
-    def _count_all_ended(self, request: ScopeT) -> None:
-        """Count a request whose last sequence has ended."""
 
     def _push_last(
         self, request: ScopeT, choice: PartT, reason: FinishReason, message: str | None, stop_reason: str | None
@@ -307,8 +336,8 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         now = trio.current_time()
         for choice in request.choices:
             if not choice.is_ended:
-                self._count_end(choice, FinishReason.ERROR, now)
-        self._count_all_ended(request)
+                self._counts.note_end(choice, FinishReason.ERROR, now)
+        self._counts.note_all_ended(request)
 
     # --- called by the step loop ---
 
@@ -321,7 +350,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
             if not choice.has_run:  # a preempted sequence is admitted again
                 choice.running_at = now
                 choice.request.note_run(now)
-                self._count_run(choice, now)
+                self._counts.note_run(choice, now)
 
     def on_events(self, events: list[EventT], step_seconds: float) -> None:
         now = trio.current_time()
@@ -370,6 +399,6 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
             request.begin_next()
         if not request.core_count:
             request.on_gone()
-        self._count_end(choice, reason, now)
+        self._counts.note_end(choice, reason, now)
         if not request.core_count and not request.upcoming:
-            self._count_all_ended(request)
+            self._counts.note_all_ended(request)

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.lifecycle.engine_lifecycle import EngineLifecycle
+from trioserve.engine.lifecycle.work import CacheRelease
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["supervise"]

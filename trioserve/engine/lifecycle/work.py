@@ -7,18 +7,49 @@ from typing import Any, Protocol, TypeVar
 
 from trioserve.admission.dispatch import Dispatch
 from trioserve.contracts.kv_transfer import RunningConnector
+from trioserve.contracts.step import IsAbandoned
 from trioserve.contracts.tracing import Tracer
 from trioserve.engine.lifecycle.core_delivery import CoreDelivery
 from trioserve.engine.lifecycle.engine_loop import WhenIdle
 from trioserve.engine.lifecycle.request_scope import RequestsById, RequestScope
 from trioserve.engine.lifecycle.restarts import RestartBudget
 from trioserve.engine.lifecycle.step_watch import StepWatch
+from trioserve.engine.lifecycle.stepped_core import AnyPlan
 from trioserve.engine.weight_updates import WeightTarget, WeightUpdates
 
-__all__ = ["Guard", "Host", "Parts", "Work"]
+__all__ = ["CacheRelease", "Guard", "Host", "NoSteps", "Parts", "Work"]
 
 Guard = Callable[[], Coroutine[Any, Any, None]]
 """Waits until the processes that compute are lost, also while the engine is idle, and raises the reason."""
+
+
+PartsOut = TypeVar("PartsOut", covariant=True)
+
+
+class CacheRelease(Protocol[PartsOut]):
+    """Releases the memory of the KV cache and allocates it again, while the weights stay loaded."""
+
+    async def release_cache(self) -> None:
+        """Free all memory except the weights. The caller guarantees that no other code uses the parts."""
+        ...
+
+    async def rebuild_parts(self) -> PartsOut:
+        """Allocate the memory again, with an empty KV cache.
+
+        Returns:
+            New parts for the engine.
+
+        Raises:
+            Exception: the same errors as when the engine is opened.
+        """
+        ...
+
+
+class NoSteps:
+    """Stands for what computes while an engine is being opened. No step may begin."""
+
+    def run_step(self, plan: AnyPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, Any]:
+        raise AssertionError(f"step {plan.step_index} of an engine that is being opened")
 
 
 class Parts(Protocol):

@@ -26,7 +26,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.contracts.token_masks import TokenMasks
 from trioserve.core.prefix_cache import PrefixCache
-from trioserve.engine.mask_rows import MaskBuffers, MaskRows
+from trioserve.engine.structured_output import MaskBuffers, MaskRows
 from trioserve.simulation.reference_engine import ReferenceResponse
 from trioserve.testing.automaton_guide import Automaton, AutomatonGuide
 

@@ -46,14 +46,14 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters
 from trioserve.engine.engine import Engine
-from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.lifecycle.engine_loop import StepRunner
 from trioserve.engine.lifecycle.supervisor import supervise
-from trioserve.engine.mask_rows import MaskBuffers, MaskRows
 from trioserve.engine.model_description import ModelDescription
 from trioserve.engine.request_preparation import SEED_STRIDE
 from trioserve.engine.request_stream import RequestStream
 from trioserve.engine.settings import EngineSettings
+from trioserve.engine.structured_output import MaskBuffers, MaskRows
+from trioserve.engine.text_work import EngineParts
 from trioserve.engine.weight_updates import WEIGHTS_REPLACED
 from trioserve.metrics.registry import Metrics
 from trioserve.model.settings import ModelSettings

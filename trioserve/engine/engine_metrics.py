@@ -1,20 +1,25 @@
-"""Metrics of request sizes, stage times and token times.
+"""Metrics of an engine: sizes and times of requests, times of tokens, counts of a connector, and times of each rank.
 
 Sizes are counted for every started sequence, so that they add up to the token counters. Times are counted only for
-sequences that finished, because the time of an aborted sequence depends on its client.
+sequences that finished, because the time of an aborted sequence depends on its client. The metrics of connectors and
+ranks are read at every scrape.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from trioserve.contracts.events import FinishReason
+from trioserve.contracts.ids import RequestId
 from trioserve.contracts.step import StepPlan
 from trioserve.engine.lifecycle.core_delivery import StepTimings
 from trioserve.engine.open_request import Choice, OpenRequest
 from trioserve.metrics.registry import Metrics
 
-__all__ = ["WHOLE", "RequestMetrics", "TokenTimings"]
+__all__ = ["WHOLE", "RequestMetrics", "TokenTimings", "show_connector", "RankSeconds", "RankTotals", "show_ranks"]
 
 
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # finish reasons of a complete response
@@ -25,25 +30,21 @@ class RequestMetrics:
 
     Args:
         metrics: receives the observations.
+        prompt_saved: returns how many prompt tokens of a sequence the prefix cache had, and of how many the KV was
+            loaded from elsewhere.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, prompt_saved: Callable[[RequestId], tuple[int, int]]) -> None:
         self._metrics = metrics
+        self._prompt_saved = prompt_saved
         self._ended = {reason: metrics.request_success_total.labels(reason.value) for reason in FinishReason}
         by_source = metrics.prompt_tokens_by_source_total
         self._computed = by_source.labels("local_compute")
         self._found = by_source.labels("local_cache_hit")
         self._loaded = by_source.labels("external_kv_transfer")
 
-    def note_run(self, choice: Choice, found: int, loaded: int, now: float) -> None:
-        """Count a sequence that is in a step for the first time.
-
-        Args:
-            choice: the choice of the sequence.
-            found: prompt tokens that the prefix cache had.
-            loaded: prompt tokens whose KV was loaded from elsewhere.
-            now: current time.
-        """
+    def note_run(self, choice: Choice, now: float) -> None:
+        found, loaded = self._prompt_saved(choice.sequence_id)
         count = choice.request.prompt_token_count_of(choice)
         choice.prompt_saved_count = found + loaded
         self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
@@ -54,13 +55,6 @@ class RequestMetrics:
         self._loaded.inc(loaded)
 
     def note_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
-        """Count the end of a sequence that the core had.
-
-        Args:
-            choice: the choice of the sequence.
-            reason: why the sequence ended.
-            now: current time.
-        """
         self._ended[reason].inc()
         request, metrics = choice.request, self._metrics
         if reason in WHOLE:
@@ -74,11 +68,6 @@ class RequestMetrics:
                 metrics.request_generation_tokens.observe(choice.sampled_count)
 
     def note_all_ended(self, request: OpenRequest) -> None:
-        """Count a request whose last sequence has ended.
-
-        Args:
-            request: the request.
-        """
         metrics, sampling = self._metrics, request.sampling
         if not request.generates or not request.has_run:
             return
@@ -149,3 +138,101 @@ class TokenTimings(StepTimings[StepPlan]):
         for before, count in Counter(self._followed).items():
             self._metrics.inter_token_latency_seconds.observe(now - before, count)
         self._followed.clear()
+
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "kv_transfer_"
+
+
+def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> Callable[[], None]:
+    """Update the connector's metrics at every scrape.
+
+    A count that the metrics catalogue does not know is skipped and logged once. An error of `counts` is logged once,
+    too.
+
+    Args:
+        metrics: registry to update.
+        counts: returns the current values. The name of a total may lack the suffix "_total". Other names are gauges.
+
+    Returns:
+        A function that stops the updates.
+    """
+    shown: dict[str, float] = {}
+    unknown: set[str] = set()
+    is_broken = False
+
+    def show() -> None:
+        try:
+            counted = counts()
+        except Exception:
+            note_broken()
+            return
+        for given, value in counted.items():
+            try:
+                take(given, float(value))
+            except Exception:
+                note_broken()
+
+    def note_broken() -> None:
+        """Log the first error. The scrape continues, so that no other metric is lost."""
+        nonlocal is_broken
+        if not is_broken:
+            logger.exception("the connector's counts cannot be read")
+        is_broken = True
+
+    def take(given: str, value: float) -> None:
+        name = PREFIX + given
+        if metrics.has(name + "_total"):
+            name += "_total"
+        if name.endswith("_total") and metrics.has(name):
+            getattr(metrics, name).inc(max(0.0, value - shown.get(name, 0.0)))
+            shown[name] = value
+        elif metrics.has(name):
+            getattr(metrics, name).set(value)
+        elif given not in unknown:
+            unknown.add(given)
+            logger.info("the connector has a count that is not a metric count=%s", given)
+
+    return metrics.on_scrape(show)
+
+
+class RankSeconds(NamedTuple):
+    """Times of one rank so far.
+
+    Attributes:
+        steps: seconds of all steps.
+        together: the part of these seconds that all ranks spent together.
+    """
+
+    steps: float = 0.0
+    together: float = 0.0
+
+
+class RankTotals(Protocol):
+    @property
+    def rank_seconds(self) -> Sequence[tuple[float, float]]:
+        """One `RankSeconds` per rank."""
+        ...
+
+
+def show_ranks(metrics: Metrics, totals: RankTotals) -> Callable[[], None]:
+    """Update the rank metrics at every scrape.
+
+    Args:
+        metrics: registry to update.
+        totals: source of the times.
+
+    Returns:
+        A function that stops the updates.
+    """
+    seen: dict[int, RankSeconds] = {}
+
+    def show() -> None:
+        for rank, seconds in enumerate(totals.rank_seconds):
+            found, before = RankSeconds(*seconds), seen.get(rank, RankSeconds())
+            metrics.rank_step_seconds_total.labels(str(rank)).inc(found.steps - before.steps)
+            metrics.rank_together_seconds_total.labels(str(rank)).inc(found.together - before.together)
+            seen[rank] = found
+
+    return metrics.on_scrape(show)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trioserve.trio_tools.watchers import Watchers
+from trioserve.admission.feeds import Watchers
 
 
 def test_data_is_dropped_with_the_last_watcher():
