@@ -39,6 +39,7 @@ def read(data: bytes, *, cuts: tuple[int, ...] = (), closes: bool = False) -> tu
         while head is not None and not has_ended and (more := reader.next_piece()) is not None:
             body += more
             has_ended = not more
+            assert not reader.is_drained or reader.next_piece() is None
     assert head is not None
     assert has_ended
     return head.status, dict(head.headers), body, reader.is_reusable
@@ -145,6 +146,18 @@ def test_events_that_arrive_together_are_one_piece():
     assert [reader.next_piece(), reader.next_piece()] == [b"abc", None]
     reader.feed(b"d\r\n0\r\n\r\n")
     assert [reader.next_piece(), reader.next_piece()] == [b"d", b""]
+
+
+def test_reader_is_drained_after_one_whole_chunk_until_more_bytes_arrive():
+    reader = ResponseReader()
+    reader.begin()
+    reader.feed(CHUNKED)
+    reader.next_head()
+    reader.feed(b"1\r\na\r\n")
+    assert (reader.next_piece(), reader.is_drained, reader.next_piece()) == (b"a", True, None)
+    reader.feed(b"1\r\nb\r\n0\r\n\r\n")
+    assert (reader.is_drained, reader.next_piece(), reader.next_piece()) == (False, b"b", b"")
+    assert not reader.is_drained
 
 
 @pytest.mark.parametrize(
