@@ -69,7 +69,7 @@ def test_command_prints_a_table(capsys):
 
 
 def test_failing_row_is_shrunk_and_can_be_replayed(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(EndpointState, "leases_own_max", property(lambda state: state.leases_max))
+    monkeypatch.setattr(EndpointState, "set_lease_share", lambda state, share: None)
     monkeypatch.setattr("trioserve.commands.simulate.REPLAYED_LINES_MAX", 20_000)
     counts = ["--routers", "2", "--endpoints", "1"]
     assert main(["simulate", *counts, "--seeds", "7"]) == 1

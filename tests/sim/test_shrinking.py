@@ -64,7 +64,7 @@ def test_router_history_is_shrunk(monkeypatch):
 
 
 def test_routers_history_is_shrunk(monkeypatch):
-    monkeypatch.setattr(EndpointState, "leases_own_max", property(lambda state: state.leases_max))
+    monkeypatch.setattr(EndpointState, "set_lease_share", lambda state, share: None)
     failure = first_failure(runs_of("routers").run_seed, 100)
     plainest = runs_of("routers").shrunk(failure, replays_max=1_000)
     assert plainest.is_like(failure)
