@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import re
 import typing
@@ -198,6 +199,16 @@ def _text(value: ast.expr, texts: dict[str, ast.expr]) -> str:
     return "..."
 
 
+def support_table() -> str:
+    """Return the support matrix, for which torch is loaded."""
+    spec = importlib.util.spec_from_file_location("docs_support", Path(__file__).with_name("support.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    support = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(support)
+    return _table(*support.support_rows())
+
+
 def name_table(module_name: str) -> str:
     """Return a table of the public names of a module, with the first sentence of each docstring.
 
@@ -324,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "error-codes": error_table,
     "exceptions": exception_table,
     "refusals": refusal_table,
+    "support": support_table,
     "names-of-trioserve": lambda: name_table("trioserve"),
     "names-of-the-kit": lambda: name_table("trioserve.testing"),
     "names-of-the-engine": lambda: _member_table(*_engine_classes()),
