@@ -61,7 +61,7 @@ async def abort_request(context: RouterContext) -> None:
         Refusal: The caller has no request with this id (404).
     """
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
-    answers = await context.processes.ask(context)
+    answers = await context.services.processes.ask(context)
     reported = [msgspec.json.decode(answer.body, type=_Aborted) for answer in answers if answer.status == 200]
     ended = (await _everywhere(context, [request_id], reported, with_partials=False))[request_id]
     if ended.result is AbortOutcome.UNKNOWN:
@@ -85,7 +85,7 @@ async def abort_requests(context: RouterContext) -> None:
             "min_age_seconds is set, and a router does not support it: leave it out", param="min_age_seconds"
         )
     ids = checked_ids(body.ids)
-    await _respond(context, ids, await context.processes.ask(context, raw), with_partials=body.return_partial)
+    await _respond(context, ids, await context.services.processes.ask(context, raw), with_partials=body.return_partial)
 
 
 async def abort_one_or_all(context: RouterContext) -> None:
@@ -102,7 +102,7 @@ async def abort_one_or_all(context: RouterContext) -> None:
     if bool(body.rid) is body.abort_all:
         raise InvalidRequest("send either the id of a request as rid, or abort_all", param="rid")
     ids = _live_ids(context) if body.abort_all else [body.rid]
-    await _respond(context, ids, await context.processes.ask(context, raw), with_partials=body.return_partial)
+    await _respond(context, ids, await context.services.processes.ask(context, raw), with_partials=body.return_partial)
 
 
 async def abort_for_vllm(context: RouterContext) -> None:
@@ -114,7 +114,7 @@ async def abort_for_vllm(context: RouterContext) -> None:
     raw = await context.exchange.body()
     ids = decode_body(raw, AbortRequestsBody).request_ids
     ids = checked_ids(ids) if ids else _live_ids(context)
-    answers = await context.processes.ask(context, raw)
+    answers = await context.services.processes.ask(context, raw)
     ended = await _everywhere(context, ids, [], with_partials=False)
     count = sum(one.result is AbortOutcome.ABORTED for one in ended.values())
     count += sum(msgspec.json.decode(one.body, type=_Count).aborted for one in answers if one.status == 200)
@@ -151,7 +151,7 @@ def _live_ids(context: RouterContext) -> list[str]:
         Refusal: The caller may not list requests (403).
     """
     check_may_operate(context.caller)
-    live = context.fleet.dispatch.live_admissions(owner=context.owner)
+    live = context.services.fleet.dispatch.live_admissions(owner=context.owner)
     return [admission.id for admission in live if admission.id is not None]
 
 
@@ -210,7 +210,7 @@ async def _everywhere(
 
 
 async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) -> dict[str, _Aborted]:
-    dispatch, owner = context.fleet.dispatch, context.owner
+    dispatch, owner = context.services.fleet.dispatch, context.owner
     wanted = frozenset(ids)
     asked: dict[EndpointId, list[AdmissionScope]] = {}
     for admission in dispatch.live_admissions(owner=owner):
@@ -266,7 +266,7 @@ async def _end_at_endpoint(context: RouterContext, id: EndpointId, admissions: l
             body = msgspec.json.encode({"ids": ids, "return_partial": True})
             headers = [*first.headers(), ("content-type", "application/json")]
             try:
-                async with context.fleet.remote(id).request("POST", ABORTS_PATH, headers, body) as response:
+                async with context.services.fleet.remote(id).request("POST", ABORTS_PATH, headers, body) as response:
                     rows += _aborts_in(response.status, await response.whole(ANSWER_BYTES_MAX) or b"")
             except (EndpointLost, InvalidRequest):
                 continue

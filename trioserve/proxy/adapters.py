@@ -91,14 +91,14 @@ async def unload_adapter(context: RouterContext) -> None:
         raise AdapterRefused("'lora_name' needs to be provided to unload a LoRA adapter.", reason="missing", param=None)
     chosen = _chosen(context)
     for id in chosen:
-        if context.fleet.is_adapter_of(id, asked.lora_name):
-            context.fleet.withdraw_model(id, asked.lora_name)
+        if context.services.fleet.is_adapter_of(id, asked.lora_name):
+            context.services.fleet.withdraw_model(id, asked.lora_name)
     seconds_max = None if asked.timeout is None else asked.timeout + UNLOAD_SECONDS
     answers = await _ask(context, chosen, body, seconds_max=seconds_max)
     if any(answer.is_good for answer in answers):
         answers = [
             answer._replace(status=200, message="The adapter is not loaded here.")
-            if answer.status == 404 and not context.fleet.is_adapter_of(answer.endpoint, asked.lora_name)
+            if answer.status == 404 and not context.services.fleet.is_adapter_of(answer.endpoint, asked.lora_name)
             else answer
             for answer in answers
         ]
@@ -112,7 +112,11 @@ def _chosen(context: RouterContext) -> list[EndpointId]:
         AdapterRefused: The query names an unknown endpoint.
         NoEndpoint: There is no endpoint.
     """
-    ids = [state.id for state in context.fleet.dispatch.endpoints if not context.fleet.is_draining(state.id)]
+    ids = [
+        state.id
+        for state in context.services.fleet.dispatch.endpoints
+        if not context.services.fleet.is_draining(state.id)
+    ]
     named = [EndpointId(value) for key, value in parse_qsl(context.exchange.query) if key == ENDPOINT_PARAMETER]
     for id in named:
         if id not in ids:
@@ -140,13 +144,13 @@ async def _ask(
         answers[id] = _Answer(id, 504, f"The endpoint did not answer within {seconds_max} s.")
         with trio.move_on_after(math.inf if seconds_max is None else seconds_max):
             answers[id] = await _answer(context, remote, body)
-        if id in context.fleet.specs():
-            await context.fleet.ask_models(id)
+        if id in context.services.fleet.specs():
+            await context.services.fleet.ask_models(id)
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             # Look up the clients now: an endpoint may leave the fleet before its task runs.
-            for remote in [context.fleet.remote(id) for id in ids]:
+            for remote in [context.services.fleet.remote(id) for id in ids]:
                 nursery.start_soon(ask, remote)
     return [answers[id] for id in ids]
 

@@ -196,7 +196,7 @@ class Continuation:
         Returns:
             The state, or None if the response is not a stream or is pinned to an endpoint.
         """
-        bytes_max = context.rules.continuation_bytes_max
+        bytes_max = context.services.rules.continuation_bytes_max
         if not body.stream or not bytes_max or request.pinned is not None:
             return None
         if context.exchange.path not in CONTINUED_PATHS:
@@ -208,7 +208,7 @@ class Continuation:
             shows_ids=shows_ids,
             known=bytes(body.resume) or None,
         )
-        return cls(stream, context.metrics, choice_count=request.sequences, shows_ids=shows_ids)
+        return cls(stream, context.services.metrics, choice_count=request.sequences, shows_ids=shows_ids)
 
     # --- request to the next endpoint ---
 
@@ -220,7 +220,7 @@ class Continuation:
             raw: Body as the client sent it.
         """
         if self._resume is None:
-            is_foreign = context.endpoint is not None and context.fleet.reports_token_ids(context.endpoint)
+            is_foreign = context.endpoint is not None and context.services.fleet.reports_token_ids(context.endpoint)
             self._foreign_fields = None
             if is_foreign:
                 self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
@@ -257,7 +257,7 @@ class Continuation:
         Raises:
             NotResumed: The endpoint does not support it.
         """
-        if self.completion() is not None and not context.fleet.reports_token_ids(id):
+        if self.completion() is not None and not context.services.fleet.reports_token_ids(id):
             raise NotResumed(f'the endpoint "{id}" cannot resume from token ids')
 
     # --- response ---
@@ -281,7 +281,7 @@ class Continuation:
         if self._resume is None:
             self._fingerprint, self.stream = fingerprint, self._own_stream
             if resume_values is None and self._foreign_fields is not None:
-                path, bytes_max = context.exchange.path, context.rules.continuation_bytes_max
+                path, bytes_max = context.exchange.path, context.services.rules.continuation_bytes_max
                 self.stream = ForeignStream(path, self._foreign_fields, bytes_max=bytes_max)
         elif resume_values is None and not isinstance(self.stream, ForeignStream):
             raise NotResumed(f'the endpoint "{id}" does not resume where another endpoint stopped')

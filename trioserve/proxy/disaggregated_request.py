@@ -212,12 +212,12 @@ class _DisaggregatedRequest:
             True if the request is over, because the client has got an error.
         """
         context, admission = self._context, self._admission
-        is_ours = context.fleet.reports_role(id)
+        is_ours = context.services.fleet.reports_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
         try:
             with context.asking(id, admission.stage), admission.attempt():
                 headers = request_headers(context, admission.stage)
-                request = context.fleet.remote(id).request(
+                request = context.services.fleet.remote(id).request(
                     context.exchange.method, context.target, headers, sent, computes=True
                 )
                 hold = self._hold = _Hold(request)

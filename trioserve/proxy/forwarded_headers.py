@@ -81,7 +81,7 @@ def endpoint_session(context: RouterContext, session: str) -> str:
         session: Name that the client uses.
     """
     owner = owner_of(context)
-    if owner is None or context.rules.passes_authorization:
+    if owner is None or context.services.rules.passes_authorization:
         return session
     name = f"{len(owner)}/{owner}/{session}".encode("utf-8", "surrogatepass")
     return blake2b(name, digest_size=16).hexdigest()
@@ -95,7 +95,7 @@ def request_headers(context: RouterContext, stage: Stage | None, *, with_body: b
         stage: Stage of a disaggregated request. None for other requests.
         with_body: Whether the client's body is forwarded. False for a request that the router makes itself.
     """
-    tenant_header = context.rules.tenant_header
+    tenant_header = context.services.rules.tenant_header
     trace = context.leg.headers() or context.span.headers()  # without a trace, the client's trace headers are forwarded
     headers = [
         (name, endpoint_session(context, value) if name == SESSION_HEADER else value)
@@ -113,7 +113,7 @@ def request_headers(context: RouterContext, stage: Stage | None, *, with_body: b
         headers.append((tenant_header, tenant))
     if stage is not None:
         headers.append((STAGE_HEADER, stage.value))
-    if context.rules.passes_authorization:
+    if context.services.rules.passes_authorization:
         for name in KEY_HEADERS:
             key = context.exchange.headers.get(name)
             if key is not None:

@@ -202,7 +202,7 @@ async def forward_control(context: RouterContext) -> None:
     if id.endswith(HAND_OVER):
         raise refusal("not_found", "only the router hands over requests: drain their endpoint with move=true")
     body = await context.exchange.body()
-    for admission in context.fleet.dispatch.live_admissions(owner=context.owner):
+    for admission in context.services.fleet.dispatch.live_admissions(owner=context.owner):
         if admission.id == id and not admission.is_queued and admission.endpoint is not None:
             if await _relay(context, admission.endpoint, body) < 300:
                 admission.note_reasoning_ended()  # an endpoint that resumes the response must know
@@ -219,8 +219,8 @@ async def forward_anywhere(context: RouterContext) -> None:
     Raises:
         NoEndpoint: No endpoint with the model accepts requests now.
     """
-    model = context.fleet.real_model(context.query("model"))
-    for state in context.fleet.dispatch.endpoints:
+    model = context.services.fleet.real_model(context.query("model"))
+    for state in context.services.fleet.dispatch.endpoints:
         if model in state.models and state.accepts_requests:
             await _relay(context, state.id, b"")
             return
@@ -256,16 +256,16 @@ async def _known_object(context: RouterContext, id: str) -> KeptObject | None:
     Raises:
         Refusal: Another caller owns the object, or its owner is unknown (404).
     """
-    kept = context.kept.find(id)
+    kept = context.services.kept.find(id)
     if kept is None:
-        kept = await context.processes.find_kept(id)
+        kept = await context.services.processes.find_kept(id)
         if kept is not None:
-            context.kept.remember(id, kept)
+            context.services.kept.remember(id, kept)
     if kept is not None and context.owner is not None and kept.owner != owner_of(context):
         raise _not_found(id)
     if kept is None and _is_unknown_to_endpoints(context):
         raise _not_found(id)
-    if kept is not None and kept.endpoint not in context.fleet.specs():
+    if kept is not None and kept.endpoint not in context.services.fleet.specs():
         return None  # the endpoint has left; another one may have its stored objects now
     return kept
 
@@ -273,7 +273,7 @@ async def _known_object(context: RouterContext, id: str) -> KeptObject | None:
 def _is_unknown_to_endpoints(context: RouterContext) -> bool:
     """Return True if endpoints cannot distinguish this caller from others, because only the router knows its key."""
     is_everybody = context.owner is None or context.caller.kind is CallerKind.ADMIN
-    return not is_everybody and not context.rules.passes_authorization
+    return not is_everybody and not context.services.rules.passes_authorization
 
 
 async def _endpoint_of(context: RouterContext, id: str, path: str) -> EndpointId:
@@ -284,12 +284,12 @@ async def _endpoint_of(context: RouterContext, id: str, path: str) -> EndpointId
         return kept.endpoint
     for candidate in _candidates(context):
         try:
-            async with context.fleet.remote(candidate).request(
+            async with context.services.fleet.remote(candidate).request(
                 "GET", path + id, request_headers(context, None, with_body=False), b""
             ) as response:
                 _check_is_no_page(candidate, response)
                 if response.status < 400:
-                    context.kept.remember(id, KeptObject(candidate, owner_of(context)))
+                    context.services.kept.remember(id, KeptObject(candidate, owner_of(context)))
                     return candidate
         except EndpointLost:
             continue
@@ -304,7 +304,7 @@ async def _ask_all(context: RouterContext, id: str, body: bytes, *, has_endpoint
             status = await _relay(context, candidate, body, gives_up_at_404=True)
             if status != 404:
                 if status < 400 and not has_endpoint_name:  # an error does not prove that the object is there
-                    context.kept.remember(id, KeptObject(candidate, owner_of(context)))
+                    context.services.kept.remember(id, KeptObject(candidate, owner_of(context)))
                 return
         except EndpointLost as error:
             if context.exchange.started:
@@ -320,7 +320,7 @@ async def _ask_all(context: RouterContext, id: str, body: bytes, *, has_endpoint
 
 
 def _candidates(context: RouterContext) -> list[EndpointId]:
-    return [state.id for state in context.fleet.dispatch.endpoints]
+    return [state.id for state in context.services.fleet.dispatch.endpoints]
 
 
 def _home_endpoint(context: RouterContext) -> EndpointId:
@@ -328,7 +328,7 @@ def _home_endpoint(context: RouterContext) -> EndpointId:
 
     When an endpoint comes or leaves, only callers whose home is this endpoint get another home.
     """
-    usable = [state.id for state in context.fleet.dispatch.endpoints if state.accepts_requests]
+    usable = [state.id for state in context.services.fleet.dispatch.endpoints if state.accepts_requests]
     if not usable:
         raise NoEndpoint("no endpoint accepts requests: try again in 1 s", reason="no_endpoint", retry_after_seconds=1)
     name = (owner_of(context) or "").encode("utf-8", "surrogatepass")
@@ -351,7 +351,7 @@ async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_u
         EndpointLost: The endpoint did not answer, or the connection broke.
     """
     context.endpoint = id
-    request = context.fleet.remote(id).request(
+    request = context.services.fleet.remote(id).request(
         context.exchange.method, context.target, request_headers(context, None), body
     )
     async with request as response:
@@ -379,7 +379,7 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, id: Endpoin
     whole = None if is_events else await response.whole(WHOLE_BYTES_MAX)
     if whole is not None:
         if context.exchange.method == "POST" and response.status < 300 and (made := object_id_in(whole)):
-            context.kept.remember(made, KeptObject(id, owner_of(context)))
+            context.services.kept.remember(made, KeptObject(id, owner_of(context)))
         if response.status >= 400:
             context.note_error(response.status, response.header(REASON_HEADER))
         await context.respond(response.status, response_headers(context, response), whole)

@@ -84,7 +84,9 @@ async def forward(context: RouterContext) -> None:
                 context.span.note({"gen_ai.request.model": request.model})
                 with (
                     _Freed(context.span),
-                    context.fleet.dispatch.enter(request, id=context.request_id, owner=context.owner) as admission,
+                    context.services.fleet.dispatch.enter(
+                        request, id=context.request_id, owner=context.owner
+                    ) as admission,
                     _Cancelled(context.span),
                     context.continued(Continuation.of(context, asked.body, request)) as continuation,
                 ):
@@ -147,7 +149,7 @@ async def _asked(context: RouterContext) -> _Asked:
         Refusal: The response that the request continues does not exist (404).
     """
     said = await context.exchange.body()
-    path, served = context.exchange.path, context.fleet.models()
+    path, served = context.exchange.path, context.services.fleet.models()
     if path == EDITS_PATH:
         context.form = await read_form(context, said)
     read = decode_body(said, RoutedBody) if context.form is None else context.form.body
@@ -159,10 +161,10 @@ async def _asked(context: RouterContext) -> _Asked:
         check_references(context, raw)
         if body.previous_response_id is not None:
             before = await endpoint_of_response(context, body.previous_response_id)
-    limits = context.rules.deadlines_max
-    deadlines = deadlines_of(body, context.exchange.headers).within(context.rules.deadlines, limits)
-    check_model(context.access, body.model, served)
-    model = context.fleet.real_model(body.model)
+    limits = context.services.rules.deadlines_max
+    deadlines = deadlines_of(body, context.exchange.headers).within(context.services.rules.deadlines, limits)
+    check_model(context.services.access, body.model, served)
+    model = context.services.fleet.real_model(body.model)
     grace = PARTIAL_SECONDS_MAX if body.return_partial else 0.0
     clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=limits)
     return _Asked(said, raw, body, model, clock, before)
@@ -175,7 +177,7 @@ async def _is_left_to_send(context: RouterContext, asked: _Asked) -> bool:
         context.client_events = ClientLines()  # a client that reads lines cannot report its position in a stream
     elif body.stream and path not in IMAGE_PATHS:  # image events have no ids from which a client could resume
         choice_count = max(1, body.n or 1) * body.prompt_count
-        stream = await context.peers.stream_of(context, asked.said, asked.model, choice_count=choice_count)
+        stream = await context.services.peers.stream_of(context, asked.said, asked.model, choice_count=choice_count)
         if stream is None:
             return False
         context.stream = stream
@@ -215,11 +217,11 @@ async def _with_block_names(context: RouterContext, raw: bytes, request: RoutedR
 
     Naming costs time, so the request counts as being prepared meanwhile.
     """
-    dispatch, naming = context.fleet.dispatch, context.naming
+    dispatch, naming = context.services.fleet.dispatch, context.services.naming
     block_sizes = dispatch.block_sizes(request)
     if naming is None or not block_sizes or request.pinned is not None:
         return request
-    is_adapter, digest = context.fleet.adapter_digest(request.model)
+    is_adapter, digest = context.services.fleet.adapter_digest(request.model)
     if is_adapter and digest is None:  # the digest that is part of the block names is unknown
         return request
     with dispatch.preparing(request):
@@ -262,14 +264,14 @@ def _routed(context: RouterContext, asked: _Asked) -> RoutedRequest:
         asked: Request that was read.
     """
     raw, body, model = asked.raw, asked.body, asked.model
-    rules, headers = context.rules, context.exchange.headers
+    rules, headers = context.services.rules, context.exchange.headers
     named = context.query(ENDPOINT_PARAMETER)
     pinned = asked.before if named is None else EndpointId(named)
     content = body.content
     prompt_tokens = len(content) // 4 + 1
     # First check whether two endpoints exist for it, because parsing the rest of the body costs time.
-    is_disaggregated = prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.fleet.dispatch.is_pair_there(
-        model
+    is_disaggregated = (
+        prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.services.fleet.dispatch.is_pair_there(model)
     )
     return RoutedRequest(
         model=model,
@@ -279,7 +281,7 @@ def _routed(context: RouterContext, asked: _Asked) -> RoutedRequest:
         prompt_tokens=prompt_tokens + body.known_token_count,
         session=headers.get(rules.session_header),
         pinned=pinned,
-        prefix=prefix_of(content, model, body.cache_salt) if context.fleet.dispatch.wants_prefix else (),
+        prefix=prefix_of(content, model, body.cache_salt) if context.services.fleet.dispatch.wants_prefix else (),
         queue_deadline=asked.clock.first()[1],
         can_be_disaggregated=(
             is_disaggregated

@@ -280,7 +280,7 @@ async def lease(context: RouterContext, admission: AdmissionScope, clock: Reques
         RequestPoisoned: The request has crashed several endpoints.
     """
     while context.exchange.started:
-        with trio.move_on_after(context.access.keep_alive_seconds):
+        with trio.move_on_after(context.services.access.keep_alive_seconds):
             return await _lease(context, admission, clock)
         await context.exchange.send(context.client_events.keep_alive)
     return await _lease(context, admission, clock)
@@ -343,7 +343,9 @@ async def check_error(context: RouterContext, id: EndpointId, response: RemoteRe
     said = await response.whole(ERROR_BYTES_MAX) or b""
     if not is_error(kind, said) and status not in TOO_LARGE:
         raise InvalidAnswer(id, "html" if _is_page(kind) else f"status_{status}", f"status {status}, {said[:80]!r}")
-    if status in KEY_REFUSED and context.fleet.uses_own_key(id, passes_clients=context.rules.passes_authorization):
+    if status in KEY_REFUSED and context.services.fleet.uses_own_key(
+        id, passes_clients=context.services.rules.passes_authorization
+    ):
         logger.warning("endpoint refuses the router's key endpoint=%s status=%s: check --endpoint-api-key", id, status)
         raise InvalidAnswer(id, "key_refused", f"status {status} to the router's own key: see --endpoint-api-key")
     raise Refused(response, said, Fault.REFUSED if status in DOUBTFUL else None)
@@ -396,7 +398,7 @@ def model_field(context: RouterContext, asked: str | None, id: EndpointId, model
         id: Endpoint that gets the request.
         model: Name at this router.
     """
-    there = context.fleet.model_at(id, model)
+    there = context.services.fleet.model_at(id, model)
     return {} if asked == there else {"model": there}
 
 
@@ -434,7 +436,9 @@ def _request(context: RouterContext, admission: AdmissionScope, id: EndpointId, 
         context.continuation.check_endpoint(context, id)
         if not context.continuation.shows_ids:
             headers.append((RESUMABLE_HEADER, "1"))
-    return context.stream.request(context.fleet.remote(id), context.exchange.method, context.target, headers, body)
+    return context.stream.request(
+        context.services.fleet.remote(id), context.exchange.method, context.target, headers, body
+    )
 
 
 async def _checked_head(
@@ -527,7 +531,7 @@ async def _head_of(context: RouterContext, admission: AdmissionScope, request: E
             # A comment that is being sent is completed after the head has arrived. Otherwise the client would get half
             # of it.
             while not awaited.is_over.is_set():
-                with trio.move_on_after(context.access.keep_alive_seconds):
+                with trio.move_on_after(context.services.access.keep_alive_seconds):
                     await awaited.is_over.wait()
                     break
                 await admission.tell(context.exchange.send(context.client_events.keep_alive))
@@ -569,7 +573,7 @@ def _remember_object(context: RouterContext, id: EndpointId, said: bytes) -> Non
     if continuation is not None:  # an endpoint that resumes does not repeat the id
         made = continuation.object_id = made or continuation.object_id
     if made is not None:
-        context.kept.remember(made, KeptObject(id, owner_of(context)))
+        context.services.kept.remember(made, KeptObject(id, owner_of(context)))
 
 
 async def _relay_events(

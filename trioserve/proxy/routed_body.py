@@ -229,7 +229,7 @@ async def read_form(context: RouterContext, raw: bytes) -> RoutedForm:
     if len(raw) <= INLINE_BYTES_MAX:
         return RoutedForm.read(raw, content_type)
     tenant = context.caller.tenant(context.named_tenant)
-    return await context.forms.call(partial(RoutedForm.read, raw, content_type), key=tenant)
+    return await context.services.forms.call(partial(RoutedForm.read, raw, content_type), key=tenant)
 
 
 class _Named(msgspec.Struct):

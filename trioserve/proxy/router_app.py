@@ -51,7 +51,7 @@ from trioserve.proxy.peers.peer_watch import PEER_PATH
 from trioserve.proxy.peers.processes import Answer, OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.proxied_request import forward
-from trioserve.proxy.router_context import RouterContext, RoutingRules
+from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules
 from trioserve.proxy.router_feed import RouterFeed
 from trioserve.trio_tools.fair_slots import FairSlots
 
@@ -77,7 +77,7 @@ MANAGED_BY_ADMIN = "adding and draining endpoints needs the admin's API key: see
 
 
 async def list_models(context: RouterContext) -> None:
-    await context.respond_json({"object": "list", "data": [_card(name) for name in context.fleet.models()]})
+    await context.respond_json({"object": "list", "data": [_card(name) for name in context.services.fleet.models()]})
 
 
 async def read_model(context: RouterContext) -> None:
@@ -90,17 +90,21 @@ async def read_model(context: RouterContext) -> None:
         UnknownModel: No endpoint serves the model.
     """
     name = context.exchange.path.removeprefix(MODEL_PATH)
-    if name not in context.fleet.models():
-        raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(context.fleet.models())}')
+    if name not in context.services.fleet.models():
+        raise UnknownModel(
+            f'the model "{name}" is not served here; served are: {", ".join(context.services.fleet.models())}'
+        )
     await context.respond_json(_card(name))
 
 
 async def list_tags(context: RouterContext) -> None:
-    await context.respond_json({"models": [_ollama_card(name) for name in context.fleet.models()]})
+    await context.respond_json({"models": [_ollama_card(name) for name in context.services.fleet.models()]})
 
 
 async def list_running(context: RouterContext) -> None:
-    await context.respond_json({"models": [running_card(_ollama_card(name)) for name in context.fleet.models()]})
+    await context.respond_json(
+        {"models": [running_card(_ollama_card(name)) for name in context.services.fleet.models()]}
+    )
 
 
 def _ollama_card(name: str) -> dict[str, object]:
@@ -129,7 +133,7 @@ async def read_ready(context: RouterContext) -> None:
     Args:
         context: Request of the router's API.
     """
-    reason = context.fleet.unready_reason()
+    reason = context.services.fleet.unready_reason()
     if reason is None:
         await context.respond_json({"ready": True})
     else:
@@ -141,8 +145,8 @@ async def read_version(context: RouterContext) -> None:
 
 
 async def list_endpoints(context: RouterContext) -> None:
-    described = context.fleet.described()
-    for answer in await context.processes.ask(context):
+    described = context.services.fleet.described()
+    for answer in await context.services.processes.ask(context):
         counts = {each["id"]: each for each in _listed(answer)}
         for endpoint in described:
             for name in COUNTED_TOGETHER:
@@ -176,11 +180,11 @@ async def add_endpoint(context: RouterContext) -> None:
 
     def add() -> None:
         try:
-            context.fleet.add(spec)
+            context.services.fleet.add(spec)
         except StartupError as error:
             raise InvalidRequest(str(error)) from None
 
-    decided = await context.processes.change(context, body, add)
+    decided = await context.services.processes.change(context, body, add)
     if decided is None:
         await context.respond_json({"id": spec.endpoint_id, "object": "endpoint"}, status=201)
     else:
@@ -216,10 +220,10 @@ async def drain_endpoint(context: RouterContext) -> None:
     move_seconds = _move_seconds(context)
 
     def drain() -> None:
-        if not context.fleet.drain(id, move_seconds=move_seconds):
+        if not context.services.fleet.drain(id, move_seconds=move_seconds):
             raise _endpoint_not_found(f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them')
 
-    decided = await context.processes.change(context, b"", drain)
+    decided = await context.services.processes.change(context, b"", drain)
     if decided is not None:
         await _respond_as(context, decided)
         return
@@ -264,12 +268,12 @@ async def greet(context: RouterContext) -> None:
     Args:
         context: Request of the router's API.
     """
-    await context.respond_json(context.peers.greeting())
+    await context.respond_json(context.services.peers.greeting())
 
 
 async def list_peers(context: RouterContext) -> None:
     check_is_admin(context.caller, "listing the other routers needs the admin's API key: see --admin-api-key")
-    await context.respond_json({"object": "list", "data": context.peers.described()})
+    await context.respond_json({"object": "list", "data": context.services.peers.described()})
 
 
 async def list_requests(context: RouterContext) -> None:
@@ -289,9 +293,9 @@ async def list_requests(context: RouterContext) -> None:
             "priority": admission.priority,
             "age_seconds": round(now - admission.entered_at, 3),
         }
-        for admission in context.fleet.dispatch.live_admissions(owner=context.owner)
+        for admission in context.services.fleet.dispatch.live_admissions(owner=context.owner)
     ]
-    for answer in await context.processes.ask(context):
+    for answer in await context.services.processes.ask(context):
         live += _listed(answer)
     await context.respond_json({"object": "list", "data": live})
 
@@ -309,7 +313,7 @@ async def control_request(context: RouterContext) -> None:
         await forward_control(context)
     except Refusal as refusal:
         if refusal.response.code == "request_not_found":
-            for answer in await context.processes.ask(context, await context.exchange.body()):
+            for answer in await context.services.processes.ask(context, await context.exchange.body()):
                 if answer.status != refusal.response.status:
                     await context.respond_bytes(answer.body, "application/json", status=answer.status)
                     return
@@ -317,16 +321,16 @@ async def control_request(context: RouterContext) -> None:
 
 
 async def stream_page_events(context: RouterContext) -> None:
-    assert context.page is not None, "the route exists only with the page"
-    await context.page.stream(context)
+    assert context.services.page is not None, "the route exists only with the page"
+    await context.services.page.stream(context)
 
 
 async def read_metrics(context: RouterContext) -> None:
-    metrics = context.metrics
-    page = metrics.expose() + context.more_metrics()
-    answers = await context.processes.ask(context)
-    if context.processes.count > 1 and not context.processes.is_asking(context):
-        pages = {context.processes.number: page}
+    metrics = context.services.metrics
+    page = metrics.expose() + context.services.more_metrics()
+    answers = await context.services.processes.ask(context)
+    if context.services.processes.count > 1 and not context.services.processes.is_asking(context):
+        pages = {context.services.processes.number: page}
         pages |= {answer.number: answer.body for answer in answers if answer.status == 200}
         page = joined_pages({str(number): pages[number] for number in sorted(pages)}, label="process")
     await context.respond_bytes(page, metrics.content_type)
@@ -468,40 +472,31 @@ class RouterApp(BaseApp[RouterContext]):
             tracer=tracer,
             logs_requests=logs_requests,
         )
-        self._fleet = fleet
-        self._rules = rules or RoutingRules()
-        self._more_metrics = more_metrics
-        self._clock_and_ids = clock_and_ids or ClockAndIds()
-        self._naming = naming
-        self._peers = peers
-        self._processes = processes or OneProcess()
-        of_many = self._processes.count > 1
-        feed = RouterFeed(
-            fleet, metrics, process=f"{self._processes.number} of {self._processes.count}" if of_many else None
-        )
+        processes = processes or OneProcess()
+        of_many = processes.count > 1
+        feed = RouterFeed(fleet, metrics, process=f"{processes.number} of {processes.count}" if of_many else None)
         self.page = Page(lambda: feed, page, metrics_need_key=self._keys.rules.metrics_need_key)
         self.kept = KeptObjects()
-        self._streams = LiveStreams()
-        self._forms = FairSlots(FORMS_MAX, what="forms")
-        metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(self._streams.kept_bytes))
+        streams = LiveStreams()
+        self._services = RouterServices(
+            fleet=fleet,
+            rules=rules or RoutingRules(),
+            metrics=metrics,
+            clock_and_ids=clock_and_ids or ClockAndIds(),
+            more_metrics=more_metrics,
+            naming=naming,
+            kept=self.kept,
+            streams=streams,
+            access=self._keys.rules,
+            peers=peers or NoPeers(),
+            page=self.page,
+            processes=processes,
+            forms=FairSlots(FORMS_MAX, what="forms"),
+        )
+        metrics.on_scrape(lambda: metrics.continuation_bytes_held.set(streams.kept_bytes))
 
     def new_context(self, exchange: Exchange) -> RouterContext:
-        return RouterContext(
-            exchange,
-            self._fleet,
-            self._rules,
-            self._metrics,
-            self._clock_and_ids,
-            more_metrics=self._more_metrics,
-            naming=self._naming,
-            kept=self.kept,
-            streams=self._streams,
-            access=self._keys.rules,
-            peers=self._peers,
-            page=self.page,
-            processes=self._processes,
-            forms=self._forms,
-        )
+        return RouterContext(exchange, self._services)
 
     def end_fields(self, context: RouterContext) -> dict[str, object]:
         fields: dict[str, object] = {"endpoint": context.endpoint}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from trioserve.proxy.relay import Refused
     from trioserve.proxy.routed_body import RoutedForm
 
-__all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
+__all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RouterServices", "RoutingRules"]
 
 ENDPOINT_PARAMETER = "id"
 """Query parameter that pins a request to one endpoint."""
@@ -73,11 +74,11 @@ class RoutingRules:
         self.continuation_bytes_max = continuation_bytes_max
 
 
-class RouterContext(Responder):
-    """One request of the router's API. Its handler answers it once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterServices:
+    """Parts of a router that all of its requests share.
 
-    Args:
-        exchange: HTTP request and response.
+    Attributes:
         fleet: Endpoints of the router.
         rules: Settings for reading and forwarding requests.
         metrics: Metrics of the router.
@@ -91,6 +92,29 @@ class RouterContext(Responder):
         page: Live page. None: the router has none.
         processes: Other processes of this router.
         forms: Limits how many large forms are parsed at a time.
+    """
+
+    fleet: Fleet
+    rules: RoutingRules
+    metrics: Metrics
+    clock_and_ids: ClockAndIds
+    more_metrics: Callable[[], bytes]
+    naming: PromptBlocks | None
+    kept: KeptObjects
+    streams: LiveStreams
+    access: AccessRules
+    peers: NoPeers
+    page: Page | None
+    processes: OneProcess
+    forms: FairSlots
+
+
+class RouterContext(Responder):
+    """One request of the router's API. Its handler answers it once.
+
+    Args:
+        exchange: HTTP request and response.
+        services: Parts of the router, shared by all requests.
 
     Attributes:
         admission: Place in the queue, or lease. None until the request is queued.
@@ -105,39 +129,11 @@ class RouterContext(Responder):
         stream: State of the response that survives the end of this router.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        fleet: Fleet,
-        rules: RoutingRules,
-        metrics: Metrics,
-        clock_and_ids: ClockAndIds,
-        *,
-        more_metrics: Callable[[], bytes] = bytes,
-        naming: PromptBlocks | None = None,
-        kept: KeptObjects | None = None,
-        streams: LiveStreams | None = None,
-        access: AccessRules | None = None,
-        peers: NoPeers | None = None,
-        page: Page | None = None,
-        processes: OneProcess | None = None,
-        forms: FairSlots,
-    ) -> None:
-        super().__init__(exchange, clock_and_ids)
-        self.processes = processes or OneProcess()
-        self.forms = forms
+    def __init__(self, exchange: Exchange, services: RouterServices) -> None:
+        super().__init__(exchange, services.clock_and_ids)
+        self.services = services
         self.form: RoutedForm | None = None
-        self.page = page
-        self.fleet = fleet
-        self.rules = rules
-        self.metrics = metrics
-        self.more_metrics = more_metrics
-        self.naming = naming
-        self.kept = kept or KeptObjects()
-        self.streams = streams or LiveStreams()
-        self.access = access or AccessRules()
         self.continuation: Continuation | None = None
-        self.peers = peers or NoPeers()
         self.endpoint_path: str | None = None
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
@@ -159,7 +155,7 @@ class RouterContext(Responder):
     @property
     def named_tenant(self) -> str | None:
         """Tenant that the request names. The caller's rights decide whether the name counts."""
-        return self.exchange.headers.get(self.rules.tenant_header)
+        return self.exchange.headers.get(self.services.rules.tenant_header)
 
     @property
     def target(self) -> str:
@@ -180,7 +176,7 @@ class RouterContext(Responder):
         if self.span is NO_SPAN:
             yield
             return
-        address = self.fleet.remote(id).address
+        address = self.services.fleet.remote(id).address
         attributes = {
             "http.request.method": self.exchange.method,
             "server.address": address.host,
@@ -211,7 +207,7 @@ class RouterContext(Responder):
         if continuation is None:
             yield None
             return
-        with self.streams.kept(continuation):
+        with self.services.streams.kept(continuation):
             yield continuation
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:

@@ -182,7 +182,7 @@ class PeerStreams(NoPeers):
 
         An endpoint that does not answer in time is skipped.
         """
-        states = [state for state in context.fleet.dispatch.endpoints if model in state.models]
+        states = [state for state in context.services.fleet.dispatch.endpoints if model in state.models]
         states.sort(key=lambda state: -rendezvous_score(name, state.id))
         path = f"{KEPT_STREAMS_PATH}{name}{'' if takes_over else '?unread=1'}"
         headers = request_headers(context, None, with_body=False)
@@ -192,7 +192,7 @@ class PeerStreams(NoPeers):
             async with trio.open_nursery() as nursery:
                 left = iter(ids)
                 for _ in range(min(AT_ONCE_MAX, len(ids))):
-                    nursery.start_soon(search.ask, left, context.fleet.remote, nursery.cancel_scope)
+                    nursery.start_soon(search.ask, left, context.services.fleet.remote, nursery.cancel_scope)
         except BaseException:
             search.close()
             raise
