@@ -18,6 +18,24 @@ def test_flow_has_equal_counts_in_every_run(flow):
     assert call_counts.counted(flow) == first
 
 
+CEILINGS = {
+    "prompt in": (445, 330, 92),
+    "token out": (135, 122, 46),
+    "disconnect": (52, 44, 21),
+    "relayed event": (40, 27, 16),
+}
+"""Most calls, functions and files of each flow. Lower them when a flow gets shorter."""
+
+
+@pytest.mark.parametrize("flow", call_counts.FLOWS)
+def test_flow_does_not_grow_longer(flow):
+    counts = call_counts.counted(flow)
+    calls, functions, files = CEILINGS[flow]
+    assert counts.calls <= calls
+    assert counts.functions <= functions
+    assert counts.files <= files
+
+
 def test_prompt_in_passes_through_the_expected_packages():
     counts = call_counts.counted("prompt in")
     assert counts.packages >= 5, "from http to core"

@@ -10,9 +10,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trioserve.api.responses.handlers import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    list_input_items,
+    read_response,
+)
 from trioserve.api.responses.request_types import RESPONSES_REFUSED, InputTokensBody, ResponsesBody
-from trioserve.api.responses.response_run import count_input_tokens, create_response
-from trioserve.api.responses.stored_responses import cancel_response, delete_response, list_input_items, read_response
 from trioserve.api.route_table import GENERATES, READS_BODY, Forwarding, Operation
 from trioserve.api.server_context import ServerContext
 from trioserve.api.streams.cursors import ResumeBody
