@@ -14,9 +14,8 @@ import trio
 
 from trioserve import cli
 from trioserve.api.page.changes import change_between, snapshot_fields
-from trioserve.commands.feed_state import FeedState
 from trioserve.commands.remote import RemoteServer
-from trioserve.commands.top import states, view
+from trioserve.commands.top import FeedState, states, view
 from trioserve.contracts.page import HistoryShown, PageSnapshot, ServerShown
 from trioserve.testing.memory_server import open_memory_server
 

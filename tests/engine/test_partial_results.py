@@ -14,8 +14,7 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
 from trioserve.contracts.output import Delta
-from trioserve.contracts.partial import Partial
-from trioserve.contracts.resume import Resume
+from trioserve.contracts.resume import Partial, Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.text.output import merge

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trioserve.contracts.adapter import AdapterRef
-from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from trioserve.contracts.errors import StartupError
-from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, IsAbandoned
 from trioserve.model.drafts.checkpoints import check_draft, check_same_tokens

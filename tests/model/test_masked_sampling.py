@@ -19,10 +19,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from trioserve.contracts.guide import TokenMasks, mask_words
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.contracts.token_masks import TokenMasks, mask_words
 from trioserve.model import sampler, torch_step_model
 from trioserve.model.native_sampling import NativeSamplings
 from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, Samples, sampled_rows

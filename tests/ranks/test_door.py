@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks import handshake
+from trioserve.ranks import door
 from trioserve.ranks.door import HANDSHAKE_SECONDS_MAX, HANDSHAKES_MAX, connect_rank, wait_for_ranks
 from trioserve.ranks.frames import framed
 from trioserve.ranks.host import free_port
@@ -132,24 +132,24 @@ async def test_unexpected_rank_is_refused() -> None:
 
 
 def test_server_of_another_version_is_refused() -> None:
-    asked = handshake.challenge()
-    old = handshake.Challenge(asked.nonce, "0.0.1")
+    asked = door.challenge()
+    old = door.Challenge(asked.nonce, "0.0.1")
     with pytest.raises(StartupError, match="all machines need the same version"):
-        handshake.answered(old, 1, KEY)
+        door.answered(old, 1, KEY)
 
 
 def test_server_without_the_key_is_not_trusted() -> None:
-    asked = handshake.challenge()
-    hello = handshake.answered(asked, 1, KEY)
-    assert handshake.is_server(asked, hello, handshake.verdict(asked, hello, KEY), KEY)
-    assert not handshake.is_server(asked, hello, handshake.Verdict(b"x" * 32), KEY)
+    asked = door.challenge()
+    hello = door.answered(asked, 1, KEY)
+    assert door.is_server(asked, hello, door.verdict(asked, hello, KEY), KEY)
+    assert not door.is_server(asked, hello, door.Verdict(b"x" * 32), KEY)
     # A server that sends the rank's own proof back does not know the key.
-    assert not handshake.is_server(asked, hello, handshake.Verdict(hello.proof), KEY)
+    assert not door.is_server(asked, hello, door.Verdict(hello.proof), KEY)
 
 
 def test_proof_of_an_earlier_handshake_is_refused() -> None:
-    earlier = handshake.answered(handshake.challenge(), 1, KEY)
-    assert handshake.verdict(handshake.challenge(), earlier, KEY).refused is not None
+    earlier = door.answered(door.challenge(), 1, KEY)
+    assert door.verdict(door.challenge(), earlier, KEY).refused is not None
 
 
 async def test_silent_and_invalid_clients_are_disconnected(mock_clock: trio.testing.MockClock) -> None:
@@ -267,8 +267,8 @@ async def test_silent_strangers_do_not_block_ranks() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2**31, 2**63, 2**64 - 1, -(2**63)])
 def test_rank_out_of_range_is_refused(rank: int) -> None:
-    hello = handshake.Hello(rank, b"x" * 32, b"y" * 32)
-    given = handshake.verdict(handshake.challenge(), hello, KEY)
+    hello = door.Hello(rank, b"x" * 32, b"y" * 32)
+    given = door.verdict(door.challenge(), hello, KEY)
     assert given.refused is not None
     assert f"its rank is {rank}" in given.refused
 

@@ -2,7 +2,8 @@
 
 In each step, the core asks a guide for its token masks (fill_masks), reports the sampled tokens (accept), and asks for
 forced tokens (forced_tokens). A guide belongs to one sequence and to the core's thread. Only fill_masks runs in another
-thread. From `MaskMaker.begin` until the masks are filled, the core makes no other call to that guide.
+thread. From `MaskMaker.begin` until the masks are filled, the core makes no other call to that guide. Token masks are
+bits in memory that native code and tensors can read.
 """
 
 from __future__ import annotations
@@ -12,9 +13,45 @@ from typing import Protocol
 
 import msgspec
 
-from trioserve.contracts.token_masks import TokenMasks
+__all__ = ["BITS", "Guide", "GuidedRows", "MaskMaker", "TokenMasks", "mask_words"]
 
-__all__ = ["Guide", "GuidedRows", "MaskMaker"]
+
+BITS = 32  # bits in a word
+
+
+class TokenMasks(Protocol):
+    """One bit for each token of the vocabulary, in each restrained row of a step.
+
+    A thread without the GIL may still fill the masks while the step is computed. The sampler waits until that thread is
+    done.
+
+    Attributes:
+        row_count: Number of rows.
+        words_per_row: uint32 words in a row.
+        address: Address of uint32 [row_count, words_per_row], contiguous. Token i of a row is allowed if bit i % 32 of
+            word i // 32 is set. Bits above the vocabulary are 0. If all bits of a row are 0, the row could not be
+            filled, and its request must fail. The address is valid while this object exists.
+        filled_address: Address of one C int: 0 until all rows are filled, then 1. The address is valid while this
+            object exists.
+    """
+
+    row_count: int
+    words_per_row: int
+    address: int
+    filled_address: int
+
+    def wait(self) -> None:
+        """Block the calling thread until all rows are filled."""
+        ...
+
+
+def mask_words(vocab_size: int) -> int:
+    """Return the number of words in a row.
+
+    Args:
+        vocab_size: Tokens in the vocabulary.
+    """
+    return (vocab_size + BITS - 1) // BITS
 
 
 class Guide(Protocol):

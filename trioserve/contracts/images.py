@@ -1,15 +1,58 @@
-"""Images as model input: preprocessing, limits, and the encoder interface."""
+"""Images as model input: preprocessing, limits, the encoder interface, and the embeddings that a prompt gets."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import struct
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["ImageEncoder", "ImageLimits", "ImageProcessing", "Tiles"]
+__all__ = ["GivenRows", "ImageEncoder", "ImageLimits", "ImageProcessing", "Tiles", "rows_material"]
+
+
+class GivenRows(msgspec.Struct, frozen=True):
+    """Embeddings of the prompt positions start .. start + count - 1, regardless of the tokens at these positions.
+
+    Attributes:
+        start: First position.
+        count: Number of positions.
+        content: 16 bytes that identify the embeddings. Two contents are equal only if all numbers are equal, also
+            across machines.
+        values: Buffer of float32 [count, hidden_size]. Its numbers must not change. The buffer is kept as long as a
+            request uses it.
+    """
+
+    start: int
+    count: int
+    content: bytes
+    values: object
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def rows_material(given: Sequence[GivenRows], start: int, end: int) -> bytes:
+    """Return the bytes that a block's hash depends on in addition to its tokens (contracts/block_hash.py).
+
+    Args:
+        given: Given rows, ordered by position.
+        start: First position of the block.
+        end: Position after the block.
+
+    Returns:
+        Bytes for with_material, or b"" if all embeddings of the block are looked up by token.
+    """
+    return b"".join(_overlaps(given, start, end))
+
+
+def _overlaps(given: Iterable[GivenRows], start: int, end: int) -> Iterable[bytes]:
+    for rows in given:
+        if rows.start < end and rows.end > start:
+            yield rows.content + struct.pack("<q", rows.start - start)
 
 
 class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):

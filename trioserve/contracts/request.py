@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.contracts.adapter import AdapterRef
-from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.guide import Guide
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams

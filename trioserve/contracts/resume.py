@@ -1,4 +1,7 @@
-"""State of a response that began in another engine, or before an engine restart, and resumes from there."""
+"""State of a response that resumes: in another engine, after an engine restart, or as a partial result.
+
+A partial result is the output that a stopped request has delivered, choice by choice.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,53 @@ import msgspec
 
 from trioserve.contracts.arguments import check_count, is_list, refuse, to_bool, to_int, to_str
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.events import AbortOutcome, FinishReason, TokenLogprob
 from trioserve.contracts.sampling import CHOICES_MAX
 from trioserve.contracts.weights import WeightVersions
 
-__all__ = ["SEED_MAX", "SEED_MIN", "Resume", "digest_of"]
+__all__ = ["AbortResult", "Partial", "PartialChoice", "Resume", "SEED_MAX", "SEED_MIN", "digest_of"]
+
+
+class PartialChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """All deltas of one choice joined, including deltas that the reader has not read yet.
+
+    Attributes:
+        token_ids: Output tokens.
+        logprobs: One entry for each token. None if they were not requested, or not kept.
+        weight_versions: See Delta.
+        finish_reason: STOP or LENGTH for a complete choice. None if the request failed.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    weight_versions: WeightVersions
+    finish_reason: FinishReason | None
+
+
+class Partial(msgspec.Struct, frozen=True, kw_only=True):
+    """Partial result of one request.
+
+    Attributes:
+        choices: Ordered by index. Empty choices if the request was still in the queue.
+        resume: State to resume all choices with the same request.
+    """
+
+    choices: tuple[PartialChoice, ...]
+    resume: Resume
+
+
+class AbortResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of stopping all requests with one id.
+
+    Attributes:
+        outcome: Outcome for the id.
+        partials: One partial result for each request with this id whose reader has not left, in order of arrival.
+            Pooling requests have no partial result.
+    """
+
+    outcome: AbortOutcome
+    partials: tuple[Partial, ...] = ()
+
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from typing import Protocol
 import msgspec
 
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.token_masks import TokenMasks
 
 __all__ = [
     "DraftTask",

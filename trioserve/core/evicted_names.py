@@ -31,7 +31,7 @@ class PublishedBlock(msgspec.Struct, frozen=True):
         parent: identity of the prefix before it. For the first block of a prefix: the salt.
         parent_hash: hash of the block before it; None for the first block.
         token_ids: the tokens of the block.
-        material: names the given embeddings in the block (contracts/given_rows.py); empty if there are none.
+        material: names the given embeddings in the block (contracts/images.py); empty if there are none.
     """
 
     block: BlockIndex | None

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import msgspec
 
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.guide import GuidedRows, MaskMaker
+from trioserve.contracts.guide import GuidedRows, MaskMaker, TokenMasks
 from trioserve.contracts.step import ScheduledChunk, StepPlan
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.core.live_request import LiveRequest
 
 __all__ = ["finish_reason_of", "GuidedSteps", "take_token"]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash, with_material
-from trioserve.contracts.given_rows import GivenRows, rows_material
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex
+from trioserve.contracts.images import GivenRows, rows_material
 from trioserve.core.evicted_names import ContentId, EvictedNames, PublishedBlock
 from trioserve.core.kv_blocks import BlockPool
 

@@ -31,10 +31,9 @@ from trioserve.contracts.images import ImageEncoder
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
-from trioserve.contracts.partial import AbortResult
 from trioserve.contracts.pooling import PoolingParams, TextPair
 from trioserve.contracts.prompt import Cut, Prompt
-from trioserve.contracts.resume import Resume
+from trioserve.contracts.resume import AbortResult, Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.stats import EngineStats
 from trioserve.contracts.thinking import ReasoningOutcome

@@ -14,8 +14,7 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.contracts.errors import AlreadyEnded, InvalidRequest, RequestFailed
-from trioserve.contracts.given_rows import GivenRows
-from trioserve.contracts.images import ImageEncoder, ImageProcessing, Tiles
+from trioserve.contracts.images import GivenRows, ImageEncoder, ImageProcessing, Tiles
 from trioserve.core.encoder_outputs import EncoderOutputs
 from trioserve.engine.open_request import OpenRequest
 from trioserve.metrics.registry import Metrics

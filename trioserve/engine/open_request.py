@@ -17,16 +17,15 @@ from trioserve.contracts.adapter import AdapterRef, adapter_salt
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import RoutedRequest
 from trioserve.contracts.events import FinishReason, Phase, TokenLogprob
-from trioserve.contracts.given_rows import GivenRows
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.output import Delta, join_unread
-from trioserve.contracts.partial import Partial, PartialChoice
 from trioserve.contracts.pooling import PoolingInput, PoolingResult
 from trioserve.contracts.prompt import Cut, Prompt
 from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.resume import Resume, digest_of
+from trioserve.contracts.resume import Partial, PartialChoice, Resume, digest_of
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.contracts.weights import WeightVersions, weights_salt

@@ -14,8 +14,7 @@ from trioserve.contracts.errors import ContextTooLong, InvalidRequest
 from trioserve.contracts.events import FinishReason, Phase, RequestFinished, TokenLogprob
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
-from trioserve.contracts.partial import PartialChoice
-from trioserve.contracts.resume import Resume
+from trioserve.contracts.resume import PartialChoice, Resume
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.weights import WeightVersions, add_versions
 from trioserve.text.guide_factory import PreparedGuides

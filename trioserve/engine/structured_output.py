@@ -23,9 +23,8 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.guide import Guide, GuidedRows
+from trioserve.contracts.guide import Guide, GuidedRows, TokenMasks, mask_words
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.token_masks import TokenMasks, mask_words
 from trioserve.metrics.registry import Metrics
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory, PreparedGuides, is_guided

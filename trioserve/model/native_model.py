@@ -19,9 +19,9 @@ import numpy as np
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.model_config import (

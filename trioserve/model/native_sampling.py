@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Sequence
 
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.guide import BITS, TokenMasks, mask_words
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.contracts.token_masks import BITS, TokenMasks, mask_words
 from trioserve.model.samples import (
     NOT_FINITE,
     NOTHING_ALLOWED,

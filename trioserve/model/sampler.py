@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from trioserve.contracts.events import TokenLogprob
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.samples import (
     NOT_FINITE,
     NOTHING_ALLOWED,

@@ -29,9 +29,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioserve.contracts.guide import TokenMasks, mask_words
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks, mask_words
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.sampler import draw_words, fetch_samples, keep_ids

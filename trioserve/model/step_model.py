@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from trioserve.contracts.adapter import AdapterId
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.model_config import ModelConfig

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.contracts.guide import BITS, TokenMasks, mask_words
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.contracts.token_masks import BITS, TokenMasks, mask_words
 from trioserve.model.model_config import NormKind
 from trioserve.model.number_formats import Float32Array
 

@@ -14,9 +14,9 @@ from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.extras import install_command
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage

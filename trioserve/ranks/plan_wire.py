@@ -14,13 +14,13 @@ from typing import Any, cast, overload
 import msgspec
 
 from trioserve.contracts.adapter import AdapterRef
-from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import BlockIndex, RequestId
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
-from trioserve.contracts.token_masks import TokenMasks
 
 __all__ = ["PartialTokens", "WirePlan", "plan_from_wire", "plan_to_wire"]
 

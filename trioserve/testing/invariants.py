@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from trioserve.contracts.given_rows import rows_material
 from trioserve.contracts.ids import NO_BLOCK, BlockIndex
+from trioserve.contracts.images import rows_material
 from trioserve.contracts.kv_transfer import HoldKind
 from trioserve.core.block_holds import Hold
 from trioserve.core.engine import EngineCore

@@ -10,8 +10,8 @@ from typing import Final
 from llguidance import LLMatcher
 
 from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.guide import mask_words
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.contracts.token_masks import mask_words
 from trioserve.text.grammar_compiler import CompiledGrammar, GrammarCompiler
 from trioserve.text.mask_bits import allowed_row, has_any_bit, keep_bits, row_tokens, set_all_bits
 from trioserve.text.reasoning_state import PromptReasoning, ReasoningState

@@ -24,7 +24,7 @@ from trioserve.contracts.live import LiveRequestView
 from trioserve.contracts.thinking import ReasoningOutcome
 
 if TYPE_CHECKING:
-    from trioserve.contracts.partial import AbortResult, Partial
+    from trioserve.contracts.resume import AbortResult, Partial
 
 __all__ = [
     "HAND_OVER",

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import DraftTask, DraftTimes, IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.samples import ComputedStep
 
 __all__ = ["DraftModel"]

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.contracts.given_rows import GivenRows
+from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import RequestId
+from trioserve.contracts.images import GivenRows
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint
 from trioserve.model.model_config import AttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype

@@ -21,10 +21,9 @@ from trioserve.contracts.events import (
     RequestFinished,
     TokensReady,
 )
-from trioserve.contracts.guide import GuidedRows
+from trioserve.contracts.guide import GuidedRows, TokenMasks
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.core.prefix_cache import PrefixCache
 from trioserve.engine.structured_output import MaskBuffers, MaskRows
 from trioserve.simulation.reference_engine import ReferenceResponse

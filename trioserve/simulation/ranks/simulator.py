@@ -34,14 +34,13 @@ from trioserve.contracts.errors import (
     WeightsLost,
 )
 from trioserve.contracts.events import FinishReason
-from trioserve.contracts.guide import GuidedRows
+from trioserve.contracts.guide import GuidedRows, TokenMasks
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.contracts.structured_output import StructuredOutput
-from trioserve.contracts.token_masks import TokenMasks
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import Adapters

@@ -19,8 +19,7 @@ import trio
 
 from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.errors import AdapterRefused, UnknownModel
-from trioserve.contracts.given_rows import GivenRows
-from trioserve.contracts.images import ImageLimits
+from trioserve.contracts.images import GivenRows, ImageLimits
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.engine.request_stream import RequestStream
 from trioserve.simulation.stack.plan import Client, Load, Stage, Unload

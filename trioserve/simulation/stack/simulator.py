@@ -24,8 +24,8 @@ from trioserve.contracts.errors import Draining, EngineFault, Overloaded, Unknow
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.output import Delta
-from trioserve.contracts.partial import Partial
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.resume import Partial
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.structured_output import StructuredOutput
