@@ -36,7 +36,7 @@ LOCALS: dict[str, dict[str, Any]] = {
     "text/response_parsers/forced_calls.py": {"names": MARKERS},
     "text/response_parsers/python_literal.py": {"quote": "'"},
     "text/response_parsers/raw_values.py": {"tags": MARKERS},
-    "text/response_parsers/text_source.py": {"markers": MARKERS},
+    "text/response_parsers/scripts.py": {"markers": MARKERS},
     "text/response_parsers/reasoning_script.py": {"firsts": "<["},
     "text/structural_tag.py": {"special": MARKERS},
 }

@@ -43,8 +43,7 @@ from trioserve.model.trainer_groups import TrainerGroups
 from trioserve.options.engine import EngineOptions
 from trioserve.options.option import about, checked_parameters, parameters_of
 from trioserve.text.guide_factory import GuideFactory
-from trioserve.text.response_families import ResponseFamilies
-from trioserve.text.response_parsers.registry import named_families
+from trioserve.text.response_parsers.registry import ResponseFamilies, named_families
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 from trioserve.trio_tools.media_fetcher import MediaFetcher

@@ -34,8 +34,9 @@ from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import LongJob, WorkerThread
 
 if TYPE_CHECKING:
+    from trioserve.model.drafts.checkpoints import DraftSource
     from trioserve.model.encoder_runner import EncoderRunner
-    from trioserve.model.runner import DraftSource, ModelRunner
+    from trioserve.model.runner import ModelRunner
 
     Runner = ModelRunner | EncoderRunner | RankedRunner
 

@@ -37,7 +37,7 @@ from trioserve.vision.image_file import why_no_images
 from trioserve.vision.image_prompt import IMAGE_SIGN
 
 if TYPE_CHECKING:
-    from trioserve.model.runner import DraftSource
+    from trioserve.model.drafts.checkpoints import DraftSource
 
 __all__ = ["LoadProgress", "LoadReport", "LoggedProgress", "ModelFiles", "default_served_name"]
 
@@ -304,7 +304,7 @@ class ModelFiles:
         drafts, path = self.drafts, self.draft_path
         if drafts is None or drafts.source == "text" or isinstance(checkpoint, EncoderDirectory):
             return None
-        from trioserve.model.drafts.draft_sources import draft_source
+        from trioserve.model.drafts.checkpoints import draft_source
 
         name = drafts.model or drafts.source
         draft = draft_source(name, path, checkpoint, self.draft_settings(drafts), drafts.token_count)

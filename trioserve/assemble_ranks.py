@@ -35,7 +35,7 @@ from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
-    from trioserve.model.runner import DraftSource
+    from trioserve.model.drafts.checkpoints import DraftSource
 
 __all__ = ["RankedModel"]
 

@@ -23,7 +23,7 @@ from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.trio_tools.process_pool import FRAME, ProcessPool
 from trioserve.vision import decoding_process
 from trioserve.vision.decoding_process import DecodeJob, DecodeReply
-from trioserve.vision.rgb_image import decoded_image, decoded_mask
+from trioserve.vision.image_file import decoded_image, decoded_mask
 from trioserve.vision.tiles import tiles_of
 
 LIMITS = ImageLimits(decode_seconds_max=60.0)

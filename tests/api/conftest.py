@@ -24,7 +24,7 @@ from trioserve.engine.lifecycle.load_changes import LoadChanges
 from trioserve.engine.lifecycle.step_watch import StepWatch
 from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.metrics.registry import Metrics
-from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 
 BOS = 1

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve.connectors.host.settings import host_settings_from
+from trioserve.connectors.host.policy import host_settings_from
 from trioserve.connectors.host.transport import HostConnector, make_connector
 from trioserve.contracts.kv_transfer import ConnectorSetup
 from trioserve.testing import connector_conformance as suite

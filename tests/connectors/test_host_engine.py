@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from trioserve.connectors.host.block_files import BlockFiles
-from trioserve.connectors.host.chain import hash_block
+from trioserve.connectors.host.block_files import BlockFiles, hash_block
 from trioserve.connectors.host.copying import block_bytes
-from trioserve.connectors.host.policy import HostPolicy, Lane
-from trioserve.connectors.host.settings import HostSettings
+from trioserve.connectors.host.policy import HostPolicy, HostSettings, Lane
 from trioserve.contracts.events import FinishReason, RequestFinished, TokensReady
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import KVPages

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from trioserve.connectors.host import block_files
-from trioserve.connectors.host.block_files import BlockFiles, FileUnusable
-from trioserve.connectors.host.chain import Proofs
+from trioserve.connectors.host.block_files import BlockFiles, FileUnusable, Proofs
 from trioserve.connectors.host.copying import block_bytes
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.errors import StartupError

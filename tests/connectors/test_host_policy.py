@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from trioserve.connectors.host import copying
-from trioserve.connectors.host.block_files import BlockFiles
-from trioserve.connectors.host.chain import BlockChain, Proofs
+from trioserve.connectors.host.block_files import BlockChain, BlockFiles, Proofs
 from trioserve.connectors.host.copying import BlockMemory, Gate, block_bytes, copy_in, copy_out
-from trioserve.connectors.host.policy import CHAINS_MAX, HostPolicy, Lane
-from trioserve.connectors.host.settings import HostSettings
+from trioserve.connectors.host.policy import CHAINS_MAX, HostPolicy, HostSettings, Lane
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed, Released

@@ -16,7 +16,7 @@ import trio
 from trioserve.connectors.host import block_files
 from trioserve.connectors.host.block_files import BlockFiles
 from trioserve.connectors.host.copying import block_bytes
-from trioserve.connectors.host.settings import host_settings_from
+from trioserve.connectors.host.policy import host_settings_from
 from trioserve.connectors.host.transport import HostConnector, make_connector
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trioserve.connectors.host.block_files import BlockFiles
-from trioserve.connectors.host.settings import HostSettings, host_settings_from
+from trioserve.connectors.host.policy import HostSettings, host_settings_from
 from trioserve.contracts.errors import StartupError
 from trioserve.testing.memory_pages import SMALL_LAYOUT
 

@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, memory_stream_pair
 
 from trioserve.connectors.stream import frames
-from trioserve.connectors.stream.chunks import Chunk
-from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, TellReply, frame, head_of
+from trioserve.connectors.stream.frames import (
+    Abort,
+    BadFrame,
+    Chunk,
+    Kind,
+    Proof,
+    Read,
+    Tell,
+    TellReply,
+    frame,
+    head_of,
+)
 from trioserve.connectors.stream.holder import GREETINGS_MAX, GREETINGS_OF_ADDRESS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.peer_connection import (

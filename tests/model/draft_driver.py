@@ -19,9 +19,9 @@ from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.structured_output import MasksAtOnce
-from trioserve.model.drafts.checkpoints import is_eagle, open_eagle
+from trioserve.model.drafts.checkpoints import DraftSource, is_eagle, open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.runner import DraftSource, ModelRunner
+from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve.testing.invariants import check_core, check_idle

@@ -19,10 +19,10 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.images import GivenRows
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import DraftTask, IsAbandoned
-from trioserve.model.drafts.checkpoints import check_draft, check_same_tokens
+from trioserve.model.drafts.checkpoints import DraftSource, check_draft, check_same_tokens
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.runner import DraftSource, ModelRunner
+from trioserve.model.runner import ModelRunner
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve.testing.invariants import check_idle
 

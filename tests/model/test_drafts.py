@@ -18,7 +18,7 @@ import torch
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model import torch_step_model
 from trioserve.model.sampler import sample
-from trioserve.model.samples import Samples, sampled_rows
+from trioserve.model.step_model import Samples, sampled_rows
 
 TOKENS = 24
 SAMPLINGS = {

@@ -25,8 +25,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.model.encoder_runner import EncoderRunner
 from trioserve.model.loading.encoder_directory import opened_encoder
-from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
+from trioserve.model.step_model import NOT_FINITE
 
 TOLERANCE = 1e-4
 MEAN = Pooling(task="embed", method="mean", normalize=True, is_whole=True)

@@ -25,8 +25,8 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.model import sampler, torch_step_model
 from trioserve.model.native_sampling import NativeSamplings
-from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, Samples, sampled_rows
 from trioserve.model.static_decode import StaticDecode
+from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, Samples, sampled_rows
 from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels

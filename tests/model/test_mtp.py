@@ -16,9 +16,9 @@ from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model.drafts.checkpoints import MtpCheckpoint
+from trioserve.model.drafts.checkpoints import DraftSource, MtpCheckpoint
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.runner import DraftSource, ModelRunner
+from trioserve.model.runner import ModelRunner
 from trioserve.testing.invariants import check_idle
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.samples import NOT_FINITE
+from trioserve.model.step_model import NOT_FINITE
 from trioserve.model.step_rows import pooled_vector
 
 TOLERANCE = 1e-4

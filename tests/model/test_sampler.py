@@ -20,7 +20,7 @@ from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import sampler
 from trioserve.model.native_sampling import NativeSamplings
 from trioserve.model.sampler import DRAW_TILES, draw_word, exponentials
-from trioserve.model.samples import Samples
+from trioserve.model.step_model import Samples
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
 

@@ -26,9 +26,9 @@ from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.sampler import draw_word, signed
-from trioserve.model.samples import draw_parameters
 from trioserve.model.settings import ModelSettings
 from trioserve.model.static_decode import StaticDecode, StaticInputs, row_sizes
+from trioserve.model.step_model import draw_parameters
 from trioserve_kernels import reference_fused
 from trioserve_kernels.paged import SPLIT_TOKENS
 

@@ -16,9 +16,9 @@ import torch
 from trioserve.assemble import open_engine
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint, open_eagle
+from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint, open_eagle
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.runner import DraftSource, ModelRunner
+from trioserve.model.runner import ModelRunner
 from trioserve.model.vision_tower import VisionTower
 
 THREADS = [1, 3]  # two values, because one of them may be the machine's default

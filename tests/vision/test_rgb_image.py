@@ -11,7 +11,7 @@ from PIL import Image
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import RGBImage
 from trioserve.contracts.images import ImageLimits
-from trioserve.vision.rgb_image import (
+from trioserve.vision.image_file import (
     IMAGE_FORMATS,
     ImageFormat,
     decoded_image,

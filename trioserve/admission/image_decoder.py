@@ -91,7 +91,7 @@ class ImageDecoder:
         return await self._image(DecodeJob(kind="picture", place=place, limits=self.limits), content)
 
     async def mask(self, content: bytes, place: str) -> RGBImage:
-        """Decode a mask, see rgb_image.decoded_mask.
+        """Decode a mask, see image_file.decoded_mask.
 
         Args:
             content: The encoded mask.

@@ -21,7 +21,7 @@ from trioserve.contracts.pooling import LabelledPrompt, PoolingInput, TextPair
 from trioserve.contracts.prompt import ChatPrompt, Cut, Prompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.control_tokens import ChatText
-from trioserve.text.response_families import COMMON_TOOL_FAMILY
+from trioserve.text.response_parsers.registry import COMMON_TOOL_FAMILY
 from trioserve.text.tokenizer import EncodedInput, Tokenizer
 from trioserve.trio_tools.media_fetcher import MediaFetcher
 from trioserve.vision.chat_images import ImageSource, split_images

@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from trioserve.connectors.conversion import convert, objection_to
-from trioserve.connectors.stream.chunks import Chunk, places
+from trioserve.connectors.stream.frames import Chunk, places
 from trioserve.connectors.windowed_tables import first_place, first_position
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason

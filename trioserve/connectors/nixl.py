@@ -37,8 +37,7 @@ import msgspec
 import trio
 
 from trioserve.connectors.nixl_agent import Agent, AgentError, MemoryKind, Region, regions_of
-from trioserve.connectors.stream.chunks import Chunk, Chunks, places
-from trioserve.connectors.stream.frames import BadFrame, Head, Kind, frame
+from trioserve.connectors.stream.frames import BadFrame, Chunk, Chunks, Head, Kind, frame, places
 from trioserve.connectors.stream.holder import Note
 from trioserve.connectors.stream.options import StreamOptions, read_options
 from trioserve.connectors.stream.peer_connection import Identity, PeerConnection, receive_body

@@ -67,7 +67,7 @@ from trioserve.engine.text_work import EngineParts, TextWork
 from trioserve.engine.weight_updates import GivenSource, WeightTarget
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
-from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.text.restraints import with_tool_choice
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted

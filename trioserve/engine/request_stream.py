@@ -16,8 +16,8 @@ from trioserve.contracts.weights import WeightVersions
 from trioserve.engine.lifecycle.scope_stream import ScopeStream, error_of
 from trioserve.engine.open_request import OpenRequest
 from trioserve.engine.pooling_request import PoolingRequest
-from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.response_parsers.offered_tools import offered_tools
+from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.text.response_parts import ResponseParser, ResponsePart
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.own_run import OwnRun

@@ -50,7 +50,7 @@ from trioserve.engine.weight_updates import WeightTarget
 from trioserve.metrics.engine_gauges import EngineGauges
 from trioserve.metrics.registry import Metrics
 from trioserve.text.guide_factory import GuideFactory
-from trioserve.text.response_families import ResponseFamilies
+from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.media_fetcher import MediaFetcher

@@ -36,9 +36,8 @@ from trioserve.model.model_config import (
 )
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, ShortConv, StateSpace
-from trioserve.model.step_tensors import StepTensors
+from trioserve.model.step_tensors import AdapterRows, StepTensors
 from trioserve.model.streams import LayerStreams, Streams
-from trioserve.model.torch_adapters import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 

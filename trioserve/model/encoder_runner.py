@@ -17,8 +17,8 @@ from trioserve.model.device import default_thread_count, pick_device, set_torch_
 from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.loading.encoder_directory import EncoderDirectory
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
-from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
+from trioserve.model.step_model import NOT_FINITE
 from trioserve.model.step_rows import needed_rows, pooled_vector
 from trioserve.model.weights import AdapterWeights, fill_slots
 

@@ -15,7 +15,7 @@ from trioserve.model.model_config import AttentionConfig, ModelConfig, RankPart,
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.shares import vocab_runs
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.torch_adapters import AdapterRows
+from trioserve.model.step_tensors import AdapterRows
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks

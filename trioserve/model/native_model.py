@@ -59,7 +59,7 @@ from trioserve.model.packed_weights import HEAD, PackedWeights, Quantization, ha
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.native_callbacks import NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.samples import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
+from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector
 from trioserve.model.weights import AdapterWeights, RowsTarget, Slot
 from trioserve_kernels.native import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import BITS, TokenMasks, mask_words
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.samples import (
+from trioserve.model.step_model import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     NOTHING_LEFT,

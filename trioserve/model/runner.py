@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
@@ -35,7 +34,7 @@ from trioserve.model.device import (
     torch_now,
     with_images,
 )
-from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint, check_draft
+from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint, check_draft
 from trioserve.model.drafts.draft_model import DraftModel
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
 from trioserve.model.loading.checkpoint import Checkpoint
@@ -46,9 +45,8 @@ from trioserve.model.packed_weights import settle_quantization
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.stages import Handover, NoNeighbours
-from trioserve.model.samples import NOT_FINITE, ComputedStep, prompt_followers
 from trioserve.model.settings import ModelSettings
-from trioserve.model.step_model import StepModel
+from trioserve.model.step_model import NOT_FINITE, ComputedStep, StepModel, prompt_followers
 from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, warm_up_plans
 from trioserve.model.weights import AdapterWeights, Slot, fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
@@ -56,37 +54,11 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
-__all__ = ["FIXED_BY_IMAGES", "DraftSource", "ModelRunner", "load_vision"]
+__all__ = ["FIXED_BY_IMAGES", "ModelRunner", "load_vision"]
 
 logger = logging.getLogger(__name__)
 
 FIXED_BY_IMAGES = "the model reads images, and encoded images would remain those of the old weights"
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSource:
-    """Draft model to load.
-
-    Attributes:
-        name: name for messages.
-        settings: how the draft model is computed.
-        token_count: most tokens that it proposes in one step.
-    """
-
-    name: str
-    checkpoint: Checkpoint | EagleCheckpoint | MtpCheckpoint
-    settings: ModelSettings
-    token_count: int
-
-    @property
-    def kind(self) -> Literal["model", "head"]:
-        return "head" if isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint) else "model"
-
-    @property
-    def context_tokens_max(self) -> int | None:
-        """Longest context in tokens. None for a head, which reaches as far as its model."""
-        is_head = isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint)
-        return None if is_head else self.checkpoint.config.context_tokens_max
 
 
 class ModelRunner:

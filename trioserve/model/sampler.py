@@ -41,7 +41,7 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.samples import (
+from trioserve.model.step_model import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     NOTHING_LEFT,

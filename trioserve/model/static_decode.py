@@ -35,7 +35,7 @@ from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage
 from trioserve.model.sampler import draw_words, fetch_samples, keep_ids
-from trioserve.model.samples import ReadSamples, draw_parameters
+from trioserve.model.step_model import ReadSamples, draw_parameters
 from trioserve.model.step_rows import MaskedRows, masked_rows
 from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk
 from trioserve.model.torch_formats import ALIGNMENT_BYTES

@@ -32,7 +32,9 @@ from trioserve.model.sampler import (
     token_logprobs,
     word_of,
 )
-from trioserve.model.samples import (
+from trioserve.model.settings import ModelSettings
+from trioserve.model.static_decode import CudaGraphRecorder, StaticDecode
+from trioserve.model.step_model import (
     PROMPT_LOGPROB_ROWS,
     ComputedStep,
     ReadSamples,
@@ -43,11 +45,16 @@ from trioserve.model.samples import (
     prompt_followers,
     sampled_rows,
 )
-from trioserve.model.settings import ModelSettings
-from trioserve.model.static_decode import CudaGraphRecorder, StaticDecode
 from trioserve.model.step_rows import masked_rows, needed_rows, pooled_vector
-from trioserve.model.step_tensors import HeadShape, StepShape, StepTensors, build_step_tensors
-from trioserve.model.torch_adapters import TorchAdapter, adapter_rows, torch_adapter
+from trioserve.model.step_tensors import (
+    HeadShape,
+    StepShape,
+    StepTensors,
+    TorchAdapter,
+    adapter_rows,
+    build_step_tensors,
+    torch_adapter,
+)
 from trioserve.model.torch_formats import TORCH_DTYPES, Sending, TensorSlot
 from trioserve.model.weights import AdapterWeights, Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels

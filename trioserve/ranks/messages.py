@@ -55,7 +55,7 @@ __all__ = [
 
 
 class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft model, see runner.DraftSource.
+    """A draft model, see drafts.checkpoints.DraftSource.
 
     Attributes:
         name: the method of speculative decoding.

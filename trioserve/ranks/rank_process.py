@@ -33,7 +33,7 @@ import numpy as np
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.model.device import pick_device, take_gpu, torch_now
-from trioserve.model.drafts.draft_sources import draft_source
+from trioserve.model.drafts.checkpoints import draft_source
 from trioserve.model.kv_storage import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
@@ -80,7 +80,8 @@ from trioserve.ranks.stage_sockets import StageSockets
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:
-    from trioserve.model.runner import DraftSource, ModelRunner
+    from trioserve.model.drafts.checkpoints import DraftSource
+    from trioserve.model.runner import ModelRunner
 
 __all__ = ["main"]
 

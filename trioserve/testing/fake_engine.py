@@ -42,7 +42,7 @@ from trioserve.testing.stepped_by_hand import ControlledSteps, GatedCore, Inject
 from trioserve.testing.waits import WATCH
 from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
-from trioserve.text.response_families import Leniency, ResponseFamilies
+from trioserve.text.response_parsers.registry import Leniency, ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.media_fetcher import MediaFetcher

@@ -13,10 +13,10 @@ from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
 from trioserve.contracts.thinking import Thinking
-from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.response_parsers.call_format import JsonOf
 from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 from trioserve.text.response_parsers.offered_tools import offered_tools
+from trioserve.text.response_parsers.registry import ResponseFamilies
 from trioserve.text.tool_choice import ToolChoice, ToolMode, checked_tools, tool_choice_of
 
 if TYPE_CHECKING:

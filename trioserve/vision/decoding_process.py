@@ -23,7 +23,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.images import ImageLimits, ImageProcessing
-from trioserve.vision.rgb_image import decoded_image, decoded_mask
+from trioserve.vision.image_file import decoded_image, decoded_mask
 from trioserve.vision.tiles import tiles_of
 
 __all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]

@@ -12,7 +12,7 @@ from trioserve.api.images.request_types import REFUSED, ImageGenerationBody
 from trioserve.api.openai.request_types import decode_body
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import ImageParams, RGBImage
-from trioserve.vision.rgb_image import ImageFormat
+from trioserve.vision.image_file import ImageFormat
 
 from .forms import multipart
 

@@ -16,7 +16,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.sampler import DRAW_TILES, sample
-from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT
+from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT
 from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw

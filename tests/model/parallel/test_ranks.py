@@ -25,8 +25,8 @@ from trioserve.model.loading.names import tensor_shapes
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.shares import share_of
 from trioserve.model.runner import ModelRunner
-from trioserve.model.samples import NOT_FINITE
 from trioserve.model.settings import ModelSettings
+from trioserve.model.step_model import NOT_FINITE
 from trioserve.model.weights import AdapterMatrix, AdapterWeights
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve_kernels import reference_fused

@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.registry import make_response_parser
-from trioserve.text.response_parsers.text_source import TextSource
+from trioserve.text.response_parsers.scripts import TextSource
 from trioserve.text.response_parts import WholeCall
 
 # One family of each kind of format.

@@ -31,7 +31,7 @@ from trioserve.api.sse import encode
 from trioserve.contracts.image_generation import PARTIAL_IMAGES_MAX
 from trioserve.contracts.tracing import NO_TRACER, Tracer
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.vision.rgb_image import IMAGE_FORMATS
+from trioserve.vision.image_file import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from trioserve.admission.image_decoder import ImageDecoder

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trioserve.api.sse import encode, one_line_json
 from trioserve.contracts.image_generation import ImageDelta, ImageModelDescription, RGBImage
-from trioserve.vision.rgb_image import ImageFormat, encoded_image
+from trioserve.vision.image_file import ImageFormat, encoded_image
 
 __all__ = ["EventKind", "ImageWriter"]
 

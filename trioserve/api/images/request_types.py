@@ -16,7 +16,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import GUIDANCE_MAX, PARTIAL_IMAGES_MAX, ImageParams, RGBImage
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SAMPLING_RANGES, Range
-from trioserve.vision.rgb_image import IMAGE_FORMATS, ImageFormat, ImageKind
+from trioserve.vision.image_file import IMAGE_FORMATS, ImageFormat, ImageKind
 
 __all__ = ["RANGES", "REFUSED", "ImageBody", "ImageEditBody", "ImageGenerationBody", "ImageStreamOptions"]
 

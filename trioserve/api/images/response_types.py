@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from trioserve.api.openai.response_types import Response
-from trioserve.vision.rgb_image import ImageKind
+from trioserve.vision.image_file import ImageKind
 
 __all__ = [
     "EditCompleted",

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from trioserve.connectors.host.block_files import BlockFiles, FileUnusable
-from trioserve.connectors.host.chain import Proofs
+from trioserve.connectors.host.block_files import BlockFiles, FileUnusable, Proofs
 from trioserve.connectors.host.copying import Content, Gate, copy_in, copy_out
 from trioserve.connectors.host.store import BlockStore, KeptBlock
 from trioserve.contracts.block_hash import BlockHash

@@ -138,7 +138,7 @@ class KeptBlock(msgspec.Struct, frozen=True):
 
     Attributes:
         content: KV of the block.
-        proof: Proof of the tokens that the block belongs to (see chain.py).
+        proof: Proof of the tokens that the block belongs to (see Proofs).
     """
 
     content: Content

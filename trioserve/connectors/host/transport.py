@@ -8,8 +8,7 @@ from typing import Any
 import trio
 
 from trioserve.connectors.host.block_files import BlockFiles
-from trioserve.connectors.host.policy import HostPolicy, Lane
-from trioserve.connectors.host.settings import HostSettings, host_settings_from
+from trioserve.connectors.host.policy import HostPolicy, HostSettings, Lane, host_settings_from
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages, Started
 
 __all__ = ["HostConnector", "RunInThread", "make_connector"]

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
 from trioserve.connectors.stream.frames import (
     CHUNK_BYTES_MAX,
     TELL_IDS_MAX,
     Abort,
     BadFrame,
+    Chunk,
+    Chunks,
     Head,
     Kind,
     Read,
@@ -20,6 +21,8 @@ from trioserve.connectors.stream.frames import (
     TellReply,
     data_head,
     frame,
+    places,
+    views,
 )
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,

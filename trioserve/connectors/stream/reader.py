@@ -9,8 +9,20 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from trioserve.connectors.conversion import convert, objection_to
-from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
-from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, TellReply, frame
+from trioserve.connectors.stream.frames import (
+    Abort,
+    BadFrame,
+    Chunk,
+    Chunks,
+    Head,
+    Kind,
+    Read,
+    Tell,
+    TellReply,
+    frame,
+    places,
+    views,
+)
 from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
 from trioserve.connectors.stream.peer_connection import (
     BROKEN,

@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
-from trioserve.model.loading.checkpoint import Checkpoint
+from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
+from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import model_config_from, read_json_object
 from trioserve.model.loading.names import TRANSFORMERS, TensorPlace, match_tensors
@@ -30,8 +31,19 @@ from trioserve.model.loading.safetensors import EMBEDDING_NAME, FurtherTensor, S
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, STORAGE_BYTES, StoredTensor, read_plain
 from trioserve.model.model_config import MlpConfig, ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
+from trioserve.model.settings import ModelSettings
 
-__all__ = ["EagleCheckpoint", "is_eagle", "open_eagle", "MtpCheckpoint", "MtpLayer", "check_draft", "check_same_tokens"]
+__all__ = [
+    "DraftSource",
+    "EagleCheckpoint",
+    "is_eagle",
+    "open_eagle",
+    "MtpCheckpoint",
+    "MtpLayer",
+    "check_draft",
+    "check_same_tokens",
+    "draft_source",
+]
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TAPPED_COUNT = 3
@@ -328,3 +340,58 @@ def check_same_tokens(tokenizer: TokenNames, draft: TokenNames, name: str) -> No
                 f"token {token_id} is {ours!r} for the model and {theirs!r} for the draft model {name}: name a draft "
                 "model with the same tokenizer"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """Draft model to load.
+
+    Attributes:
+        name: name for messages.
+        settings: how the draft model is computed.
+        token_count: most tokens that it proposes in one step.
+    """
+
+    name: str
+    checkpoint: Checkpoint | EagleCheckpoint | MtpCheckpoint
+    settings: ModelSettings
+    token_count: int
+
+    @property
+    def kind(self) -> Literal["model", "head"]:
+        return "head" if isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint) else "model"
+
+    @property
+    def context_tokens_max(self) -> int | None:
+        """Longest context in tokens. None for a head, which reaches as far as its model."""
+        is_head = isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint)
+        return None if is_head else self.checkpoint.config.context_tokens_max
+
+
+def draft_source(
+    name: str, path: Path | None, checkpoint: Checkpoint, settings: ModelSettings, token_count: int
+) -> DraftSource:
+    """Open a draft model and check that it fits the target model. Only headers of the files are read.
+
+    Args:
+        name: name for error texts and logs.
+        path: directory or file of the draft model. None selects the target model's own prediction layer (MTP).
+        checkpoint: the target model.
+        settings: settings of the draft model.
+        token_count: largest number of draft tokens of a request in one step.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+        StartupError: the draft model does not fit the target model.
+    """
+    if path is None:
+        return DraftSource(name, MtpCheckpoint(checkpoint), settings, token_count)
+    if is_eagle(path):
+        eagle = open_eagle(path)
+        check_draft(checkpoint.config, eagle.config, name)
+        return DraftSource(name, eagle, settings, token_count)
+    if opened_encoder(path) is not None:
+        raise StartupError(f"the draft model {name} is an encoder, which generates no tokens: name a decoder model")
+    draft = open_checkpoint(path)
+    check_draft(checkpoint.config, draft.config, name)
+    return DraftSource(name, draft, settings, token_count)

@@ -22,7 +22,7 @@ from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import DraftTask, DraftTimes, IsAbandoned, ScheduledChunk, StepPlan, StepResult
-from trioserve.model.samples import ComputedStep
+from trioserve.model.step_model import ComputedStep
 
 __all__ = ["DraftModel"]
 

@@ -37,8 +37,7 @@ from trioserve.model.model_config import AttentionConfig, ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.sampler import sample
-from trioserve.model.samples import ComputedStep, Samples, is_largest_wanted
-from trioserve.model.step_model import StepModel
+from trioserve.model.step_model import ComputedStep, Samples, StepModel, is_largest_wanted
 from trioserve.model.torch_formats import TORCH_DTYPES
 
 __all__ = ["EagleHead", "MtpHead"]

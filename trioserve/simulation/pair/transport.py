@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from trioserve.connectors.stream.chunks import Chunks
-from trioserve.connectors.stream.frames import Tell
+from trioserve.connectors.stream.frames import Chunks, Tell
 from trioserve.connectors.stream.options import StreamOptions
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.signature import Source

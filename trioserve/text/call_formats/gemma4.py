@@ -13,9 +13,8 @@ from typing import Final
 from trioserve.text.response_parsers.call_format import CallFormat, json_call
 from trioserve.text.response_parsers.call_reading import CallReading, read_calls
 from trioserve.text.response_parsers.json_scanner import DEPTH_MAX
-from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
-from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 from trioserve.text.response_parts import WholeCall
 
 __all__ = ["CALL_MARKER", "GEMMA4_FORMAT", "GEMMA4_TOKENS", "read_gemma4_call", "written_by_gemma4"]

@@ -16,9 +16,8 @@ from typing import Final
 from trioserve.text.response_parsers.call_format import CallFormat, Piece, RawUntil, arguments_of
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.raw_values import Closing, read_raw_value
-from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
+from trioserve.text.response_parsers.scripts import NotACall, PartSink, Script, TextEnded, TextSource
 
 __all__ = ["HARMONY_FORMAT", "HARMONY_TOKENS", "read_harmony"]
 

@@ -10,7 +10,7 @@ from typing import Final
 from trioserve.text.response_parsers.call_format import CallFormat, Piece, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parsers.scripts import NotACall, Script
 
 __all__ = [
     "COHERE_FORMAT",

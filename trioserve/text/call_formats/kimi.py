@@ -16,10 +16,9 @@ from trioserve.text.call_formats.json_calls import read_nothing
 from trioserve.text.response_parsers.call_format import CallFormat, Piece, arguments_of, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_arguments
 from trioserve.text.response_parsers.offered_tools import OfferedTool, argument_types
-from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.raw_values import Closing, RawArguments, read_raw_value
 from trioserve.text.response_parsers.reasoning_script import ReasoningTags
-from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 from trioserve.text.response_parts import WholeCall
 
 __all__ = [

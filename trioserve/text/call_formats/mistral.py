@@ -9,8 +9,7 @@ import re
 
 from trioserve.text.response_parsers.call_format import CallFormat, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments, read_calls
-from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
-from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 
 __all__ = [
     "ARGUMENTS_MARKER",

@@ -10,9 +10,8 @@ from typing import Final
 from trioserve.text.response_parsers.call_format import AnyOf, CallFormat, JsonOf, Maybe, Piece
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_json, read_opened_array
 from trioserve.text.response_parsers.offered_tools import OfferedTool, argument_schemas, argument_types
-from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import PythonLiteral
-from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 from trioserve.text.response_parts import WholeCall
 
 __all__ = [

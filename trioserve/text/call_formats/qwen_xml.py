@@ -13,9 +13,8 @@ from typing import Final
 from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.raw_values import Closing, RawArguments, read_raw_value
-from trioserve.text.response_parsers.text_source import NotACall, Script
+from trioserve.text.response_parsers.scripts import NAME_CHARACTERS_MAX, NotACall, Script
 from trioserve.text.response_parts import WholeCall
 
 __all__ = ["FUNCTION_MARKER", "function_calls", "qwen_xml_format", "read_bare_function"]

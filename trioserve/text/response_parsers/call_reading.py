@@ -8,9 +8,16 @@ from typing import Final
 
 from trioserve.text.response_parsers.json_scanner import JsonScanner, JsonStringDecoder, ScanState
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PartSink
 from trioserve.text.response_parsers.python_literal import PythonLiteral
-from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
+from trioserve.text.response_parsers.scripts import (
+    ARGUMENT_CHARACTERS_MAX,
+    NAME_CHARACTERS_MAX,
+    NotACall,
+    PartSink,
+    Script,
+    TextEnded,
+    TextSource,
+)
 
 __all__ = ["CallReader", "CallReading", "read_arguments", "read_calls", "read_json", "read_opened_array"]
 

@@ -14,8 +14,7 @@ from typing import Final
 
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.part_sink import CALLS_MAX, PartSink
-from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
+from trioserve.text.response_parsers.scripts import CALLS_MAX, NotACall, PartSink, Script, TextEnded, TextSource
 from trioserve.text.response_parts import ToolCallArguments, ToolCallBegin, ToolCallEnd
 
 __all__ = ["Quotation", "ContentScript", "read_bare"]

@@ -28,9 +28,8 @@ from trioserve.text.response_parsers.call_format import CallFormat
 from trioserve.text.response_parsers.call_reading import CallReader
 from trioserve.text.response_parsers.content_script import read_bare
 from trioserve.text.response_parsers.offered_tools import OfferedTool
-from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.reasoning_script import ReasoningTags
-from trioserve.text.response_parsers.text_source import Script, TextSource
+from trioserve.text.response_parsers.scripts import PartSink, Script, TextSource
 
 __all__ = ["REASONING_FAMILIES", "TOOL_FAMILIES", "ReasoningFamily", "ToolFamily", "WholeScript"]
 

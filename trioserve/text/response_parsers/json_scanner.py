@@ -11,7 +11,7 @@ import json
 import re
 from typing import Final
 
-__all__ = ["DEPTH_MAX", "JsonScanner", "JsonStringDecoder", "ScanState"]
+__all__ = ["DEPTH_MAX", "At", "JsonScanner", "JsonStringDecoder", "ScanState", "ValueScanner"]
 
 DEPTH_MAX: Final = 128  # nested objects and arrays; Python's json module fails at about 1,000
 
@@ -30,7 +30,9 @@ class ScanState(enum.Enum):
     BROKEN = "broken"  # the text is not JSON
 
 
-class _At(enum.Enum):
+class At(enum.Enum):
+    """Place in a value where a scanner is."""
+
     VALUE = enum.auto()
     VALUE_OR_END = enum.auto()  # after [
     KEY_OR_END = enum.auto()  # after {
@@ -42,44 +44,57 @@ class _At(enum.Enum):
     HEX = enum.auto()
     NUMBER = enum.auto()
     LITERAL = enum.auto()
+    BARE = enum.auto()  # a number or a name of Python
     OVER = enum.auto()
     NOWHERE = enum.auto()  # the text is not JSON
 
 
-class JsonScanner:
+class ValueScanner:
+    """State that scanners of values share."""
+
+    __slots__ = ("_at", "_objects", "_out")
+
+    def __init__(self) -> None:
+        self._at = At.VALUE
+        self._objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
+        self._out: list[str] = []
+
+    @property
+    def state(self) -> ScanState:
+        if self._at is At.OVER:
+            return ScanState.DONE
+        return ScanState.BROKEN if self._at is At.NOWHERE else ScanState.MORE
+
+    def take(self) -> str:
+        """Return the JSON of the value since the last call."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def _end_value(self) -> None:
+        self._at = At.COMMA_OR_END if self._objects else At.OVER
+
+
+class JsonScanner(ValueScanner):
     """Scans one JSON value. A number at the top level ends with the character after it, or with `end`.
 
     Args:
         only: Character with which the value must begin. Empty to accept any value.
     """
 
-    __slots__ = ("_at", "_hex_left", "_is_key", "_literal", "_number", "_objects", "_only", "_out")
+    __slots__ = ("_hex_left", "_is_key", "_literal", "_number", "_only")
 
     def __init__(self, only: str = "") -> None:
-        self._at = _At.VALUE
+        super().__init__()
         self._only = only
-        self._objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
         self._is_key = False
         self._hex_left = 0
         self._literal = ""
         self._number: list[str] = []
-        self._out: list[str] = []
-
-    @property
-    def state(self) -> ScanState:
-        if self._at is _At.OVER:
-            return ScanState.DONE
-        return ScanState.BROKEN if self._at is _At.NOWHERE else ScanState.MORE
-
-    def take(self) -> str:
-        """Return the text of the value since the last call."""
-        text = "".join(self._out)
-        self._out.clear()
-        return text
 
     def end(self) -> None:
         """End the text. A number at the top level is complete now."""
-        if self._at is _At.NUMBER and not self._objects:
+        if self._at is At.NUMBER and not self._objects:
             self._end_number()
 
     def scan(self, text: str, at: int) -> int:
@@ -93,12 +108,12 @@ class JsonScanner:
             The index where scanning stopped: at the end of the piece, after the value, or at a character that is not
             JSON.
         """
-        while at < len(text) and self._at is not _At.OVER and self._at is not _At.NOWHERE:
-            if self._at is _At.STRING:
+        while at < len(text) and self._at is not At.OVER and self._at is not At.NOWHERE:
+            if self._at is At.STRING:
                 at = self._string(text, at)
-            elif self._at is _At.NUMBER:
+            elif self._at is At.NUMBER:
                 at = self._in_number(text, at)
-            elif self._at in (_At.ESCAPE, _At.HEX, _At.LITERAL):
+            elif self._at in (At.ESCAPE, At.HEX, At.LITERAL):
                 at += self._character(text[at])
             elif match := _SPACE.match(text, at):
                 self._out.append(match.group())
@@ -117,9 +132,9 @@ class JsonScanner:
             return at + 1
         self._out.append(character)
         if character == "\\":
-            self._at = _At.ESCAPE
+            self._at = At.ESCAPE
         elif self._is_key:
-            self._at = _At.COLON
+            self._at = At.COLON
         else:
             self._end_value()
         return at + 1
@@ -138,52 +153,52 @@ class JsonScanner:
         if is_number:
             self._end_value()
         else:
-            self._at = _At.NOWHERE
+            self._at = At.NOWHERE
 
     def _character(self, character: str) -> bool:
         """Scan one character of an escape or a literal. Return False if it is wrong there."""
-        if self._at is _At.ESCAPE and (character in _ESCAPES or character == "u"):
-            self._at = _At.HEX if character == "u" else _At.STRING
+        if self._at is At.ESCAPE and (character in _ESCAPES or character == "u"):
+            self._at = At.HEX if character == "u" else At.STRING
             self._hex_left = 4
-        elif self._at is _At.HEX and character in _HEX:
+        elif self._at is At.HEX and character in _HEX:
             self._hex_left -= 1
             if not self._hex_left:
-                self._at = _At.STRING
-        elif self._at is _At.LITERAL and character == self._literal[0]:
+                self._at = At.STRING
+        elif self._at is At.LITERAL and character == self._literal[0]:
             self._literal = self._literal[1:]
             if not self._literal:
                 self._end_value()
         else:
-            self._at = _At.NOWHERE
+            self._at = At.NOWHERE
             return False
         self._out.append(character)
         return True
 
     def _token(self, character: str) -> bool:
-        at, self._at = self._at, _At.NOWHERE
-        is_value = at in (_At.VALUE, _At.VALUE_OR_END)
+        at, self._at = self._at, At.NOWHERE
+        is_value = at in (At.VALUE, At.VALUE_OR_END)
         if is_value and self._only and not self._objects and character != self._only:
             return False
         if is_value and character in "{[":
             if len(self._objects) < DEPTH_MAX:
                 self._objects.append(character == "{")
-                self._at = _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
-        elif character == '"' and (is_value or at in (_At.KEY, _At.KEY_OR_END)):
+                self._at = At.KEY_OR_END if character == "{" else At.VALUE_OR_END
+        elif character == '"' and (is_value or at in (At.KEY, At.KEY_OR_END)):
             self._is_key = not is_value
-            self._at = _At.STRING
+            self._at = At.STRING
         elif is_value and character in "-0123456789":
             self._number.append(character)
-            self._at = _At.NUMBER
+            self._at = At.NUMBER
         elif is_value and character in _LITERALS:
             self._literal = _LITERALS[character][1:]
-            self._at = _At.LITERAL
-        elif character == ":" and at is _At.COLON:
-            self._at = _At.VALUE
-        elif character == "," and at is _At.COMMA_OR_END:
-            self._at = _At.KEY if self._objects[-1] else _At.VALUE
+            self._at = At.LITERAL
+        elif character == ":" and at is At.COLON:
+            self._at = At.VALUE
+        elif character == "," and at is At.COMMA_OR_END:
+            self._at = At.KEY if self._objects[-1] else At.VALUE
         elif self._objects and (
-            (character == "}" and self._objects[-1] and at in (_At.KEY_OR_END, _At.COMMA_OR_END))
-            or (character == "]" and not self._objects[-1] and at in (_At.VALUE_OR_END, _At.COMMA_OR_END))
+            (character == "}" and self._objects[-1] and at in (At.KEY_OR_END, At.COMMA_OR_END))
+            or (character == "]" and not self._objects[-1] and at in (At.VALUE_OR_END, At.COMMA_OR_END))
         ):
             self._objects.pop()
             self._end_value()
@@ -191,9 +206,6 @@ class JsonScanner:
             return False
         self._out.append(character)
         return True
-
-    def _end_value(self) -> None:
-        self._at = _At.COMMA_OR_END if self._objects else _At.OVER
 
 
 class JsonStringDecoder:

@@ -6,12 +6,11 @@ these. Names, calls and operators are refused, since nothing is evaluated.
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 from typing import Final
 
-from trioserve.text.response_parsers.json_scanner import DEPTH_MAX, ScanState
+from trioserve.text.response_parsers.json_scanner import DEPTH_MAX, At, ScanState, ValueScanner
 
 __all__ = ["PythonLiteral", "json_of_python"]
 
@@ -26,37 +25,21 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _BARE_CHARACTERS_MAX: Final = 4096  # longest number or name
 
 
-class _At(enum.Enum):
-    VALUE = enum.auto()
-    VALUE_OR_END = enum.auto()
-    KEY_OR_END = enum.auto()
-    COLON = enum.auto()
-    COMMA_OR_END = enum.auto()
-    STRING = enum.auto()
-    BARE = enum.auto()
-    OVER = enum.auto()
-    NOWHERE = enum.auto()
-
-
-class PythonLiteral:
+class PythonLiteral(ValueScanner):
     """Scans one Python literal. A number or name at the top level ends with the character after it, or with `end`."""
 
     __slots__ = (
-        "_at",
         "_bare",
-        "_dicts",
         "_escape",
         "_is_key",
         "_is_triple",
         "_needs_comma",
-        "_out",
         "_quote",
         "_quotes",
     )
 
     def __init__(self) -> None:
-        self._at = _At.VALUE
-        self._dicts = bytearray()  # open values, from the outermost: 1 for a dict, 0 for a list
+        super().__init__()
         # The comma is written only before the next value, since Python allows a trailing comma.
         self._needs_comma = False
         self._is_key = False
@@ -65,25 +48,12 @@ class PythonLiteral:
         self._is_triple: bool | None = None  # None if it is not known yet
         self._escape = ""
         self._bare = ""
-        self._out: list[str] = []
-
-    @property
-    def state(self) -> ScanState:
-        if self._at is _At.OVER:
-            return ScanState.DONE
-        return ScanState.BROKEN if self._at is _At.NOWHERE else ScanState.MORE
-
-    def take(self) -> str:
-        """Return the JSON since the last call."""
-        text = "".join(self._out)
-        self._out.clear()
-        return text
 
     def end(self) -> None:
         """End the text. A number, a name or an empty string at the top level is complete now."""
-        if self._at is _At.BARE:
+        if self._at is At.BARE:
             self._end_bare()
-        elif self._at is _At.STRING and self._is_triple is None and self._quotes == 2:
+        elif self._at is At.STRING and self._is_triple is None and self._quotes == 2:
             self._end_string()
 
     def scan(self, text: str, at: int) -> int:
@@ -97,10 +67,10 @@ class PythonLiteral:
             The index where scanning stopped: at the end of the piece, after the value, or at a character that is no
             literal.
         """
-        while at < len(text) and self._at is not _At.OVER and self._at is not _At.NOWHERE:
-            if self._at is _At.STRING:
+        while at < len(text) and self._at is not At.OVER and self._at is not At.NOWHERE:
+            if self._at is At.STRING:
                 at = self._in_string(text, at)
-            elif self._at is _At.BARE:
+            elif self._at is At.BARE:
                 if match := _BARE.match(text, at):
                     at = match.end()
                     self._add_bare(match.group())
@@ -147,7 +117,7 @@ class PythonLiteral:
         self._escape += character
         kind = self._escape[1]
         if kind in _HEX_DIGITS and len(self._escape) > 2 and character not in "0123456789abcdefABCDEF":
-            self._at = _At.NOWHERE
+            self._at = At.NOWHERE
         elif kind in _HEX_DIGITS and len(self._escape) < 2 + _HEX_DIGITS[kind]:
             return
         elif kind in _HEX_DIGITS:
@@ -158,7 +128,7 @@ class PythonLiteral:
 
     def _put_code_point(self, code_point: int) -> None:
         if code_point > 0x10FFFF:
-            self._at = _At.NOWHERE
+            self._at = At.NOWHERE
         elif 0xD800 <= code_point < 0xE000:
             self._out.append(f"\\u{code_point:04x}")  # half of a surrogate pair; the other half may follow
         else:
@@ -171,7 +141,7 @@ class PythonLiteral:
         self._out.append('"')
         self._quotes, self._is_triple = 0, None
         if self._is_key:
-            self._at = _At.COLON
+            self._at = At.COLON
         else:
             self._end_value()
 
@@ -180,35 +150,35 @@ class PythonLiteral:
     def _add_bare(self, text: str) -> None:
         self._bare += text
         if len(self._bare) > _BARE_CHARACTERS_MAX:
-            self._at = _At.NOWHERE
+            self._at = At.NOWHERE
 
     def _end_bare(self) -> None:
         word, self._bare = self._bare, ""
         value = _NAMES.get(word) or _json_number(word)
         if value is None:
-            self._at = _At.NOWHERE
+            self._at = At.NOWHERE
             return
         self._out.append(value)
         self._end_value()
 
     def _token(self, character: str) -> bool:
         """Scan one character outside of strings, numbers and names. Return False if it does not belong to the value."""
-        at, self._at = self._at, _At.NOWHERE
-        is_value = at in (_At.VALUE, _At.VALUE_OR_END)
+        at, self._at = self._at, At.NOWHERE
+        is_value = at in (At.VALUE, At.VALUE_OR_END)
         if character in ("]", "}"):
-            ends = (_At.VALUE_OR_END, _At.COMMA_OR_END) if character == "]" else (_At.KEY_OR_END, _At.COMMA_OR_END)
-            if self._dicts and self._dicts[-1] == (character == "}") and at in ends:
-                self._dicts.pop()
+            ends = (At.VALUE_OR_END, At.COMMA_OR_END) if character == "]" else (At.KEY_OR_END, At.COMMA_OR_END)
+            if self._objects and self._objects[-1] == (character == "}") and at in ends:
+                self._objects.pop()
                 self._needs_comma = False
                 self._out.append(character)
                 self._end_value()
-        elif character == "," and at is _At.COMMA_OR_END:
+        elif character == "," and at is At.COMMA_OR_END:
             self._needs_comma = True
-            self._at = _At.KEY_OR_END if self._dicts[-1] else _At.VALUE_OR_END
-        elif character == ":" and at is _At.COLON:
+            self._at = At.KEY_OR_END if self._objects[-1] else At.VALUE_OR_END
+        elif character == ":" and at is At.COLON:
             self._out.append(": ")
-            self._at = _At.VALUE
-        elif is_value or at is _At.KEY_OR_END:
+            self._at = At.VALUE
+        elif is_value or at is At.KEY_OR_END:
             self._begin_value(character, is_key=not is_value)
         return self.state is not ScanState.BROKEN
 
@@ -219,20 +189,17 @@ class PythonLiteral:
         if character in _PLAIN:
             self._is_key, self._quote, self._quotes, self._is_triple = is_key, character, 1, None
             self._out.append('"')
-            self._at = _At.STRING
+            self._at = At.STRING
         elif is_key:
             return
         elif character in "[{":
-            if len(self._dicts) < DEPTH_MAX:
-                self._dicts.append(character == "{")
+            if len(self._objects) < DEPTH_MAX:
+                self._objects.append(character == "{")
                 self._out.append(character)
-                self._at = _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
+                self._at = At.KEY_OR_END if character == "{" else At.VALUE_OR_END
         elif _BARE.match(character):
             self._bare = character
-            self._at = _At.BARE
-
-    def _end_value(self) -> None:
-        self._at = _At.COMMA_OR_END if self._dicts else _At.OVER
+            self._at = At.BARE
 
 
 def _json_number(word: str) -> str | None:

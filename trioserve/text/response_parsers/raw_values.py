@@ -18,9 +18,8 @@ import msgspec
 from trioserve.text.response_parsers.call_reading import CallReading
 from trioserve.text.response_parsers.json_scanner import JsonScanner, ScanState
 from trioserve.text.response_parsers.offered_tools import ANY_TYPE, argument_types
-from trioserve.text.response_parsers.part_sink import ARGUMENT_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
-from trioserve.text.response_parsers.text_source import NotACall, Script, TextEnded, TextSource
+from trioserve.text.response_parsers.scripts import ARGUMENT_CHARACTERS_MAX, NotACall, Script, TextEnded, TextSource
 
 __all__ = ["Closing", "read_raw_value", "RawArguments", "json_of_raw"]
 

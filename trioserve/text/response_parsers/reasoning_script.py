@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from trioserve.text.response_parsers.part_sink import PartSink
-from trioserve.text.response_parsers.text_source import Script, TextSource
+from trioserve.text.response_parsers.scripts import PartSink, Script, TextSource
 
 __all__ = ["ReasoningScript", "ReasoningTags"]
 
