@@ -14,8 +14,8 @@ from trioserve.assemble import open_engine
 from trioserve.cli import main
 from trioserve.commands import random_checkpoint as random_checkpoint_command
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.layer_config import ExpertsConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.model_config import ExpertsConfig
 from trioserve.model.real_shapes import SHAPES
 
 _TINY = SHAPES["tiny"]

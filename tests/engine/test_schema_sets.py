@@ -17,8 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from trioserve import FinishReason, SamplingParams, StructuredOutput, open_engine
 from trioserve.bench.schema_set import Judge, NamedSchema, Verdict, read_schemas
 from trioserve.engine.engine import Engine
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, RotaryConfig
 from trioserve.model.loading.default_model import find_default_model
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.random_checkpoint import write_config, write_weights
 from trioserve.testing import assert_all_free
 from trioserve.text.detokenizer import byte_alphabet

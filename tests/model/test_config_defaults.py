@@ -13,8 +13,9 @@ from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.registry import FAMILIES
+from trioserve.model.layer_config import AttentionConfig
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import AttentionConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 
 pytestmark = pytest.mark.slow
 

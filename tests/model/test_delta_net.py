@@ -12,10 +12,11 @@ import torch
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.layer_config import AttentionConfig, DeltaNetConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.loading.names import TRANSFORMERS, FurtherLayers, match_tensors, tensor_places
-from trioserve.model.model_config import AttentionConfig, DeltaNetConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.recurrent_layers import _scanned_deltas
 

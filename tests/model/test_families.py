@@ -19,16 +19,10 @@ from safetensors.torch import load_file, save_file
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.families.registry import FAMILIES
+from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, KVAttention, LayerConfig, MlpConfig
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import (
-    AttentionConfig,
-    ExpertsConfig,
-    KVAttention,
-    LayerConfig,
-    MlpConfig,
-    ModelConfig,
-)
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.settings import ModelSettings

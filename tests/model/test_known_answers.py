@@ -18,11 +18,12 @@ from safetensors.numpy import save_file
 
 from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model.layer_config import ExpertsConfig
 from trioserve.model.loading.adapter_directory import read_adapter
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.model_config import ExpertsConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 

@@ -10,7 +10,8 @@ import torch
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.kv_storage import CudaPages, KVStorage, make_kv_pages
-from trioserve.model.model_config import KVEntry, ModelConfig
+from trioserve.model.layer_config import KVEntry
+from trioserve.model.model_config import ModelConfig
 
 LAYOUT = KVLayout(model="m", layer_count=2, block_size=4, kv_head_count=3, head_dim=8, dtype="bfloat16")
 ENTRIES = {

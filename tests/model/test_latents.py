@@ -21,9 +21,10 @@ from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.device import attended_token_flops, kv_block_bytes, step_weight_bytes, token_flops
 from trioserve.model.families import deepseek
+from trioserve.model.layer_config import KVEntry, LatentAttentionConfig
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import KVEntry, LatentAttentionConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.layer_config import RopeScaling, RotaryConfig
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.gguf import STORAGE_TYPES, read_gguf
-from trioserve.model.model_config import ModelConfig, RopeScaling, RotaryConfig
+from trioserve.model.model_config import ModelConfig
 
 STRING, ARRAY, UINT32, FLOAT32, BOOL = 8, 9, 4, 6, 7
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.layer_config import RopeScaling, RotaryConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
-from trioserve.model.model_config import ModelConfig, RopeScaling, RotaryConfig
+from trioserve.model.model_config import ModelConfig
 
 # a config in the format of transformers 4
 LLAMA: dict[str, Any] = {

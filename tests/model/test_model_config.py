@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RopeScaling, RotaryConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, RopeScaling, RotaryConfig
+from trioserve.model.model_config import ModelConfig
 
 ATTENTION: dict[str, Any] = {
     "head_count": 4,

@@ -23,7 +23,8 @@ from trioserve.model.device import (
     pick_vision_dtype,
     takes_every_cpu,
 )
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RotaryConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, RotaryConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.settings import ModelSettings
 from trioserve_kernels import reference
 

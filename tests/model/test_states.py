@@ -17,9 +17,10 @@ from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.device import cache_size, kv_block_bytes
 from trioserve.model.drafts.checkpoints import check_draft
+from trioserve.model.layer_config import AttentionConfig, ShortConvConfig, StateSpaceConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import AttentionConfig, ModelConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel

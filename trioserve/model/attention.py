@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trioserve.model.layer_config import LatentAttentionConfig
 from trioserve.model.layers import Angles, Linear, MakeLinear, Norm
-from trioserve.model.model_config import LatentAttentionConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.step_tensors import AttentionTensors, StepTensors, TableWalk
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels

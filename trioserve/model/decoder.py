@@ -10,6 +10,16 @@ from torch import Tensor
 from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import LatentAttention, attend
 from trioserve.model.kv_storage import KVStorage, StateStorage
+from trioserve.model.layer_config import (
+    Activation,
+    AttentionConfig,
+    DeltaNetConfig,
+    ExpertsConfig,
+    KVAttention,
+    LatentAttentionConfig,
+    LayerConfig,
+    ShortConvConfig,
+)
 from trioserve.model.layers import (
     Angles,
     Embedding,
@@ -22,18 +32,7 @@ from trioserve.model.layers import (
     Sinks,
     temperature_factors,
 )
-from trioserve.model.model_config import (
-    Activation,
-    AttentionConfig,
-    DeltaNetConfig,
-    ExpertsConfig,
-    KVAttention,
-    LatentAttentionConfig,
-    LayerConfig,
-    LayerPart,
-    ModelConfig,
-    ShortConvConfig,
-)
+from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, ShortConv, StateSpace
 from trioserve.model.step_tensors import AdapterRows, StepTensors

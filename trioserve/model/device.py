@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.extras import install_command
-from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, KvFormat, head_bytes, kv_format_of
 from trioserve.model.settings import ModelSettings
 

@@ -12,7 +12,7 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
-from trioserve.model.model_config import RotaryConfig
+from trioserve.model.layer_config import RotaryConfig
 from trioserve.model.number_formats import Dtype
 
 __all__ = ["LAYERS_MAX", "EncoderActivation", "EncoderConfig", "EncoderFamily", "ModernLayers"]

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.model.device import DeviceType, torch_now
-from trioserve.model.model_config import KVEntry, ModelConfig
+from trioserve.model.layer_config import KVEntry
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import KvFormat, head_width
 
 __all__ = [

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trioserve.model.model_config import AttentionConfig, ModelConfig, RankPart, RotaryConfig, Temperature
+from trioserve.model.layer_config import AttentionConfig, RotaryConfig, Temperature
+from trioserve.model.model_config import ModelConfig, RankPart
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.parallel.shares import vocab_runs
 from trioserve.model.rotary import rotary_frequencies

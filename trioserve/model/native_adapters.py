@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, empty_values
 from trioserve.model.packed_weights import has_pairs_together, pairs_together
 from trioserve.model.weights import AdapterMatrix, AdapterWeights

@@ -24,17 +24,17 @@ from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
-from trioserve.model.model_config import (
+from trioserve.model.layer_config import (
     AttentionConfig,
     ExpertsConfig,
     KVAttention,
     KVEntry,
     LatentAttentionConfig,
     MlpConfig,
-    ModelConfig,
     RotaryConfig,
     Temperature,
 )
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_adapters import NativeAdapter
 from trioserve.model.native_recurrent import (
     NativeLaurel,

@@ -13,14 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trioserve.model.model_config import (
-    DeltaNetConfig,
-    ModelConfig,
-    Recurrent,
-    ShortConvConfig,
-    StateSpaceConfig,
-    StreamsConfig,
-)
+from trioserve.model.layer_config import DeltaNetConfig, Recurrent, ShortConvConfig, StateSpaceConfig
+from trioserve.model.model_config import ModelConfig, StreamsConfig
 from trioserve.model.number_formats import Float32Array, Values
 from trioserve.model.packed_weights import PackedWeights
 from trioserve.model.weights import Slot

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.loading.stored_tensor import Bytes
-from trioserve.model.model_config import (
+from trioserve.model.layer_config import (
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
     LatentAttentionConfig,
     MlpConfig,
-    ModelConfig,
 )
+from trioserve.model.loading.stored_tensor import Bytes
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, Values
 from trioserve.model.settings import QuantizationName
 from trioserve.model.weights import RowsTarget, Slot

@@ -17,9 +17,10 @@ import gguf
 import numpy as np
 
 from trioserve.model.families.registry import family_named
+from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, MlpConfig
 from trioserve.model.loading.names import GGUF, TRANSFORMERS, Shape, outside_name, tensor_shapes
 from trioserve.model.loading.safetensors import INDEX_NAME
-from trioserve.model.model_config import AttentionConfig, ExpertsConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, convert, empty_values
 from trioserve.model.rotary import rotary_frequencies
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from trioserve.model.model_config import (
+from trioserve.model.layer_config import (
     AttentionConfig,
     ExpertsConfig,
     LayerConfig,
     MlpConfig,
-    ModelConfig,
     QkNorm,
     RopeScaling,
     RotaryConfig,
 )
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["SHAPES", "TINY"]
 

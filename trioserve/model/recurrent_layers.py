@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trioserve.model.layer_config import DeltaNetConfig, ShortConvConfig, StateSpaceConfig
 from trioserve.model.layers import Linear
-from trioserve.model.model_config import DeltaNetConfig, ModelConfig, ShortConvConfig, StateSpaceConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.step_tensors import StateSteps
 from trioserve.model.torch_formats import TensorSlot
 

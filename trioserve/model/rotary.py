@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.model.model_config import RopeScaling, RotaryConfig
+from trioserve.model.layer_config import RopeScaling, RotaryConfig
 from trioserve.model.number_formats import Float32Array
 
 __all__ = ["rotary_frequencies"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trioserve.contracts.guide import BITS, TokenMasks, mask_words
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import ScheduledChunk
-from trioserve.model.model_config import NormKind
+from trioserve.model.layer_config import NormKind
 from trioserve.model.number_formats import Float32Array
 
 __all__ = [

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trioserve.model.layer_config import Activation
 from trioserve.model.layers import Embedding, Linear, MakeLinear, Norm
-from trioserve.model.model_config import Activation, ModelConfig, StreamsConfig
+from trioserve.model.model_config import ModelConfig, StreamsConfig
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 

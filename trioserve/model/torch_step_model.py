@@ -20,7 +20,8 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
-from trioserve.model.model_config import AttentionConfig, LatentAttentionConfig, ModelConfig
+from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.sampler import (

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from trioserve.contracts.images import ImageProcessing
+from trioserve.model.layer_config import Activation
 from trioserve.model.layers import Linear
 from trioserve.model.loading.vision_part import VisionConfig, vision_shapes
-from trioserve.model.model_config import Activation
 from trioserve.model.number_formats import Dtype, Float32Array
 from trioserve.model.torch_formats import TORCH_DTYPES, TensorSlot
 

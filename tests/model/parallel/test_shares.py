@@ -10,17 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.loading.checkpoint import open_checkpoint
-from trioserve.model.loading.hf_config import model_config_from
-from trioserve.model.model_config import (
+from trioserve.model.layer_config import (
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
     LatentAttentionConfig,
     MlpConfig,
-    ModelConfig,
     StateSpaceConfig,
 )
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.loading.hf_config import model_config_from
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.parallel.shares import divide, even_runs, head_runs, share_of, wide_runs
 
 Checkpoints = Callable[..., Path]

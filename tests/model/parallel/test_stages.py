@@ -15,9 +15,10 @@ from msgspec import structs
 from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.model.layer_config import AttentionConfig, MlpConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
-from trioserve.model.model_config import AttentionConfig, MlpConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter, stage_config, stage_runs

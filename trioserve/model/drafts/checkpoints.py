@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.contracts.errors import ModelLoadError, StartupError
+from trioserve.model.layer_config import MlpConfig
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.encoder_directory import opened_encoder
 from trioserve.model.loading.fields import Fields
@@ -29,7 +30,7 @@ from trioserve.model.loading.hf_config import model_config_from, read_json_objec
 from trioserve.model.loading.names import TRANSFORMERS, TensorPlace, match_tensors
 from trioserve.model.loading.safetensors import EMBEDDING_NAME, FurtherTensor, SafetensorsCheckpoint, stored_tensors
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, STORAGE_BYTES, StoredTensor, read_plain
-from trioserve.model.model_config import MlpConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
 from trioserve.model.settings import ModelSettings
 

@@ -33,7 +33,8 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.images import GivenRows
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, MtpCheckpoint
-from trioserve.model.model_config import AttentionConfig, ModelConfig
+from trioserve.model.layer_config import AttentionConfig
+from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.sampler import sample

@@ -14,7 +14,8 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import SHARED_EXPERTS, Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.layer_config import ExpertsConfig, LatentAttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "MINICPM3", "DOTS1"]
 

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import (
-    AttentionConfig,
-    LayerConfig,
-    ModelConfig,
-    RowFactors,
-    StateNorm,
-    StateSpaceConfig,
-)
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, StateNorm, StateSpaceConfig
+from trioserve.model.model_config import ModelConfig, RowFactors
 
 __all__ = ["FALCON_H1"]
 

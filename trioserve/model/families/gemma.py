@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, StreamsConfig
+from trioserve.model.layer_config import AttentionConfig, LayerConfig, MlpConfig
+from trioserve.model.model_config import ModelConfig, StreamsConfig
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3N"]
 

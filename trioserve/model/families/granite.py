@@ -14,7 +14,8 @@ from msgspec import structs
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.layer_config import ExpertsConfig, LayerConfig, MlpConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["GRANITE", "GRANITE_HYBRID", "GRANITE_MOE", "HYPERCLOVAX"]
 

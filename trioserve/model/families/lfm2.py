@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig, ShortConvConfig
+from trioserve.model.layer_config import ExpertsConfig, LayerConfig, MlpConfig, ShortConvConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["LFM2", "LFM2_MOE"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.layer_config import LayerConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["LLAMA", "CWM", "ERNIE45", "HELIUM", "INTERNLM3", "SEED_OSS", "SMOLLM3"]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import ExpertsConfig, LayerConfig, MlpConfig, ModelConfig, Temperature
+from trioserve.model.layer_config import ExpertsConfig, LayerConfig, MlpConfig, Temperature
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["LLAMA4"]
 

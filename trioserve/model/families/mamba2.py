@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig, StateSpaceConfig
+from trioserve.model.layer_config import LayerConfig, StateSpaceConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["MAMBA2", "BAMBA"]
 

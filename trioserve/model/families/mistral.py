@@ -9,7 +9,8 @@ from msgspec import structs
 
 from trioserve.model.families.family import Family, GgufNaming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.model_config import ModelConfig, Temperature
+from trioserve.model.layer_config import Temperature
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["MINISTRAL3", "MISTRAL"]
 

@@ -12,22 +12,20 @@ from typing import Any
 import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.fields import Fields
-from trioserve.model.model_config import (
-    LAYERS_MAX,
+from trioserve.model.layer_config import (
     Activation,
     AttentionConfig,
-    Dtype,
     ExpertsConfig,
     LayerConfig,
     MlpConfig,
-    ModelConfig,
     RopeScaling,
     RotaryConfig,
     Scoring,
     StateNorm,
     StateSpaceConfig,
 )
+from trioserve.model.loading.fields import Fields
+from trioserve.model.model_config import LAYERS_MAX, Dtype, ModelConfig
 
 __all__ = ["ModelFields", "RopeReader", "is_long", "windowed_layers"]
 

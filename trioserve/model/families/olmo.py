@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import LayerConfig, ModelConfig
+from trioserve.model.layer_config import LayerConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["OLMO2", "OLMO3", "OLMOE"]
 

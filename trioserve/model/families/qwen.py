@@ -9,7 +9,8 @@ import msgspec
 
 from trioserve.model.families.family import Family, GgufNaming
 from trioserve.model.families.model_fields import ModelFields, windowed_layers
-from trioserve.model.model_config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
+from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, LayerConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["QWEN2", "QWEN3", "QWEN2_MOE", "QWEN3_MOE"]
 

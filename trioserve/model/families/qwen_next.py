@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from trioserve.model.families.family import Family, GgufNaming, Naming
 from trioserve.model.families.model_fields import ModelFields
-from trioserve.model.model_config import DeltaNetConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
+from trioserve.model.layer_config import DeltaNetConfig, ExpertsConfig, LayerConfig, MlpConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = ["QWEN35", "QWEN35_MOE", "QWEN3_NEXT"]
 

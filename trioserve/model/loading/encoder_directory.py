@@ -12,11 +12,11 @@ from typing import NamedTuple
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.pooling import PoolingMethod
 from trioserve.model.encoder_config import LAYERS_MAX, EncoderActivation, EncoderConfig, EncoderFamily, ModernLayers
+from trioserve.model.layer_config import RotaryConfig
 from trioserve.model.loading.fields import Fields, one_line, unread_names, warn_of_unread
 from trioserve.model.loading.hf_config import read_json_list, read_json_object
 from trioserve.model.loading.safetensors import INDEX_NAME, stored_tensors
 from trioserve.model.loading.stored_tensor import StoredTensor, read_plain
-from trioserve.model.model_config import RotaryConfig
 from trioserve.model.number_formats import Dtype
 
 __all__ = [

@@ -9,9 +9,10 @@ from collections.abc import Container, Mapping
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
+from trioserve.model.layer_config import RopeScaling
 from trioserve.model.loading.fields import Fields, warn_of_unread
 from trioserve.model.loading.gguf import GgufFile, GgufTensor, read_float32s
-from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
+from trioserve.model.model_config import Dtype, ModelConfig
 
 __all__ = [
     "delta_values",

@@ -12,8 +12,9 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import MEANINGFUL_FIELDS, Family
 from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_of_class, family_of_model_type
+from trioserve.model.layer_config import RopeScaling
 from trioserve.model.loading.fields import IMAGE_NOTES, Fields, unread_names, warn_of_unread
-from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
+from trioserve.model.model_config import Dtype, ModelConfig
 
 __all__ = [
     "end_token_ids_from",

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.family import Naming
 from trioserve.model.families.registry import family_named
-from trioserve.model.model_config import (
-    LAYERS_MAX,
+from trioserve.model.layer_config import (
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -31,13 +30,12 @@ from trioserve.model.model_config import (
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
-    ModelConfig,
     Recurrent,
     RotaryConfig,
     ShortConvConfig,
     StateSpaceConfig,
-    StreamsConfig,
 )
+from trioserve.model.model_config import LAYERS_MAX, ModelConfig, StreamsConfig
 from trioserve.model.number_formats import Dtype, Float32Array, Values, convert, empty_values
 
 __all__ = [

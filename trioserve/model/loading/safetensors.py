@@ -16,6 +16,7 @@ import msgspec
 from msgspec import structs
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.layer_config import ExpertsConfig
 from trioserve.model.loading.fields import Fields, check_apart
 from trioserve.model.loading.hf_config import (
     has_head,
@@ -30,7 +31,7 @@ from trioserve.model.loading.quantization_config import storage_scheme
 from trioserve.model.loading.quantized_matrix import Mxfp4Matrix, QuantizedMatrix, mxfp4_matrices, quantized_matrices
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, STORAGE_BYTES, FileTensor, StoredTensor
 from trioserve.model.loading.vision_part import VISION_CLASSES, VisionPart
-from trioserve.model.model_config import ExpertsConfig, ModelConfig
+from trioserve.model.model_config import ModelConfig
 
 __all__ = [
     "EMBEDDING_NAME",

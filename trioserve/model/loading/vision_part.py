@@ -14,11 +14,12 @@ import msgspec
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.images import ImageProcessing
+from trioserve.model.layer_config import Activation
 from trioserve.model.loading.fields import Fields, unread_names, warn_of_unread
 from trioserve.model.loading.hf_config import read_json_object
 from trioserve.model.loading.names import Shape, TensorPlace
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, StoredTensor
-from trioserve.model.model_config import LAYERS_MAX, Activation, ModelConfig
+from trioserve.model.model_config import LAYERS_MAX, ModelConfig
 
 __all__ = ["VisionConfig", "VISION_CLASSES", "VisionPart"]
 

@@ -23,21 +23,19 @@ import numpy as np
 from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
-from trioserve.model.model_config import (
+from trioserve.model.layer_config import (
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
     KVAttention,
     LatentAttentionConfig,
     LayerConfig,
-    LayerPart,
     MlpConfig,
-    ModelConfig,
-    RankPart,
     Recurrent,
     ShortConvConfig,
     StateSpaceConfig,
 )
+from trioserve.model.model_config import LayerPart, ModelConfig, RankPart
 
 __all__ = [
     "WHOLE",

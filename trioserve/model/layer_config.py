@@ -1,0 +1,710 @@
+"""Description of one layer: attention, MLP, experts, and layers that keep a state."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from trioserve.contracts.errors import ModelLoadError
+
+__all__ = [
+    "Activation",
+    "AttentionConfig",
+    "DeltaNetConfig",
+    "ExpertsConfig",
+    "KVAttention",
+    "KVEntry",
+    "LatentAttentionConfig",
+    "LayerConfig",
+    "MlpConfig",
+    "NormKind",
+    "QkNorm",
+    "Recurrent",
+    "RopeScaling",
+    "RotaryConfig",
+    "ShortConvConfig",
+    "StateNorm",
+    "StateSpaceConfig",
+    "Scoring",
+    "Temperature",
+    "check_count",
+    "check_positive",
+]
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+NormKind = Literal["rms", "layer"]
+QkNorm = Literal["none", "head", "heads", "row", "unit"]
+Scoring = Literal["softmax", "sigmoid"]
+StateNorm = Literal["gated", "ungated", "none"]
+
+# A damaged header must not make us ask torch for a petabyte. The largest models of these families have 128 heads and
+# dimensions below 200,000.
+HEADS_MAX = 4_096
+EXPERTS_MAX = 1_024
+CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # No implementation supports a kernel of size 1, which would keep no state.
+STATE_NUMBERS_MAX = 2**28  # numbers in the state of one layer
+EXPERT_GROUPS_MAX = 64
+DIMENSION_MAX = 2**24
+CONTEXT_TOKENS_MAX = 2**31 - 1  # step tensors hold positions as int32
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """Change of rotary frequencies that lets a model reach a longer context.
+
+    Kinds:
+        linear: every inverse frequency is divided by factor.
+        llama3: as in Llama 3.1. Low frequencies are divided by factor, high ones stay, and frequencies between them are
+            blended. The borders follow from low_freq_factor, high_freq_factor and original_context_tokens. If
+            frequency_factors is set, each inverse frequency is divided by its number there instead, and no other field
+            counts.
+        yarn: YaRN (arXiv 2309.00071) with beta_fast and beta_slow. Cosine and sine are multiplied by attention_factor.
+        longrope: LongRoPE (arXiv 2402.13753). Each inverse frequency is divided by its number in frequency_factors.
+            Cosine and sine are multiplied by attention_factor.
+
+    Attributes:
+        original_context_tokens: context length of the model before it was extended.
+        attention_factor: None takes the default: 0.1 * ln(factor) + 1 for yarn, and sqrt(1 + ln(factor) /
+            ln(original_context_tokens)) for longrope.
+        rounds_ends: for yarn, round the ends of the blended range outwards to whole indices.
+        frequency_factors: one number for each inverse frequency, head_dim / 2 numbers.
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_tokens: int = 8192
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rounds_ends: bool = True
+    frequency_factors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("rope scaling factor", self.factor)
+        check_positive("rope scaling low_freq_factor", self.low_freq_factor)
+        check_positive("rope scaling high_freq_factor", self.high_freq_factor)
+        check_count("rope scaling original_max_position_embeddings", self.original_context_tokens, CONTEXT_TOKENS_MAX)
+        check_positive("rope scaling beta_fast", self.beta_fast)
+        check_positive("rope scaling beta_slow", self.beta_slow)
+        if self.attention_factor is not None:
+            check_positive("rope scaling attention_factor", self.attention_factor)
+        if self.kind == "llama3" and self.frequency_factors is None and self.low_freq_factor >= self.high_freq_factor:
+            raise ModelLoadError(
+                f"rope scaling low_freq_factor is {self.low_freq_factor}, which must be below high_freq_factor "
+                f"({self.high_freq_factor}): correct the checkpoint's config"
+            )
+        if self.kind == "longrope" and self.original_context_tokens < 2:
+            raise ModelLoadError(
+                f"rope scaling original_max_position_embeddings is {self.original_context_tokens}, which must be 2 or "
+                "more for longrope: correct the checkpoint's config"
+            )
+        for value in self.frequency_factors or ():
+            check_positive("a rope frequency factor", value)
+
+    def context_tokens(self, context_tokens: int) -> int:
+        """Return the longest context of the model in tokens.
+
+        Args:
+            context_tokens: length that the model's config names. For linear it is the length before scaling. For yarn
+                it is the length before or after scaling. For llama3 and longrope it is the length after scaling.
+        """
+        if self.kind == "linear":
+            # One token above the maximum makes ModelConfig refuse the config.
+            return int(min(context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1))
+        if self.kind == "yarn":
+            return max(context_tokens, int(min(self.original_context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1)))
+        return context_tokens
+
+
+class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding of queries and keys (RoFormer, arXiv 2104.09864).
+
+    Two numbers of a head are rotated together. When weights are read, they are reordered so that number j pairs with
+    number j + head_dim / 2. Pairs that are not rotated have an angle of 0.
+
+    Attributes:
+        theta: base of the frequencies.
+        rotated_dims: how many numbers of each head are rotated, an even count. The other numbers stay unchanged.
+        scaling: None leaves the frequencies unchanged.
+    """
+
+    theta: float
+    rotated_dims: int
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("rope_theta", self.theta)
+        check_count("the number of rotated dimensions", self.rotated_dims, DIMENSION_MAX)
+        if self.rotated_dims % 2:
+            raise ModelLoadError(
+                f"{self.rotated_dims} dimensions of each head are rotated, but pairs of them are: "
+                "the checkpoint's config is damaged"
+            )
+        if self.scaling is not None and self.scaling.kind == "yarn" and self.theta <= 1:
+            raise ModelLoadError(
+                f"rope_theta is {self.theta}, but yarn needs one above 1: the checkpoint's config is damaged"
+            )
+        factors = self.scaling.frequency_factors if self.scaling else None
+        if factors is not None and len(factors) != self.rotated_dims // 2:
+            raise ModelLoadError(
+                f"the checkpoint has {len(factors)} rope frequency factors, but {self.rotated_dims} rotated dimensions "
+                f"need {self.rotated_dims // 2}: the file is damaged"
+            )
+
+
+class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of what the KV cache keeps of one token in one layer: [part_count, head_count, head_dim].
+
+    Attributes:
+        part_count: 2 for keys and values, 1 for latents, from which keys and values are computed.
+    """
+
+    part_count: int
+    head_count: int
+    head_dim: int
+
+    @property
+    def size(self) -> int:
+        return self.part_count * self.head_count * self.head_dim
+
+
+class Temperature(msgspec.Struct, frozen=True, kw_only=True):
+    """Factor by which queries grow with their position (arXiv 2501.19399).
+
+    Queries are multiplied by 1 + scale * ln(1 + floor((position + first) / interval)).
+
+    Attributes:
+        first: number of the first position in this formula.
+    """
+
+    scale: float
+    interval: int
+    first: Literal[0, 1] = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale >= 0):
+            raise ModelLoadError(f"attn_scale is {self.scale}, but it must be 0 or more")
+        check_count("floor_scale", self.interval, CONTEXT_TOKENS_MAX)
+
+
+class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
+    """Attention of one layer.
+
+    Attributes:
+        rotary: rotation of queries and keys by their positions. None: attention ignores positions.
+        window: a token sees the last `window` positions, its own included. None: it sees every earlier position.
+        section: positions are divided into sections of this many. A token sees the positions of its own section up to
+            itself. None: there are no sections.
+        temperature: factor of queries that depends on their positions.
+        scale: factor of query times key. None means 1 / sqrt(head_dim).
+        score_cap: c bounds scaled scores to c * tanh(score / c).
+        has_sinks: each head has a learned number that takes part in its softmax next to the scores, without a value.
+        has_bias: the projections to queries, keys and values have biases.
+        has_output_bias: the output projection has a bias.
+        qk_norm: norm of queries and keys before they are rotated. "head": each head is normed with weights that all
+            heads share. "heads": each head is normed with its own weights. "unit": each head is normed without weights.
+            "row": all heads of a row are normed together.
+        has_value_norm: values of each head are normed without weights.
+        kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
+            None: the layer has its own keys and values.
+        has_gate: the output of the heads is multiplied by the sigmoid of a projection of the same size.
+    """
+
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+    rotary: RotaryConfig | None
+    window: int | None = None
+    section: int | None = None
+    temperature: Temperature | None = None
+    scale: float | None = None
+    score_cap: float | None = None
+    has_sinks: bool = False
+    has_bias: bool = False
+    has_output_bias: bool = False
+    qk_norm: QkNorm = "none"
+    has_value_norm: bool = False
+    kv_from: int | None = None
+    has_gate: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("head_count", self.head_count, HEADS_MAX)
+        check_count("kv_head_count", self.kv_head_count, HEADS_MAX)
+        check_count("head_dim", self.head_dim, DIMENSION_MAX)
+        if self.head_count % self.kv_head_count:
+            raise ModelLoadError(
+                f"head_count is {self.head_count} and kv_head_count {self.kv_head_count}, but each key/value head must "
+                "serve the same number of heads: the checkpoint's config is damaged"
+            )
+        if self.head_dim % 2:
+            raise ModelLoadError(
+                f"head_dim is {self.head_dim}, but rotary positions need an even one: "
+                "the checkpoint's config is damaged"
+            )
+        if self.rotary is not None and self.rotary.rotated_dims > self.head_dim:
+            raise ModelLoadError(
+                f"{self.rotary.rotated_dims} dimensions of each head are rotated, but a head has {self.head_dim}: "
+                "the checkpoint's config is damaged"
+            )
+        if self.window is not None:
+            check_count("sliding_window", self.window, CONTEXT_TOKENS_MAX)
+        if self.scale is not None:
+            check_positive("the attention's scale", self.scale)
+        if self.section is not None:
+            check_count("attention_chunk_size", self.section, CONTEXT_TOKENS_MAX)
+            if self.window is not None:
+                raise ModelLoadError("a layer's attention has both a window and sections, which is not supported")
+        if self.score_cap is not None:
+            check_positive("attn_logit_softcapping", self.score_cap)
+
+    @property
+    def query_size(self) -> int:
+        return self.head_count * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Numbers in the keys of one token, which is also the count of its values."""
+        return self.kv_head_count * self.head_dim
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries for kernels that always divide scores by sqrt(head_dim). It gives scores the layer's
+        scale.
+        """
+        return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
+
+    @property
+    def projected_size(self) -> int:
+        """Numbers that the layer projects of one token: queries, and keys and values if the layer has its own."""
+        return self.query_size + (2 * self.key_size if self.kv_from is None else 0)
+
+    @property
+    def kv_entry(self) -> KVEntry:
+        return KVEntry(part_count=2, head_count=self.kv_head_count, head_dim=self.head_dim)
+
+    @property
+    def turned_dim(self) -> int:
+        """Numbers of a head for which rotary angles are computed."""
+        return self.head_dim
+
+
+class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
+    """Multi-head latent attention (MLA, arXiv 2405.04434) of one layer.
+
+    Of each token the KV cache keeps one latent and one rotated key that all heads share. Keys and values of every head
+    are projections of the latent.
+
+    Attributes:
+        query_rank: size of the latent from which queries are projected. None: queries are projected from the hidden
+            state.
+        latent_dim: size of the KV latent. Both latents are normed.
+        plain_dim: numbers of a head's query that meet a projection of the latent.
+        turned_dim: numbers of a head's query that are rotated and meet the rotated key.
+        value_dim: numbers of a head's value.
+        scale: factor of query times key.
+    """
+
+    head_count: int
+    query_rank: int | None
+    latent_dim: int
+    plain_dim: int
+    turned_dim: int
+    value_dim: int
+    rotary: RotaryConfig
+    scale: float
+    norm_eps: float = 1e-6
+
+    window: ClassVar[None] = None
+    section: ClassVar[None] = None
+    temperature: ClassVar[None] = None
+    score_cap: ClassVar[None] = None
+    kv_from: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        check_count("head_count", self.head_count, HEADS_MAX)
+        if self.query_rank is not None:
+            check_count("q_lora_rank", self.query_rank, DIMENSION_MAX)
+        check_count("kv_lora_rank", self.latent_dim, DIMENSION_MAX)
+        check_count("qk_nope_head_dim", self.plain_dim, DIMENSION_MAX)
+        check_count("qk_rope_head_dim", self.turned_dim, DIMENSION_MAX)
+        check_count("v_head_dim", self.value_dim, DIMENSION_MAX)
+        check_positive("the attention's scale", self.scale)
+        check_positive("the latents' epsilon", self.norm_eps)
+        if self.rotary.rotated_dims != self.turned_dim:
+            raise ModelLoadError(
+                f"{self.rotary.rotated_dims} dimensions of each head are rotated, but qk_rope_head_dim is "
+                f"{self.turned_dim}: the checkpoint's config is damaged"
+            )
+
+    @property
+    def query_size(self) -> int:
+        return self.head_count * (self.plain_dim + self.turned_dim)
+
+    @property
+    def value_size(self) -> int:
+        return self.head_count * self.value_dim
+
+    @property
+    def entry_dim(self) -> int:
+        return self.latent_dim + self.turned_dim
+
+    @property
+    def kv_entry(self) -> KVEntry:
+        return KVEntry(part_count=1, head_count=1, head_dim=self.entry_dim)
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries for kernels that always divide scores by sqrt(entry_dim). It gives scores the layer's
+        scale.
+        """
+        return self.scale * math.sqrt(self.entry_dim)
+
+
+KVAttention: TypeAlias = AttentionConfig | LatentAttentionConfig
+"""Attention of a layer that keeps entries in the KV cache."""
+
+
+class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
+    """MLP of one layer: down(activation(gate(x)) * up(x)).
+
+    Activations:
+        gelu_tanh: gelu, approximated with tanh.
+        clamped_swiglu: activation(gate) * up becomes g * sigmoid(1.702 g) * (u + 1). Here g is gate bounded to at most
+            7, and u is up bounded to -7 ... 7.
+
+    Attributes:
+        has_bias: each of the three matrices has a bias.
+        cutoff: before its activation, a gate becomes max(0, gate - mean - cutoff * deviation), with mean and standard
+            deviation of the gates of its row (Gemma 3n). This keeps few gates of a row without sorting them. None:
+            gates stay unchanged.
+    """
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    has_bias: bool = False
+    cutoff: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("intermediate_size", self.intermediate_size, DIMENSION_MAX)
+        if self.cutoff is not None and not math.isfinite(self.cutoff):
+            raise ModelLoadError(f"the gates' cutoff is {self.cutoff}: the checkpoint's config is damaged")
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """Mixture of experts in place of an MLP (arXiv 2101.03961).
+
+    A router scores all experts and chooses experts_per_token of them. The result for a token is the sum of their
+    results, weighted by their scores.
+
+    Attributes:
+        intermediate_size: size of each expert, which is an MLP.
+        normalizes: divide chosen scores by their sum. With softmax the chosen scores are then a softmax over the chosen
+            experts alone.
+        has_bias: experts have biases.
+        has_router_bias: the router has a bias.
+        scoring: a softmax over the router's products of all experts, or a sigmoid of each product.
+        scale: factor of the scores after they are normalized.
+        has_score_bias: each expert has a number that is added to its score for choosing experts, not for weighting them
+            (arXiv 2408.15664).
+        group_count: groups of neighbouring experts.
+        groups_per_token: experts are chosen from this many best groups.
+        group_leaders: the score of a group is the sum of this many best scores in it.
+        shared_size: intermediate size of an MLP that every token passes through in addition. 0 means that there is
+            none.
+        has_shared_gate: the result of the shared MLP is multiplied by the sigmoid of a token's product with a vector.
+        weighs_inputs: weights multiply the inputs of experts instead of their outputs.
+    """
+
+    expert_count: int
+    experts_per_token: int
+    intermediate_size: int
+    normalizes: bool
+    activation: Activation = "silu"
+    has_bias: bool = False
+    has_router_bias: bool = False
+    scoring: Scoring = "softmax"
+    scale: float = 1.0
+    has_score_bias: bool = False
+    group_count: int = 1
+    groups_per_token: int = 1
+    group_leaders: int = 1
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    weighs_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("the number of experts", self.expert_count, EXPERTS_MAX)
+        check_count("the number of experts for each token", self.experts_per_token, self.expert_count)
+        check_count("the experts' intermediate size", self.intermediate_size, DIMENSION_MAX)
+        check_positive("the experts' scale", self.scale)
+        check_count("the number of groups of experts", self.group_count, min(EXPERT_GROUPS_MAX, self.expert_count))
+        check_count("the number of groups for each token", self.groups_per_token, self.group_count)
+        size = self.expert_count // self.group_count
+        if size * self.group_count != self.expert_count:
+            raise ModelLoadError(
+                f"{self.expert_count} experts are in {self.group_count} groups, but each group must have as many: "
+                "the checkpoint's config is damaged"
+            )
+        check_count("the number of experts that a group counts by", self.group_leaders, size)
+        check_count("the number of experts for each token", self.experts_per_token, self.groups_per_token * size)
+        if self.shared_size:
+            check_count("the shared expert's intermediate size", self.shared_size, DIMENSION_MAX)
+
+
+class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
+    """Short convolution in place of attention (LFM2), which sees a token and the kernel_size - 1 tokens before it.
+
+    A token is projected to b, c and x. The result is out(c * convolved(b * x)). Each channel has its own convolution
+    weights.
+
+    Attributes:
+        channel_count: channels of each projection.
+        has_bias: both projections and the convolution have biases.
+    """
+
+    channel_count: int
+    kernel_size: int
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("the convolution's channels", self.channel_count, DIMENSION_MAX)
+        check_count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
+
+    @property
+    def convolved_size(self) -> int:
+        return self.channel_count
+
+    @property
+    def projected_size(self) -> int:
+        """Numbers that the first projection gives for one token."""
+        return 3 * self.channel_count
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of one token that the last projection reads."""
+        return self.channel_count
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution."""
+        return (self.kernel_size - 1) * self.channel_count
+
+
+class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_space"):
+    """Selective state space in place of attention (Mamba-2, arXiv 2405.21060).
+
+    A token is projected to z, x, b, c and time steps. x, b and c are convolved, each channel with its own weights, and
+    pass through silu. Each head keeps a state of [vector_size, head_dim] numbers. A token multiplies the state by
+    exp(time step * rate), where the head's rate is negative, and adds time step * b * x. The output is c * state + skip
+    * x.
+
+    Attributes:
+        group_count: heads of a group share b and c, and are normed together.
+        kernel_size: tokens that the convolution sees.
+        has_bias: both projections have biases.
+        has_conv_bias: the convolution has a bias.
+        norm: "gated": the output is multiplied by silu(z) and then normed by groups. "ungated": the output is normed
+            and then multiplied. "none": the output is only multiplied.
+        time_step_min: lower bound of softplus(time step + the head's bias).
+        time_step_max: upper bound of softplus(time step + the head's bias).
+    """
+
+    head_count: int
+    head_dim: int
+    group_count: int
+    vector_size: int
+    kernel_size: int
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    norm: StateNorm = "gated"
+    time_step_min: float = 0.0
+    time_step_max: float = math.inf
+
+    def __post_init__(self) -> None:
+        check_count("the state space's head count", self.head_count, HEADS_MAX)
+        check_count("the state space's head_dim", self.head_dim, DIMENSION_MAX)
+        check_count("the state space's group count", self.group_count, self.head_count)
+        check_count("the state space's state size", self.vector_size, DIMENSION_MAX)
+        check_count("the convolution's kernel size", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
+        check_count("the state space's state", self.state_size, STATE_NUMBERS_MAX)
+        if self.head_count % self.group_count:
+            raise ModelLoadError(
+                f"the state space has {self.head_count} heads in {self.group_count} groups, but each group must have "
+                "the same number of heads: the checkpoint's config is damaged"
+            )
+        if not 0 <= self.time_step_min < self.time_step_max:
+            raise ModelLoadError(
+                f"time_step_limit is {self.time_step_min} to {self.time_step_max}, but it must be a range of numbers "
+                "of at least 0: the checkpoint's config is damaged"
+            )
+
+    @property
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+        return self.inner_size + 2 * self.group_count * self.vector_size
+
+    @property
+    def projected_size(self) -> int:
+        """Numbers that the first projection gives for one token."""
+        return self.inner_size + self.convolved_size + self.head_count
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of one token that the last projection reads."""
+        return self.head_count * self.head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states of the
+        heads.
+        """
+        return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
+
+
+class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net"):
+    """Gated delta rule in place of attention (arXiv 2412.06464).
+
+    Projections q, k and v of a token are convolved, each channel with its own weights, and pass through silu. q and k
+    are scaled to length 1, and q is divided by sqrt(vector_size).
+
+    Each head keeps a state S of [vector_size, head_dim] numbers. For each token:
+
+    1. S is multiplied by exp(rate * softplus(decay + bias)). decay is a projection of the token. rate (negative) and
+    bias belong to the head.
+    2. S is changed so that S^T k moves towards v by a share, which is the sigmoid of another projection.
+    3. The output of the head is S^T q, normed and multiplied by silu(z).
+
+    Attributes:
+        head_count: heads of values.
+        group_count: heads of keys and of queries. head_count / group_count heads of values share each of them.
+        has_heads_in_turn: value head i uses key i % group_count. False: neighbouring value heads share one key.
+    """
+
+    head_count: int
+    group_count: int
+    head_dim: int
+    vector_size: int
+    kernel_size: int
+    has_heads_in_turn: bool = False
+
+    has_bias: ClassVar[bool] = False
+    has_conv_bias: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_count("linear_num_value_heads", self.head_count, HEADS_MAX)
+        check_count("linear_num_key_heads", self.group_count, self.head_count)
+        check_count("linear_value_head_dim", self.head_dim, DIMENSION_MAX)
+        check_count("linear_key_head_dim", self.vector_size, DIMENSION_MAX, 2)
+        check_count("linear_conv_kernel_dim", self.kernel_size, CONV_KERNEL_MAX, CONV_KERNEL_MIN)
+        check_count("the delta rule's state", self.state_size, STATE_NUMBERS_MAX)
+        if self.head_count % self.group_count:
+            raise ModelLoadError(
+                f"linear_num_value_heads is {self.head_count} and linear_num_key_heads {self.group_count}, but each "
+                "key must serve the same number of heads: the checkpoint's config is damaged"
+            )
+
+    @property
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.group_count * self.vector_size + self.inner_size
+
+    @property
+    def projected_size(self) -> int:
+        """Numbers that the layer projects of one token: z, inputs of the convolution, decays and shares."""
+        return self.inner_size + self.convolved_size + 2 * self.head_count
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of one token that the last projection reads."""
+        return self.head_count * self.head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states of the
+        heads.
+        """
+        return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
+
+
+Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | DeltaNetConfig
+"""Part of a layer that keeps a state of a whole sequence."""
+
+
+class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer: attention or its replacement, then an MLP or a mixture of experts.
+
+    Each of the two may have a norm before it (input norm) and after it (output norm). Each result is added to the
+    hidden state.
+
+    Attributes:
+        mlp: second part of the layer. None: the layer ends after the first sum.
+        is_parallel: the MLP reads the input of attention, and both results are added at once. The MLP then has no norm
+            before it.
+        residual_scale: factor of each result before it is added.
+        beside: a state space that reads the input of attention. Its result is added to the result of attention.
+        laurel_rank: rank of two matrices that add a second path around attention (LAuReL, arXiv 2411.07501). The input
+            of attention and the norm of its product with both matrices are added to the result of attention, and the
+            sum is divided by sqrt(2). 0: there is no such path.
+    """
+
+    attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig | DeltaNetConfig
+    mlp: MlpConfig | ExpertsConfig | None
+    has_input_norms: bool = True
+    has_output_norms: bool = False
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+    beside: StateSpaceConfig | None = None
+    laurel_rank: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive("residual_multiplier", self.residual_scale)
+        if self.laurel_rank:
+            check_count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
+            assert self.has_input_norms, "laurel adds the normed input of attention"
+            assert self.mlp is not None, "laurel needs a layer with two sums"
+            assert not self.is_parallel, "laurel needs a layer with two sums"
+        if self.beside is None:
+            return
+        attends = isinstance(self.attention, AttentionConfig)
+        assert attends, "a layer with a state space beside attention has no attention"
+        assert self.has_input_norms, "the state space reads the normed input of attention"
+        assert not self.has_output_norms, "an output norm would have two results to norm"
+        assert not self.is_parallel, "a parallel MLP would make a sum of three results"
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Part of the layer that keeps a state, in place of attention or beside it."""
+        return self.beside if isinstance(self.attention, KVAttention) else self.attention
+
+
+def check_count(name: str, value: int, largest: int, least: int = 1) -> None:
+    """Check a count of a description.
+
+    Args:
+        name: what is counted, for the error text.
+        value: the count.
+        largest: largest allowed count.
+        least: smallest allowed count.
+
+    Raises:
+        ModelLoadError: the count is not allowed.
+    """
+    if not least <= value <= largest:
+        raise ModelLoadError(f"{name} is {value}, allowed is {least} to {largest}: the checkpoint's config is damaged")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Check that a number of a description is finite and above 0.
+
+    Args:
+        name: name of the number, for the error text.
+        value: the number.
+
+    Raises:
+        ModelLoadError: the number is not allowed.
+    """
+    if not (math.isfinite(value) and value > 0):
+        raise ModelLoadError(f"{name} is {value}, but it must be a positive number: the checkpoint's config is damaged")
