@@ -83,12 +83,12 @@ async def test_flags_set_the_roles_of_endpoints():
 
 async def test_flag_sets_the_prompt_length_from_which_requests_are_disaggregated():
     routing = route.Routing(configured(*ENDPOINT, "--split-min-tokens", "500"))
-    assert routing.app()._rules.disaggregated_prompt_tokens_min == 500
+    assert routing.app()._services.rules.disaggregated_prompt_tokens_min == 500
 
 
 async def test_flag_limits_the_state_that_is_kept_of_a_stream():
     routing = route.Routing(configured(*ENDPOINT, "--max-continuation-bytes", "5000"))
-    assert routing.app()._rules.continuation_bytes_max == 5000
+    assert routing.app()._services.rules.continuation_bytes_max == 5000
 
 
 def test_endpoints_file_can_set_roles(tmp_path):
