@@ -15,6 +15,7 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.commands.prompt_naming import load_tokenizer
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.images import ImageEncoder, ImageProcessing
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.checkpoints import EagleCheckpoint, check_same_tokens
 from trioserve.model.drafts.settings import DraftSettings
 from trioserve.model.fingerprint import fingerprint_of, weights_name
@@ -26,7 +27,6 @@ from trioserve.model.loading.generation_defaults import GenerationDefaults, gene
 from trioserve.model.loading.settings import generation_settings
 from trioserve.model.number_formats import Dtype
 from trioserve.model.settings import ModelSettings
-from trioserve.model.weights import AdapterWeights
 from trioserve.options.engine import EngineOptions
 from trioserve.text.chat_template import chat_template_text
 from trioserve.text.grammar_compiler import GrammarCompiler

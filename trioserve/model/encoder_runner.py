@@ -13,6 +13,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu, torch_now
 from trioserve.model.encoder_config import EncoderConfig
 from trioserve.model.loading.encoder_directory import EncoderDirectory
@@ -20,7 +21,7 @@ from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE
 from trioserve.model.step_rows import needed_rows, pooled_vector
-from trioserve.model.weights import AdapterWeights, fill_slots
+from trioserve.model.weights import fill_slots
 
 if TYPE_CHECKING:
     from torch import Tensor

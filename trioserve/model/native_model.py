@@ -22,6 +22,7 @@ from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import (
@@ -61,7 +62,7 @@ from trioserve.model.parallel.native_callbacks import NativeCallbacks
 from trioserve.model.rotary import rotary_frequencies
 from trioserve.model.step_model import PROMPT_LOGPROB_ROWS, ComputedStep, ReadSamples, prompt_followers, sampled_rows
 from trioserve.model.step_rows import StepRows, given_rows, needed_rows, normed, pooled_vector
-from trioserve.model.weights import AdapterWeights, RowsTarget, Slot
+from trioserve.model.weights import RowsTarget, Slot
 from trioserve_kernels.native import (
     ACTIVATIONS,
     BLOCK_OUTPUTS,

@@ -17,6 +17,7 @@ from trioserve.contracts.kv_transfer import KVLayout, KVPages
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.version import VERSION
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.begun_step import BegunStep, fill_awaited_tokens
 from trioserve.model.device import (
     DeviceType,
@@ -48,7 +49,7 @@ from trioserve.model.parallel.stages import Handover, NoNeighbours
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE, ComputedStep, StepModel, prompt_followers
 from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, warm_up_plans
-from trioserve.model.weights import AdapterWeights, Slot, fill_slots
+from trioserve.model.weights import Slot, fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import PoolingResult
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import DeviceType
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array
-from trioserve.model.weights import AdapterWeights, Slot
+from trioserve.model.weights import Slot
 
 __all__ = [
     "NOTHING_ALLOWED",

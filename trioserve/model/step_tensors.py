@@ -18,9 +18,9 @@ from torch import Tensor
 
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk, StateSpan
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.step_rows import given_rows
 from trioserve.model.torch_formats import Sending, as_tensor
-from trioserve.model.weights import AdapterWeights
 from trioserve_kernels import Kernels
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask

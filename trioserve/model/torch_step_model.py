@@ -17,6 +17,7 @@ from trioserve.contracts.extras import install_command
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
@@ -57,7 +58,7 @@ from trioserve.model.step_tensors import (
     torch_adapter,
 )
 from trioserve.model.torch_formats import TORCH_DTYPES, Sending, TensorSlot
-from trioserve.model.weights import AdapterWeights, Slot
+from trioserve.model.weights import Slot
 from trioserve_kernels import Kernels, KernelsName, pick_kernels
 from trioserve_kernels.four_bits import BLOCK_TYPES
 from trioserve_kernels.kv_format import CODED_DTYPES

@@ -1,12 +1,9 @@
-"""Weight slots of a model, and their filling from a checkpoint. Each tensor must come once, in the right shape.
-
-Weights of a LoRA adapter (arXiv 2106.09685) stay in host memory in one form for all kernels.
-"""
+"""Weight slots of a model, and their filling from a checkpoint. Each tensor must come once, in the right shape."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +13,7 @@ from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve_kernels.native import FileRowsStruct, Library, Loading, RowsKind
 
-__all__ = ["Progress", "RowsTarget", "Slot", "fill_slot", "fill_slots", "paired", "AdapterMatrix", "AdapterWeights"]
+__all__ = ["Progress", "RowsTarget", "Slot", "fill_slot", "fill_slots", "paired"]
 
 Progress = Callable[[int, int], None]
 """progress(bytes_done, bytes_total) is called when reading begins, and then repeatedly. An exception from it ends the
@@ -258,40 +255,3 @@ def fill_slot(pair: tuple[Slot, StoredTensor]) -> int:
     else:
         slot.fill(tensor.read(slot.dtype))
     return tensor.byte_count
-
-
-class AdapterMatrix(NamedTuple):
-    """Low-rank change of one matrix of the model. For an input row x, b (a x) is added to the matrix's result.
-
-    Attributes:
-        a: [rank, inputs].
-        b: [outputs, rank], already multiplied by the adapter's scale. Its rows have the order of the model's matrix in
-            this code.
-    """
-
-    a: Values
-    b: Values
-
-
-class AdapterWeights:
-    """All matrices of one adapter.
-
-    Args:
-        digest: hash that names the content.
-        dtype: number format of the matrices.
-        matrices: by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py).
-    """
-
-    def __init__(self, digest: str, dtype: Dtype, matrices: Mapping[str, AdapterMatrix]) -> None:
-        self.digest = digest
-        self.dtype: Dtype = dtype
-        self.matrices = dict(matrices)
-
-    @property
-    def rank_max(self) -> int:
-        """Largest rank of any matrix."""
-        return max(len(matrix.a) for matrix in self.matrices.values())
-
-    @property
-    def byte_count(self) -> int:
-        return sum(part.nbytes for matrix in self.matrices.values() for part in matrix)

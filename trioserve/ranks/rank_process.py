@@ -32,6 +32,7 @@ import numpy as np
 
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.device import pick_device, take_gpu, torch_now
 from trioserve.model.drafts.checkpoints import draft_source
 from trioserve.model.kv_storage import KVMemory
@@ -43,7 +44,6 @@ from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapte
 from trioserve.model.parallel.shared_memory import SharedMemoryCollectives
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter
 from trioserve.model.weight_replacement import DividedModel
-from trioserve.model.weights import AdapterMatrix, AdapterWeights
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.messages import (
     Abandon,

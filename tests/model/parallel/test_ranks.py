@@ -20,6 +20,7 @@ from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.model import torch_step_model
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.names import tensor_shapes
 from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapter
@@ -27,7 +28,6 @@ from trioserve.model.parallel.shares import share_of
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE
-from trioserve.model.weights import AdapterMatrix, AdapterWeights
 from trioserve.testing.automaton_guide import AutomatonGuide
 from trioserve_kernels import reference_fused
 

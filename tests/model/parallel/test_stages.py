@@ -15,6 +15,7 @@ from msgspec import structs
 from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, MlpConfig
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
@@ -24,7 +25,6 @@ from trioserve.model.parallel.rank_checkpoint import RankCheckpoint, rank_adapte
 from trioserve.model.parallel.stages import StageCheckpoint, stage_adapter, stage_config, stage_runs
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.model.weights import AdapterMatrix, AdapterWeights
 
 BLOCK_COUNT = 400
 

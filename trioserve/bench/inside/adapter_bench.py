@@ -22,6 +22,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.device import default_thread_count
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.default_model import resolve_model
@@ -30,7 +31,6 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, convert, empty_values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.model.weights import AdapterMatrix, AdapterWeights
 from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.progress import with_progress
 

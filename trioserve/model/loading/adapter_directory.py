@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from trioserve.contracts.errors import ModelLoadError
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.layer_config import AttentionConfig
 from trioserve.model.loading.fields import Fields
 from trioserve.model.loading.hf_config import read_json_object
@@ -24,7 +25,6 @@ from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.loading.stored_tensor import PLAIN_DTYPES, FileTensor, read_plain
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Float32Array, convert, empty_values
-from trioserve.model.weights import AdapterMatrix, AdapterWeights
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "allowed_directory", "read_adapter"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.gguf import STORAGE_TYPES
 from trioserve.model.loading.stored_tensor import Bytes, StoredTensor
@@ -20,7 +21,6 @@ from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, empty_values
 from trioserve.model.parallel.shares import Cut, Cuts, Run, Runs, divide, head_runs
-from trioserve.model.weights import AdapterMatrix, AdapterWeights
 
 __all__ = ["RankCheckpoint"]
 

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from trioserve.contracts.errors import StartupError
+from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.layer_config import AttentionConfig, LayerConfig
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
@@ -23,7 +24,6 @@ from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig, StagePart
 from trioserve.model.number_formats import Float32Array
 from trioserve.model.parallel.shares import Run, Runs
-from trioserve.model.weights import AdapterWeights
 
 __all__ = [
     "Handover",
