@@ -149,8 +149,9 @@ class TextWork:
             trio.current_time(),
         )
 
-    def install(self, parts: EngineParts) -> Delivery:
-        core, connector, metrics = parts.core, parts.connector, self.metrics
+    def install(self, parts: EngineParts) -> tuple[EngineCore, Delivery]:
+        core, _, connector, *_ = parts
+        metrics = self.metrics
         if self.images is not None:
             self.images.encoder = parts.image_encoder
         self._core = core
@@ -175,7 +176,7 @@ class TextWork:
         self._forget_connector()
         self._forget_connector = (lambda: None) if connector is None else show_connector(metrics, connector.counts)
         self.show_weights()
-        return self._delivery
+        return core, self._delivery
 
     def no_parts(self) -> EngineParts:
         return EngineParts(EngineCore(self._core_settings), NoSteps())

@@ -188,10 +188,11 @@ class ImageWork:
     def attach(self, engine: Host) -> None:
         self._engine = engine
 
-    def install(self, parts: ImageParts) -> ImageDelivery:
-        self._core = parts.core
-        self._gauges = ImageGauges(self._metrics, parts.core.stats())
-        return ImageDelivery(parts.core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
+    def install(self, parts: ImageParts) -> tuple[IterativeCore, ImageDelivery]:
+        core, *_ = parts
+        self._core = core
+        self._gauges = ImageGauges(self._metrics, core.stats())
+        return core, ImageDelivery(core, self._metrics, wake=self._engine.wake, step_watch=self._engine.step_watch)
 
     def no_parts(self) -> ImageParts:
         return ImageParts(IterativeCore(self._core_settings), NoSteps())

@@ -85,6 +85,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         role: role in KV exchange, shown to routers. None: the engine does not exchange KV with others.
     """
 
+    _core: Any
     _delivery: CoreDelivery[ScopeT, Any, Any, Any]
     _loop: EngineLoop[Any, Any, Any]
     role: EngineRole | None = None
@@ -154,13 +155,12 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     def _install(self, parts: PartsT) -> None:
         """Use new parts, and forget the previous ones."""
-        self._core = parts.core
         self._connector = parts.connector
         self._guard = parts.guard
         self._why_no_cache_release = parts.cache_release if isinstance(parts.cache_release, str) else None
-        self._delivery = self._work.install(parts)
+        self._core, self._delivery = self._work.install(parts)
         self._loop = EngineLoop(
-            parts.core,
+            self._core,
             parts.steps,
             self._delivery,
             readers_first=parts.readers_first,

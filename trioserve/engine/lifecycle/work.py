@@ -118,8 +118,8 @@ class Work(Protocol[ScopeT, PartsT]):
         """
         ...
 
-    def install(self, parts: PartsT) -> CoreDelivery[ScopeT, Any, Any, Any]:
-        """Use new parts, and forget the previous ones. Return the delivery of their results.
+    def install(self, parts: PartsT) -> tuple[Any, CoreDelivery[ScopeT, Any, Any, Any]]:
+        """Use new parts, and forget the previous ones. Return their core, and the delivery of its results.
 
         Args:
             parts: the new parts.
