@@ -70,7 +70,7 @@ ROOMS = {
         only_in={
             "diffusers": words("components.py solvers.py pixart.py"),
             "transformers": words("components.py"),
-            "PIL": words("pictures.py"),
+            "PIL": words("beginning.py"),
         },
         waits=False,
     ),
