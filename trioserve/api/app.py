@@ -84,7 +84,8 @@ ContextType = TypeVar("ContextType", bound=Responder)
 METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
 JSON = "application/json"
-NEAREST_CHARACTERS_MAX = 64  # limit for suggesting a similar path: a comparison costs the product of both lengths
+# A longer path gets no suggestion of a similar path, because a comparison costs the product of both lengths.
+NEAREST_CHARACTERS_MAX = 64
 
 
 class BaseApp(abc.ABC, Generic[ContextType]):
@@ -111,7 +112,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         self._tracer = tracer
         self._logs_requests = logs_requests
         self._keys = keys
-        self._latest: tuple[Headers, Caller] | None = None  # the caller that the connection asked for last
+        # The header fields and the caller of the newest request that the connection checked.
+        self._latest: tuple[Headers, Caller] | None = None
         rules = keys.rules
         self._gate = (
             None
@@ -129,7 +131,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """
         ollama = (
             other_path(path) if path.startswith(OLLAMA_PATH) else None
-        )  # for all apps, also of routers and image servers
+        )  # All apps make this check, including the apps of routers and image servers.
         return ollama or _not_found(path, self.table.routes)
 
     @abc.abstractmethod
@@ -281,7 +283,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         operates = route is not None and route.operates(method) and not is_own
         if self._gate is not None and not is_own:
             self._gate.check(exchange, is_open=route is not None and not route.needs_key, is_operators=operates)
-        # Metrics count all requests, so if they are closed, only the admin may read them.
+        # /metrics counts the requests of all callers. So if /metrics is closed, only the admin may read it.
         is_admins = route is not None and route.path == METRICS_PATH and rules.metrics_need_key
         is_closed = is_admins or (route is not None and route.path == LOAD_PATH and rules.load_needs_key)
         if not is_own and (route is None or route.needs_key or is_closed):
@@ -318,7 +320,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                     await begin(context)
                 except HandedOver as handed:
                     await context.finish(hand_over_event(handed))
-            if context.outcome is Outcome.LEFT:  # otherwise the handler has sent an error
+            if context.outcome is Outcome.LEFT:  # For any other outcome, the handler has already sent an error.
                 context.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await context.fail(error_response(error)):

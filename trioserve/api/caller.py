@@ -31,8 +31,8 @@ __all__ = [
     "check_model",
 ]
 
-NOBODY = ""  # an owner that no key has
-SALT_BYTES = 16  # the length of a block's name
+NOBODY = ""  # No API key has this owner.
+SALT_BYTES = 16  # The salt is as long as the name of a block.
 
 
 class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallerKind(enum.Enum):
-    ANYBODY = "anybody"  # there are no keys, or the route needs none
+    ANYBODY = "anybody"  # The server has no API keys, or the route needs none.
     ORDINARY = "ordinary"
     GATEWAY = "gateway"
     ADMIN = "admin"
@@ -230,7 +230,8 @@ def check_may_operate(caller: Caller) -> None:
         )
 
 
-PRIORITY_MIN_WITH_KEYS = 0  # the priority of requests that set none
+# This is the default priority. Ordinary callers may use no lower number, unless the operator sets priority_min.
+PRIORITY_MIN_WITH_KEYS = 0
 
 
 class ApiKeys:

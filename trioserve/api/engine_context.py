@@ -142,7 +142,8 @@ class EngineContext(Responder):
         if ignored:
             self.ignored_fields = tuple(ignored)
             self.engine.metrics.ignored_request_fields_total.inc(len(ignored))
-        is_streamed = getattr(body, "is_streamed", getattr(body, "stream", None))  # Ollama's bodies have is_streamed
+        # The bodies of Ollama's API have the property is_streamed.
+        is_streamed = getattr(body, "is_streamed", getattr(body, "stream", None))
         if not is_streamed:
             self.exchange.fill_silence()
         return body

@@ -54,7 +54,7 @@ REASON_HEADER = "x-trioserve-reason"
 """Header of every refusal: one word for programs. The message is a sentence for people."""
 
 
-MESSAGE_CHARACTERS_MAX = 2000  # messages repeat input, which may have megabytes
+MESSAGE_CHARACTERS_MAX = 2000  # A message may repeat the client's input, which may have megabytes.
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +254,7 @@ TABLE: dict[str | None, ErrorKind] = {
     "deadline_exceeded": ErrorKind(
         504, _SERVER, "a deadline passed; which one is unknown", "ask for less, or allow more time"
     ),
-    # --- a fault ---
+    # --- faults of the server ---
     "internal_error": ErrorKind(500, _SERVER, "a bug of the server", "report it, with the server's log"),
     "request_failed": ErrorKind(500, _SERVER, "this request failed; other requests did not", "change the request"),
     "engine_fault": ErrorKind(500, _SERVER, "the engine failed", "ask another server"),
@@ -271,7 +271,7 @@ TABLE: dict[str | None, ErrorKind] = {
     "store_full": ErrorKind(
         507, _SERVER, "the store reached `--store-max-bytes` or `--store-max-objects`", "delete stored objects"
     ),
-    # --- without a status of their own ---
+    # --- codes without an HTTP status of their own ---
     "adapter_failed": ErrorKind(
         None, None, "all endpoints of the router failed; the status is theirs, or 502", "see `data`"
     ),
@@ -310,7 +310,7 @@ TABLE: dict[str | None, ErrorKind] = {
 }
 """All error codes of the server. docs/site/tables.py prints them as a table for docs/reference/errors.md."""
 
-# The first row with a matching class counts, so each class is listed before its base classes.
+# The first row with a matching class is used. So each class is listed before its base classes.
 CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (
     (BodyTooLarge, "body_too_large"),
     (BodyTimeout, "body_timeout"),
@@ -336,8 +336,8 @@ CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (
 )
 
 INTERNAL_MESSAGE = "the server failed on this request; search its log for the request's id"
-ENDPOINT_RETRY_SECONDS = 1  # another endpoint may have free capacity by then
-DEADLINE_RETRY_SECONDS = 5  # the same request may succeed a little later
+ENDPOINT_RETRY_SECONDS = 1  # After this time, another endpoint may have free capacity.
+DEADLINE_RETRY_SECONDS = 5  # After this time, the same request may succeed.
 
 
 def coded_response(

@@ -22,10 +22,12 @@ __all__ = [
     "twice",
 ]
 
-INLINE_BYTES_MAX = 65_536  # up to this size, parsing costs less than a switch to a thread
+# A body up to this size is parsed on the event loop, because a switch to a thread would cost more.
+INLINE_BYTES_MAX = 65_536
 PARTS_MAX = 64
-FIELD_BYTES_MAX = 4096  # default limit of a text field
-BOUNDARY = re.compile(r"[0-9a-zA-Z'()+_,\-./:=? ]{0,69}[0-9a-zA-Z'()+_,\-./:=?]")  # RFC 2046, 5.1.1
+FIELD_BYTES_MAX = 4096  # The default limit for the size of a text field.
+# The characters of a boundary are defined in RFC 2046, 5.1.1.
+BOUNDARY = re.compile(r"[0-9a-zA-Z'()+_,\-./:=? ]{0,69}[0-9a-zA-Z'()+_,\-./:=?]")
 
 
 class FormFile(msgspec.Struct, frozen=True):
@@ -134,7 +136,7 @@ def form_parts(body: bytes, boundary: str) -> Iterator[FormPart]:
                 if isinstance(item, MultipartSegment):
                     part, content = item, b""
                 elif item is not None:
-                    content = bytes(item)  # one piece, since the whole body is present
+                    content = bytes(item)  # The event has the whole content, because the parser got the whole body.
                 else:
                     assert part is not None
                     end = body.index(b"\r\n\r\n", begin) + 4 + len(content) + 2

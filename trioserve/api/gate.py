@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["PageGate", "checked_host_names", "host_name", "is_loopback_host"]
 
-HOSTS_REMEMBERED_MAX = 256  # bound, since a client may invent hosts below localhost. Other hosts are checked each time
-HOST_CHARACTERS_MAX = 262  # a name has at most 253 characters, a port five
+# The cache is limited, because a client may invent hosts below localhost. Further hosts are checked each time.
+HOSTS_REMEMBERED_MAX = 256
+HOST_CHARACTERS_MAX = 262  # A host name has at most 253 characters, and a port at most five.
 SHOWN_CHARACTERS_MAX = 100
-OWN_SITES = frozenset({"same-origin", "none"})  # "none": a person has typed the address
+OWN_SITES = frozenset({"same-origin", "none"})  # A browser sends "none" if a person has typed the address.
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([0-9]{0,5}))?")
-# Numeric addresses as browsers read them. A host whose parts are all numbers is never looked up in DNS.
+# These are numeric addresses as browsers read them. A host whose labels are all numbers is never looked up in DNS.
 _NUMBERS = re.compile(r"(?:[0-9]+|0[xX][0-9a-fA-F]*)(?:\.(?:[0-9]+|0[xX][0-9a-fA-F]*)){0,3}")
 _NAME = re.compile(r"(?:\*\.)?[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?")
 _NETWORK_SUFFIXES = (".home.arpa", ".internal", ".local")
@@ -102,7 +103,7 @@ class PageGate:
     def _knows(self, name: str) -> bool:
         assert self._names is not None
         return (
-            not name  # HTTP/1.1 allows an empty Host. Browsers always send a name
+            not name  # HTTP/1.1 allows an empty Host, but browsers always send a name.
             or name == "localhost"
             or name in self._names
             or name.endswith(self._suffixes)

@@ -193,7 +193,7 @@ async def collect(
     return choices
 
 
-KNOWN_IN_A_ROW_MAX = 1000  # known deltas between two checkpoints: about a millisecond
+KNOWN_IN_A_ROW_MAX = 1000  # After this number of known deltas, which takes about a millisecond, other tasks run.
 
 Take = Callable[[int, Delta], Awaitable[None]]
 T = TypeVar("T")
@@ -290,7 +290,7 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
                         delta = await deltas.__anext__()
                         patience.waiting_since = None
                         if scope.cancel_called:
-                            break  # the delta arrived at the moment of the cancellation
+                            break  # The delta arrived at the moment when the scope was cancelled.
                         await _take(0, delta, take, is_partial)
                         delta = None
                 except StopAsyncIteration:
@@ -365,7 +365,7 @@ async def _read_merged(
         except trio.EndOfChannel:
             pass
         except TrioserveError as error:
-            # The error is raised after the nursery, which would wrap it in a group.
+            # The error is raised after the nursery, because the nursery would wrap it in an exception group.
             failure = error
             nursery.cancel_scope.cancel()
     if failure is not None:

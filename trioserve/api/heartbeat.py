@@ -34,7 +34,7 @@ __all__ = ["HEARTBEAT_HEADER", "INSTANCE_HEADER", "Heartbeat", "WhiteSpaceExchan
 
 HEARTBEAT_HEADER = "x-trioserve-heartbeat"
 INSTANCE_HEADER = "x-trioserve-instance"
-SECONDS_MIN = 0.5  # each heartbeat costs both ends work
+SECONDS_MIN = 0.5  # A shorter interval is refused, because each heartbeat costs work at both ends of the connection.
 SECONDS_MAX = 3600.0
 _ASKED = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)(, now)?")
 
@@ -144,8 +144,8 @@ class WhiteSpaceExchange(Exchange):
         self._seconds = seconds
         self._head = head
         self._is_filling = False
-        self._has_response = False  # True once the handler's response has begun
-        self._sending = trio.Lock()  # lets a space finish before the response
+        self._has_response = False  # True once the handler's response has begun.
+        self._sending = trio.Lock()  # The lock lets a space finish before the handler's response begins.
 
     def fill_silence(self) -> None:
         if not self._is_filling:

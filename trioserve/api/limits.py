@@ -18,9 +18,9 @@ class DetachSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seconds_max: float = 0.0
-    streams_max: int = 64  # the default number of running requests
+    streams_max: int = 64  # The default is also the default number of running requests.
     streams_of_one_max: int = 32
-    bytes_max: int = 2**20  # about 5,000 tokens, each an event of 200 bytes
+    bytes_max: int = 2**20  # The default is enough for about 5,000 tokens, if each is an event of 200 bytes.
 
 
 ROUTER_GRACE = DetachSettings(seconds_max=5.0, streams_max=256, streams_of_one_max=256)
@@ -43,10 +43,11 @@ class BackgroundSettings(msgspec.Struct, frozen=True, kw_only=True):
             with the first.
     """
 
-    responses_max: int = 64  # the default number of running requests
+    responses_max: int = 64  # The default is also the default number of running requests.
     responses_of_one_max: int = 32
     seconds_max: float = 3600.0
-    events_bytes_max: int = 8 * 2**20  # about 40,000 tokens. The store bounds the sum of all responses.
+    # The default is enough for about 40,000 tokens. The store bounds the sum of all responses.
+    events_bytes_max: int = 8 * 2**20
 
 
 class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,6 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
     batches_of_one_max: int = 16
     running_max: int = 4
     lines_at_once: int = 32
-    lines_max: int = 50_000  # as in OpenAI's API
+    lines_max: int = 50_000  # OpenAI's API has the same limit.
     line_bytes_max: int = 4 * 2**20
     response_bytes_max: int = 8 * 2**20

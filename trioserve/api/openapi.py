@@ -119,7 +119,7 @@ def _described(described: Operation[Any]) -> dict[str, Any]:
     if described.description:
         operation["description"] = described.description
     if described.body is not None:
-        # A JSON body is accepted with any other content type too.
+        # The server accepts a JSON body with any other content type too.
         content = {described.body_media: {"schema": _ref(described.body)}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
@@ -137,7 +137,7 @@ def _responses(described: Operation[Any]) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _ref(described.response)}}
     if described.event is not None:
-        # Not `schema`: some tools apply it to the whole body, and some to one event.
+        # The key is not `schema`, because some tools apply `schema` to the whole body, and some to one event.
         content["text/event-stream"] = {
             "x-description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
             'The last one is "data: [DONE]", or, if the response could not be completed, an Error. Lines that begin '

@@ -218,7 +218,8 @@ class RequestContext(EngineContext):
         """
         if is_base64 is not None:
             pooled = self.engine.model.pooled
-            size = 0 if pooled is None else pooled.embedding_size  # the engine refuses the request if it is None
+            # If the model has no pooling, the engine refuses the request.
+            size = 0 if pooled is None else pooled.embedding_size
             self.response_bound.check_vectors(len(inputs), params.dimensions or size, is_base64=is_base64)
         tenant = self.named_tenant
         self.caller.check_priority(body.priority)

@@ -75,8 +75,8 @@ def _word(value: str) -> str:
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER_PATH = "other"
 OTHER_METHOD = "other"
-NO_HANDLER = "none"  # the usual label for an unknown route in metrics by handler
-LEFT = "left"  # label in place of a status
+NO_HANDLER = "none"  # Metrics by handler usually have this label for an unknown route.
+LEFT = "left"  # Requests whose client has left have this label instead of a status.
 
 
 class HttpCounts:
@@ -91,7 +91,7 @@ class HttpCounts:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._open_count = self._open_shown = 0
-        # Counts since the last scrape, by route, method, status and is_left_out.
+        # The counts since the last scrape, by route, method, status and is_left_out.
         self._counts: dict[tuple[str | None, str, int | None, bool], int] = {}
         self._seconds: dict[tuple[str | None, str], PlainHistogram] = {}
         metrics.on_scrape(self._show)

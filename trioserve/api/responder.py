@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 TENANT_HEADER = "x-tenant-id"
-REQUEST_ID_CHARACTERS_MAX = 128  # headers, log lines and every event repeat the id
+REQUEST_ID_CHARACTERS_MAX = 128  # The length is limited, because headers, log lines and every event repeat the id.
 
 
 class Responder:
@@ -151,7 +151,7 @@ class Responder:
         """
         self.status = 200
         self._streaming = True
-        # Buffering proxies (nginx) would hold tokens back.
+        # Buffering proxies such as nginx would otherwise delay tokens.
         headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
         await self.exchange.start(200, self._head(media_type, headers))
 
@@ -240,7 +240,7 @@ def request_id_from(value: str | None) -> str | None:
     return value
 
 
-TENANT_CHARACTERS_MAX = 64  # without keys, clients choose the name
+TENANT_CHARACTERS_MAX = 64  # The length is limited, because clients choose the name if there are no API keys.
 
 _request: ContextVar[Responder | None] = ContextVar("request", default=None)
 

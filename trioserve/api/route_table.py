@@ -34,12 +34,13 @@ Handler = Callable[[ContextType], Awaitable[None]]
 class Forwarding(enum.Enum):
     """How a router finds the endpoint for a request that it forwards."""
 
-    BY_MODEL = "by_model"  # the body names a model; the request waits in the router's queue
+    # The endpoint must serve the model that the body names. The request waits in the router's queue.
+    BY_MODEL = "by_model"
     ANYWHERE = "anywhere"
-    HOME = "home"  # one endpoint keeps all objects of this kind for the caller
-    BATCH = "batch"  # the endpoint that keeps the batch's input file
-    KEPT = "kept"  # the path names an object: the endpoint that keeps it
-    STREAM = "stream"  # the path names a detached stream
+    HOME = "home"  # One endpoint keeps all objects of this kind for the caller.
+    BATCH = "batch"  # The request goes to the endpoint that keeps the batch's input file.
+    KEPT = "kept"  # The path names an object, and the request goes to the endpoint that keeps it.
+    STREAM = "stream"  # The path names a detached stream.
 
 
 class Operation(msgspec.Struct, Generic[TakenContext], frozen=True, kw_only=True):
@@ -186,7 +187,7 @@ class RouteTable(Generic[ContextType]):
         for operation in operations:
             by_path.setdefault(operation.path, []).append(operation)
         self.routes = {path: Route(found) for path, found in by_path.items()}
-        # Longer paths first: an id with slashes must not swallow the words after another id.
+        # Longer paths come first, because an id with slashes could otherwise match the words that follow another id.
         with_ids = sorted((path for path in by_path if "{" in path), key=lambda path: -path.count("/"))
         self._patterns = [(_pattern(by_path[path][0]), self.routes[path]) for path in with_ids]
         self._others = others

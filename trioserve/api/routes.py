@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "App"]
 
-UPLOADS_MAX = 2  # forms that are parsed in threads at a time
+UPLOADS_MAX = 2  # At most this number of threads parse uploaded forms at a time.
 
 
 async def stream_page_events(context: ServerContext) -> None:
@@ -257,7 +257,7 @@ class App(BaseApp[ServerContext]):
         await self.router_streams.wait_until_idle()
 
     def operate(self, context: ServerContext, handler: Handler[ServerContext]) -> Awaitable[None]:
-        # A stream that the client wants to leave takes precedence over one that its router wants to keep.
+        # If both the client and its router ask to keep the stream, the client's request counts.
         for streams in (self.detached, self.router_streams):
             stream_request = streams.requested_stream(context)
             if stream_request is not None:

@@ -29,8 +29,8 @@ DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
 
-# NEL, LINE SEPARATOR and PARAGRAPH SEPARATOR. JSON and SSE allow them unescaped. But clients that split lines like
-# Python's str.splitlines would cut an event in two. These characters occur only inside strings.
+# NEL, LINE SEPARATOR and PARAGRAPH SEPARATOR may be unescaped in JSON and in SSE. But clients that split lines like
+# Python's str.splitlines would split an event in two. These characters occur only inside strings.
 _LINE_ENDS = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"))
 
 

@@ -28,12 +28,12 @@ __all__ = [
 IGNORED_HEADER: Final = "x-trioserve-ignored"
 """Response header that lists the ignored fields of the request."""
 
-NAMES_MAX = 16  # fields that the header lists
+NAMES_MAX = 16  # The header lists at most this number of fields.
 NAME_CHARACTERS_MAX = 128
 UNSET_VALUES: tuple[object, ...] = (None, False, "", [], {})
 """Values with which a field has no effect. 0 is one of them, since it equals False."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.$\-\[\]]+")  # characters that a header allows without quotes
+_NAME = re.compile(r"[A-Za-z0-9_.$\-\[\]]+")  # The pattern has the characters that a header allows without quotes.
 
 
 class RefusedField(NamedTuple):
@@ -50,8 +50,8 @@ class RefusedField(NamedTuple):
 
 _DEFAULT_ON = (None, True)
 
-# Grouped by the server whose clients send them. A secondary field, such as dry_base, is in HARMLESS: it has no effect
-# without its main field.
+# The fields are grouped by the server whose clients send them. A secondary field, such as dry_base, is in HARMLESS,
+# because it has no effect without its main field.
 GENERATION: dict[str, RefusedField] = {
     # llama.cpp
     "mirostat": RefusedField("there is no mirostat here, leave it out or send 0"),
@@ -105,7 +105,7 @@ GENERATION: dict[str, RefusedField] = {
     "media_io_kwargs": RefusedField("there are no options for reading images"),
     "vllm_xargs": RefusedField("there are no extensions here"),
     "guided_whitespace_pattern": RefusedField("send guided_json with x-guidance in the schema"),
-    # OpenRouter, LiteLLM, DeepSeek and others
+    # These fields come from OpenRouter, LiteLLM, DeepSeek and other services.
     "reasoning": RefusedField("send reasoning_effort, enable_thinking or thinking_token_budget"),
     "thinking": RefusedField("send enable_thinking or thinking_token_budget"),
     "top_a": RefusedField("there is no top-a sampler here, send min_p"),
@@ -174,25 +174,25 @@ SAMPLING_NAMES = (
 HARMLESS: frozenset[str] = frozenset(
     name
     for names in (
-        # identity and billing of the caller
+        # These fields describe the identity and the billing of the caller.
         "user metadata safety_identifier user_profile_id workspace_id billing_policy betas access_programs",
         "fallback_credit_token inference_geo service_tier speed store provider num_retries background_options",
-        # ids; this server reads X-Request-Id instead
+        # These fields are ids. This server reads X-Request-Id instead.
         "rid request_id custom_labels",
-        # place and lifetime of caches
+        # These fields choose the location and the lifetime of caches.
         "cache_prompt cache_control prompt_cache_key prompt_cache_options prompt_cache_retention id_slot",
         "n_cache_reuse n_keep n_discard num_keep t_max_prompt_ms diagnostics data_parallel_rank",
-        # methods of computation
+        # These fields choose methods of computation.
         "prediction guided_decoding_backend backend_sampling draft_num_predict chat_format image",
         "generation_prompt preserved_tokens grammar_triggers spaces_between_special_tokens truncate shift",
-        # further details in the response
+        # These fields ask for further details in the response.
         "return_tokens return_progress timings_per_token post_sampling_probs sse_ping_interval",
         "return_cached_tokens_details",
-        # numbers without effect unless a refused field is set
+        # These numbers have no effect unless a refused field is set.
         "length_penalty mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n",
         "dry_sequence_breakers xtc_threshold adaptive_decay penalize_newline custom_params",
         "bootstrap_port bootstrap_room",
-        # Ollama's options for loading a model
+        # These are Ollama's options for loading a model.
         "num_ctx num_batch num_gpu num_thread main_gpu low_vram f16_kv logits_all vocab_only use_mmap",
         "use_mlock numa embedding_only",
     )

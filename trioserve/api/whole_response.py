@@ -21,20 +21,23 @@ from trioserve.http.limits import RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
 
 __all__ = ["PLAIN", "LargeJson", "ResponseBound", "ResponseBudget", "ResponseShape"]
 
-# Estimates in bytes of JSON, for usual texts. Each is about a quarter above the measured size.
+# The constants below estimate the bytes of JSON for usual texts. Each is about a quarter above the measured size.
 TEXT_TOKEN_BYTES = 6
 TOKEN_ID_BYTES = 8
-LOGPROB_BYTES = 80  # one alternative token: its text, its bytes and its log probability
-NUMBER_BYTES = 22  # one number of a vector, with all digits of a double
-BASE64_NUMBER_BYTES = 6  # one float32 has 4 bytes, which base64 expands
-VECTOR_BYTES = 64  # JSON around a vector
-CAPPED_TOKENS_MIN = 256  # if fewer tokens per choice fit, a request without max_tokens is refused
+LOGPROB_BYTES = 80  # One alternative token has a text, bytes and a log probability.
+NUMBER_BYTES = 22  # One number of a vector may have all digits of a double.
+BASE64_NUMBER_BYTES = 6  # One float32 has 4 bytes, which base64 expands to almost 6 characters.
+VECTOR_BYTES = 64  # The JSON around one vector has about this size.
+CAPPED_TOKENS_MIN = 256  # If fewer tokens per choice fit, a request without max_tokens is refused.
 
-PIECE_ITEMS = 2000  # alternatives encoded between two checkpoints: a few milliseconds
-PIECE_NUMBERS = 20_000  # numbers of vectors encoded between two checkpoints
-PIECE_BYTES = 256 * 1024  # bytes sent at a time
-SMALL_ITEMS_MAX = 4000  # a list of up to this size is encoded together with the rest of the response
-SMALL_RESPONSE_BYTES = 64 * 1024  # not counted: about 10,000 tokens of text. The number of connections bounds their sum
+# Between two checkpoints, at most this number of alternatives is encoded, which takes a few milliseconds.
+PIECE_ITEMS = 2000
+PIECE_NUMBERS = 20_000  # Between two checkpoints, at most this number of values of vectors is encoded.
+PIECE_BYTES = 256 * 1024  # One write to the client has about this size.
+SMALL_ITEMS_MAX = 4000  # A list up to this size is encoded together with the rest of the response.
+# A response up to this size, about 10,000 tokens of text, is not counted. The number of connections bounds the sum of
+# such responses.
+SMALL_RESPONSE_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -104,8 +107,8 @@ class ResponseBound:
     def __init__(self, bytes_max: int = RESPONSE_BYTES_MAX, budget: ResponseBudget | None = None) -> None:
         self.bytes_max = bytes_max
         self._budget = budget or ResponseBudget(bytes_max)
-        self._byte_count = 0  # size of the response so far
-        self._counted = 0  # part of `_byte_count` that the budget counts
+        self._byte_count = 0  # The size of the response so far.
+        self._counted = 0  # The number of bytes of `_byte_count` that the budget counts.
 
     def take(self, delta: Delta) -> None:
         """Count output that is kept until the response is complete.
@@ -184,7 +187,7 @@ class ResponseBound:
             InvalidRequest: the repeated prompts are too large.
             Overloaded: the budget is used up.
         """
-        copies = 1 if shape.is_streamed else shape.prompt_copies  # one event repeats one prompt
+        copies = 1 if shape.is_streamed else shape.prompt_copies  # One event of a stream repeats one prompt.
         token_bytes = TEXT_TOKEN_BYTES * shape.has_prompt_text + TOKEN_ID_BYTES * shape.has_token_ids
         factors = f"{token_bytes} bytes of text and id"
         if sampling.prompt_logprobs is not None:
@@ -254,9 +257,9 @@ class LargeJson:
     """
 
     def __init__(self) -> None:
-        self._mark = secrets.token_hex(16).encode()  # secret, so no text of the response can contain it
+        self._mark = secrets.token_hex(16).encode()  # The mark is secret, so that no text of a response can contain it.
         self._lists: list[list[bytes]] = []
-        self.byte_count = 0  # bytes of the lists, without the pieces that `pieces` has returned
+        self.byte_count = 0  # The number of bytes of the lists, without the pieces that `pieces` has returned.
 
     @property
     def is_empty(self) -> bool:

@@ -31,7 +31,8 @@ from trioserve.text.response_parts import (
 __all__ = ["OPERATIONS", "BlockEvents", "ContentBlocks", "count_message_tokens", "create_message"]
 
 SIGNATURE_BYTES = 24
-DIRECT = {"type": "direct"}  # the model made the call itself, not a program that the model wrote
+# The model itself made the tool call. The call does not come from a program that the model wrote.
+DIRECT = {"type": "direct"}
 
 
 class _OpenBlock:
@@ -239,7 +240,7 @@ async def create_message(context: RequestContext) -> None:
                 known.append(events.of(parts))
 
             await turn.skip_known(repeat_known)
-            if resumption.state is None:  # the client has no events of this stream yet
+            if resumption.state is None:  # The client has received no events of this stream yet.
                 start = b"".join([response.start(turn), PING, *known])
                 await context.exchange.send(start if ids is None else ids.begin(start, BEGUN))
             # In a resumable stream, only comments are allowed between two groups of events.
@@ -256,7 +257,7 @@ async def create_message(context: RequestContext) -> None:
 
             await turn.skip_known(take_known)
             await turn.read(take)
-    # The turn is left first, so that a slow client does not hold blocks of the engine.
+    # The code above has left the turn's scope, so that a slow client does not hold blocks of the engine.
     if body.stream:
         end = events.end() + response.end(turn)
         await context.finish(end if ids is None else ids.last(end))

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["chat_messages", "chat_tools", "counted_turn", "message_turn"]
 
 MISPLACED_IMAGE = "is an image, but images are allowed in messages of the user only: move it there"
-# Some agents put a line before their system prompt that changes with every request. The line is dropped: otherwise each
-# prompt would differ from its first block on, and the prefix cache could not be used.
+# Some agents put a line before their system prompt that changes with every request. The server drops this line, because
+# otherwise no two prompts would share a prefix that the prefix cache could use.
 BILLING_LINE = "x-anthropic-billing-header:"
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 # Separator between blocks of one message, and between adjacent messages of one role.
@@ -166,7 +166,7 @@ class _Translation:
         if not isinstance(content, str):
             content = BETWEEN.join(_text(part, f"{block_path}.content[{index}]") for index, part in enumerate(content))
         if block.is_error:
-            content = f"Error: {content}"  # templates have no field for errors
+            content = f"Error: {content}"  # Chat templates have no field for errors.
         self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content})
 
 

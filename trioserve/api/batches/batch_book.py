@@ -32,11 +32,14 @@ from trioserve.store.stored_objects import AppendBlob, Change, DeleteObject, Put
 
 __all__ = ["BatchBook", "BatchGone", "DoneLine"]
 
-RESERVE_BYTES = 16_384  # growth of the state until the end of the batch, which must fit even into a full store
-DONE_BEYOND_MAX = 1024  # lines that may be done after an unfinished line; the state contains all their numbers
-WAITING_BYTES_MAX = 16 * 2**20  # lines of one batch that wait for a full disk; at most four batches run at a time
+# The state may grow by this number of bytes until the batch ends, and must then fit even into a full store.
+RESERVE_BYTES = 16_384
+# At most this number of lines may be done after the first unfinished line. The state lists all their numbers.
+DONE_BEYOND_MAX = 1024
+# The finished lines of one batch may take this memory while the disk is full. At most four batches run at a time.
+WAITING_BYTES_MAX = 16 * 2**20
 RETRY_SECONDS_MIN = 0.5
-RETRY_SECONDS_MAX = 5.0  # longest time until a batch resumes after the disk has space again
+RETRY_SECONDS_MAX = 5.0  # The longest time until a batch resumes after the disk has space again.
 NOT_KEPT_CODE = "result_not_kept"
 
 
@@ -91,7 +94,7 @@ class BatchBook:
         self._kind = batch_kind(batch_id)
         self._store = store
         self._pending: list[DoneLine] = []
-        self._ends: dict[int, int] = {}  # end offsets of the lines in done_beyond, by line number
+        self._ends: dict[int, int] = {}  # The end offsets in the input of the lines in done_beyond, by line number.
         self._writing = trio.Lock()
         self._progress = trio.Event()
         self._is_input_shared = is_input_shared
@@ -183,7 +186,8 @@ class BatchBook:
         files: list[Change] = []
         for file_id, name in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
             kept = FileRecord(filename=f"{self.batch_id}_{name}.jsonl", purpose="batch_output")
-            seconds = max(record.output_seconds or 0.0, self._seconds)  # they must not expire before the batch ends
+            # The output files must not expire before the batch ends.
+            seconds = max(record.output_seconds or 0.0, self._seconds)
             files += put_file(file_id, self.owner, kept, seconds=seconds, kind=self.file_kind)
         return files
 
@@ -231,7 +235,7 @@ class BatchBook:
             error: Reason.
         """
         with suppress(StoreFull, StoreFault):
-            # Shrink the marker, to free the space that it reserved for the write below.
+            # Shrinking the marker frees the space that it reserved for the write below.
             await self._store.settle(ReplaceObject(kind=LIVE_KIND, id=self.batch_id, body=b"", must_exist=False))
         await self.close(BatchStatus.FAILED, errors=[error])
 
@@ -301,7 +305,8 @@ class BatchBook:
                     kind=self.file_kind, id=file_id, body=None, seconds=record.output_seconds, must_exist=False
                 )
                 changes.append(kept)
-        if record.input_expires_at is not None and not self._is_input_shared():  # the batch had extended it
+        # The batch has extended the lifetime of its input file.
+        if record.input_expires_at is not None and not self._is_input_shared():
             seconds = max(1.0, record.input_expires_at - self._store.now())
             changes.append(
                 ReplaceObject(
@@ -338,8 +343,9 @@ class BatchBook:
             kind=self._kind,
             id=self.batch_id,
             body=msgspec.json.encode(record),
-            seconds=self._store.seconds_max if record.is_final else None,  # the lifetime begins at the end of the batch
-            is_evictable=record.is_final,  # otherwise a caller could fill the store with batches that fail at once
+            seconds=self._store.seconds_max if record.is_final else None,  # The lifetime begins when the batch ends.
+            # If ended batches could not be evicted, a caller could fill the store with batches that fail at once.
+            is_evictable=record.is_final,
         )
         write = self._store.settle if is_final else self._store.write
         try:
@@ -374,7 +380,7 @@ def _counted(record: BatchRecord, lines: list[DoneLine], ends: dict[int, int]) -
         offset_next = ends.pop(line_next)
         line_next += 1
     failed = sum(line.is_error for line in lines)
-    # Keep the numbers from an earlier process whose lines this process has not read yet.
+    # Keep line numbers that an earlier process recorded, because this process has not read those lines yet.
     beyond = {number for number in record.done_beyond if number >= line_next} | ends.keys()
     record = msgspec.structs.replace(
         record,

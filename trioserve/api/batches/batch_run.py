@@ -38,11 +38,11 @@ CANCELLED_CODE = "batch_cancelled"
 EXPIRED_CODE = "batch_expired"
 RETRY_SECONDS_MIN = 1.0
 RETRY_SECONDS_MAX = 30.0
-LINES_BETWEEN_TURNS = 64  # lines read before other tasks run; each takes a few microseconds
-DROPPED_LINES_AT_ONCE = 256  # dropped lines in one write
-# Reasons of refusals that concern the server and not the line. The line is retried later.
+LINES_BETWEEN_TURNS = 64  # After this number of lines, other tasks run. Reading a line takes a few microseconds.
+DROPPED_LINES_AT_ONCE = 256  # One write to the store has at most this number of dropped lines.
+# A line is retried after a refusal for one of these reasons, which concern the server and not the line.
 RETRIED_REASONS = frozenset({"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint"})
-# Reasons of refusals after which the server must be restarted. The line is left for the next start.
+# After a refusal for one of these reasons, the server must be restarted. The line waits for the next start.
 SERVER_BROKEN_REASONS = frozenset({"engine_fault"})
 
 
@@ -123,7 +123,7 @@ class BatchRun:
             except _Postponed:
                 raise
             except Exception:
-                # The fault must not cancel the other batches in the nursery.
+                # The exception is handled here, because it would otherwise cancel the other batches in the nursery.
                 logger.exception("batch broke off batch=%s", book.batch_id)
                 await self._break_off(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
@@ -160,7 +160,8 @@ class BatchRun:
             else:
                 await book.move(BatchStatus.FINALIZING, is_expired=window.cancelled_caught)
         if book.record.status is BatchStatus.CANCELLING:
-            if book.record.endpoint == MESSAGES_PATH:  # Anthropic's API reports a result for each request
+            # Anthropic's API reports a result for each request of a cancelled batch.
+            if book.record.endpoint == MESSAGES_PATH:
                 await self._drop_remaining(BatchError(code=CANCELLED_CODE, message="the batch was cancelled"))
             await book.close(BatchStatus.CANCELLED)
             return
@@ -228,7 +229,7 @@ class BatchRun:
                 await self.book.note(done)
                 self._count_line("error" if done.is_error else "output")
         except (StoreFull, StoreFault, BatchGone, InputGone) as failure:
-            # Raise it outside of the nursery, which would wrap it in an exception group.
+            # The error is raised outside of the nursery, because the nursery would wrap it in an exception group.
             self._failure = failure
             nursery.cancel_scope.cancel()
 
@@ -286,7 +287,8 @@ class BatchRun:
         response = {
             "status_code": exchange.status,
             "request_id": exchange.response_headers.get("x-request-id"),
-            # Remove line breaks: the arguments of a tool call are the model's own text and may have some.
+            # The line breaks are removed, because one line is one result. The model may write line breaks in the
+            # arguments of a tool call.
             "body": msgspec.Raw(msgspec.json.format(exchange.response, indent=-1)),
         }
         output = self._output_line(line, request.custom_id, response=response)

@@ -74,8 +74,9 @@ class Batches:
         self._tenant_header = tenant_header
         self._metrics = metrics
         self._live: dict[str, BatchRun] = {}
-        self._deleting: set[str] = set()  # files that are being deleted
-        self._postponed: dict[str, BatchRecord] = {}  # for the next start, which needs their files
+        self._deleting: set[str] = set()  # The ids of the files whose deletion has begun.
+        # Batches that the next start of the server resumes. Their input files must be kept.
+        self._postponed: dict[str, BatchRecord] = {}
         self._nursery: trio.Nursery | None = None
         self._is_draining = False
         self._idle = trio.Event()
@@ -88,8 +89,8 @@ class Batches:
         """
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
-                # Keys take turns for both limits, so many batches of one key delay another key's batch by one turn
-                # only. check_room bounds the number of waiting batches.
+                # Keys take turns for both limits. So many batches of one key delay a batch of another key by only one
+                # turn. check_room bounds the number of waiting batches.
                 self._running = FairSlots(self._settings.running_max, what="batches", waiting_of_one_max=sys.maxsize)
                 self._lines_under_way = FairSlots(
                     self._settings.lines_at_once, what="lines of batches", waiting_of_one_max=sys.maxsize
@@ -178,13 +179,13 @@ class Batches:
         if record.input_file_id in self._deleting:
             raise BatchGone
         run = self._new_run(store, batch_id, owner, caller, record)
-        self._keep(run)  # From here on, the limits count the batch, and its input file cannot be deleted.
+        self._keep(run)  # From this line on, the limits count the batch, and its input file cannot be deleted.
         try:
             await run.book.create(*files, quotas=quotas)
         except BaseException:
             self._forget(batch_id)
             raise
-        if self._nursery is None:  # the server stopped during the write: the next start resumes the batch
+        if self._nursery is None:  # The server stopped during the write. The next start resumes the batch.
             self._forget(batch_id)
         else:
             self._nursery.start_soon(self._work, run)
@@ -306,7 +307,8 @@ class Batches:
     async def _resume(self, store: Store) -> None:
         """Resume all unfinished batches, oldest first."""
         assert self._nursery is not None
-        # Read all markers first: a batch that ends deletes its marker, and the next page begins after a marker.
+        # All markers are read first, because a batch that ends deletes its marker, and each page begins after the last
+        # marker of the previous page.
         marks: list[StoredObject] = []
         while page := await store.page(
             LIVE_KIND, owner=None, after=marks[-1].id if marks else None, limit=LIST_MAX, order="asc"

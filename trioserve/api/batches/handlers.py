@@ -111,8 +111,8 @@ async def create_batch(context: ServerContext) -> None:
         output_seconds=None if body.output_expires_after is None else float(body.output_expires_after.seconds),
     )
     batch_id = f"batch_{new_id()}"
-    # The input file must exist until the batch ends, possibly in a later process. Replacing it in the same transaction
-    # checks that it still exists.
+    # The input file must exist until the batch ends, possibly in a later process. The transaction that stores the batch
+    # also replaces the file's record, and so checks that the file still exists.
     seconds = None
     own_expires_at = context.server.batches.input_expires_at(stored.id)
     if stored.expires_at < record.expires_at + store.seconds_max:
@@ -120,14 +120,14 @@ async def create_batch(context: ServerContext) -> None:
         own_expires_at = own_expires_at or stored.expires_at
     record = msgspec.structs.replace(record, input_expires_at=own_expires_at)
     needed = ReplaceObject(kind=FILE_KIND, id=stored.id, body=None, seconds=seconds)
-    to_come = context.server.batches.files_to_come(context.owner) + 2  # a batch creates up to two files
+    to_come = context.server.batches.files_to_come(context.owner) + 2  # A batch creates at most two files.
     quota = file_quota(store, context.owner, to_come=to_come)
     try:
         with quota_refused():
             await context.server.batches.create(
                 store, batch_id, context.owner, context.caller, record, [needed], quotas=[quota]
             )
-    except BatchGone:  # deleted meanwhile
+    except BatchGone:  # The input file was deleted after the check above.
         raise file_not_found(stored.id, param="input_file_id") from None
     await context.respond_json(batch_object(batch_id, record))
 

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 CUSTOM_ID_CHARACTERS_MAX = 512
-READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits between attempts, because a disk error may be temporary
+# The server waits for these times between attempts to read, because a disk error may be temporary.
+READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class InputGone(Exception):
@@ -82,7 +83,7 @@ class LineReader:
         self._number = number
         self._offset = self._read_offset = offset
         self._held = b""
-        self._begin = 0  # begin of the next line in `_held`
+        self._begin = 0  # The next line begins at this index in `_held`.
         self._is_at_end = False
 
     async def next(self) -> InputLine | None:

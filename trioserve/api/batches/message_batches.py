@@ -45,10 +45,11 @@ BATCHES_PATH = f"{MESSAGES_PATH}/batches"
 WINDOW_SECONDS = 86_400
 CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 REQUESTS_MAX = 50_000
-INLINE_BYTES_MAX = 65_536  # a body of this size costs less than going to a thread
-RESULT_BYTES_MAX = 64 * 2**20  # longest line of results, far above the limit for a response
+# A body up to this size is decoded on the event loop, because a switch to a thread would cost more.
+INLINE_BYTES_MAX = 65_536
+RESULT_BYTES_MAX = 64 * 2**20  # The longest line of results, which is far above the limit for a response.
 LIST_DEFAULT = 20
-LIST_ASKED_MAX = 1000  # accepted as in Anthropic's API, but a page has at most LIST_MAX batches
+LIST_ASKED_MAX = 1000  # A larger `limit` is refused, as in Anthropic's API. But a page has at most LIST_MAX batches.
 STATUSES = {BatchStatus.CANCELLING: "canceling"}
 
 
@@ -242,7 +243,7 @@ def _lines(raw: bytes) -> tuple[int, bytes]:
     Raises:
         InvalidRequest: The body is invalid.
     """
-    body = decode_body(raw, _Body, values_max=None)  # the values of each request are counted when it is sent
+    body = decode_body(raw, _Body, values_max=None)  # The values of each request are counted when that request is sent.
     if not 1 <= len(body.requests) <= REQUESTS_MAX:
         raise InvalidRequest(
             f"requests has {len(body.requests)} entries, allowed are 1 to {REQUESTS_MAX}", param="requests"
@@ -307,7 +308,7 @@ def _shown(batch_id: str, record: BatchRecord) -> dict[str, object]:
     times = record.times
     is_ended = record.is_final
     ended = [times[status] for status in ("completed", "expired", "cancelled", "failed") if status in times]
-    # Lines without a result in a failed batch count as errors, because the server failed.
+    # A failed batch counts its lines without a result as errors, because the server failed.
     lost = record.total - record.completed - record.failed
     return {
         "id": batch_id,

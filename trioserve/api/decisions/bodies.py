@@ -14,7 +14,8 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["Choice", "Decisions", "DecisionsBody", "InputMessage", "Level", "Question"]
 
-QUESTIONS_MAX = 64  # each question is a prompt, though all share the input's blocks
+# The number is limited, because each question is a prompt. All prompts share the blocks of the input.
+QUESTIONS_MAX = 64
 Temperature = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
@@ -88,7 +89,7 @@ class DecisionsBody(msgspec.Struct, frozen=True, kw_only=True):
     ttft_timeout: float | None = None
     timeout: float | None = None
 
-    # Never truncate a prompt, since its end is the question.
+    # A prompt is never truncated, because the question is at its end.
     @property
     def truncate_prompt_tokens(self) -> None:
         return None

@@ -26,7 +26,8 @@ __all__ = ["OPERATIONS", "create_decisions"]
 
 T = TypeVar("T")
 
-LETTERS = tuple(string.ascii_uppercase)  # each is one token after a chat template, in all known tokenizers
+# All known tokenizers encode each of these letters as one token after a chat template.
+LETTERS = tuple(string.ascii_uppercase)
 DIGITS = tuple(string.digits)
 ONE_LETTER = "Answer with the letter of one option only."
 ONE_NUMBER = "Answer with the number of one level only."
@@ -262,7 +263,7 @@ def _name_of(option: Choice, place: str) -> str:
     return option.name
 
 
-PROMPT_FORMAT_VERSION = 1  # version of SGLang's wording
+PROMPT_FORMAT_VERSION = 1  # The version of SGLang's wording of the prompts.
 WITHOUT_REASONING = {"enable_thinking": False, "thinking": False}
 """Template arguments that switch reasoning off, so that the answer is the first output token."""
 

@@ -19,13 +19,14 @@ from trioserve.contracts.pooling import PoolingParams, PoolingResult, TextPair
 
 __all__ = ["OPERATIONS", "rerank", "score"]
 
-DOCUMENTS_MAX = 1024  # with the query, below the limit of inputs in one request
+DOCUMENTS_MAX = 1024  # The documents and the query together stay below the limit on the inputs of one request.
 
 Name = Callable[[int], str]
 """Returns the name of a text in errors, from its index."""
 
 
-PIECE_NUMBERS_MAX = 50_000  # numbers multiplied between two checkpoints: a few milliseconds
+# Between two checkpoints, at most this number of values is multiplied, which takes a few milliseconds.
+PIECE_NUMBERS_MAX = 50_000
 
 
 async def cosines(left: Sequence[PoolingResult], right: Sequence[PoolingResult]) -> list[float]:

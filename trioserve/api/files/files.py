@@ -113,7 +113,9 @@ def _seconds(form: Form) -> float | None:
     return float(seconds)
 
 
-FILE_LIST_MAX = 10_000  # as in OpenAI's API. A page has at most LIST_MAX files, and sets has_more
+# A larger `limit` is refused, as in OpenAI's API. A page has at most LIST_MAX files, and has_more reports further
+# files.
+FILE_LIST_MAX = 10_000
 SHOWN_PURPOSES = (*PURPOSES, "batch_output")
 
 
@@ -196,7 +198,7 @@ async def read_file_content(context: ServerContext) -> None:
     while offset < stored.blob_bytes:
         piece = await store.read_blob(FILE_KIND, stored.id, owner=context.owner, offset=offset)
         if not piece:
-            raise file_not_found(stored.id)  # the file was deleted meanwhile
+            raise file_not_found(stored.id)  # The file was deleted while it was read.
         piece = piece[: stored.blob_bytes - offset]
         if not is_begun:
             await context.start_bytes("application/octet-stream", headers=(disposition,))

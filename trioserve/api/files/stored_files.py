@@ -29,8 +29,8 @@ __all__ = [
 
 FILE_KIND = "file"
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-FILES_OF_ONE_MAX = 1000  # bound, since each upload counts the owner's files
-SHARE_OF_ONE_MAX = 0.5  # share of the store: files stay until they expire, and one owner must not fill it
+FILES_OF_ONE_MAX = 1000  # The number is limited, because each upload counts the files of its owner.
+SHARE_OF_ONE_MAX = 0.5  # An owner's files may use this fraction of the store, because files stay until they expire.
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):

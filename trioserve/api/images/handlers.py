@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["EDITS_PATH", "GENERATIONS_PATH", "create_images", "edit_images", "parsed_edit"]
 
 IMAGE, MASK = "image", "mask"
-IMAGE_NAMES = (IMAGE, "image[]", "image[0]")  # OpenAI's clients use all three names for a single image
+IMAGE_NAMES = (IMAGE, "image[]", "image[0]")  # OpenAI's clients use each of these names for a single image.
 STREAM_OPTIONS = "stream_options["
-TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # the longest prompt, in UTF-8
+TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # The size of the longest prompt in UTF-8.
 
 
 class EditForm(msgspec.Struct, frozen=True):
@@ -240,7 +240,7 @@ async def _stream(
     silent_seconds_max = context.services.rules.keep_alive_seconds
     send = context.exchange.send
     partial_counts: Counter[int] = Counter()
-    left_count = len(stream.seeds)  # images that are not sent
+    left_count = len(stream.seeds)  # The number of images that were not sent yet.
     deltas = aiter(stream)
     keep_alive_at = trio.current_time() + silent_seconds_max
     while True:
@@ -262,7 +262,7 @@ async def _stream(
                 event = writer.progress(delta)
             elif trio.current_time() < keep_alive_at:
                 continue
-        share.hold(len(event) * left_count)  # Assume the same size for the images that wait after this one.
+        share.hold(len(event) * left_count)  # The images that wait after this one probably have the same size.
         await send(event)
         share.hold(0)
         left_count -= delta is not None and delta.finish_reason is not None

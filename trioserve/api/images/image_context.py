@@ -23,7 +23,7 @@ __all__ = ["EditSlots", "EncodingThreads", "ImageContext", "UnsentImages", "Unse
 
 T = TypeVar("T")
 
-THREADS_MAX = 2  # the other cores are needed to compute images
+THREADS_MAX = 2  # The engine needs the other cores to compute images.
 
 
 class EncodingThreads:
@@ -51,7 +51,7 @@ class EncodingThreads:
         return await self._places.call(function, key=tenant)
 
 
-EDITS_MAX = 32  # less than a gigabyte, with masks and images of the largest size
+EDITS_MAX = 32  # With masks and images of the largest size, this number of edits takes less than a gigabyte.
 RETRY_SECONDS = 5.0
 
 
@@ -97,10 +97,10 @@ class EditSlots:
             yield
         finally:
             self._taken[tenant] -= 1
-            self._taken += Counter()  # removes tenants whose count is zero
+            self._taken += Counter()  # Adding an empty Counter removes the tenants whose count is zero.
 
 
-UNSENT_BYTES_MAX = 2**30  # some hundred images of a megapixel
+UNSENT_BYTES_MAX = 2**30  # This number of bytes is enough for some hundred images of a megapixel.
 
 
 class UnsentImages:

@@ -24,7 +24,7 @@ SIZE = re.compile(r"(\d{1,6})[x×](\d{1,6})")
 AUTO = "auto"
 QUALITIES = (AUTO, "standard")
 BACKGROUNDS = (AUTO, "opaque")
-MODERATIONS = (AUTO, "low")  # accepted and ignored: this server has no moderation
+MODERATIONS = (AUTO, "low")  # These values are accepted and ignored, because this server has no moderation.
 
 RANGES = {
     "n": Range(1, None),
@@ -100,7 +100,7 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float | None = None
     ttft_timeout: float | None = None
     timeout: float | None = None
-    # Fields of other servers. A value is refused unless it is null or empty (see REFUSED).
+    # These are fields of other servers. A value is refused unless it is null or empty (see REFUSED).
     style: Any = None
     true_cfg_scale: Any = None
     num_images_per_prompt: Any = None
@@ -226,7 +226,7 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
 class ImageGenerationBody(ImageBody, frozen=True, kw_only=True):
     """Body of a request for images from a prompt: a text, or the name or index of a class."""
 
-    # Fields of /v1/images/edits.
+    # These are fields of /v1/images/edits.
     image: Any = None
     mask: Any = None
     strength: Any = None

@@ -106,7 +106,7 @@ class Answer:
         self._first_at: float | None = None
         self._calls = OpenCalls()
         self._call_count = 0
-        self._logprobs: list[TokenLogprob] = []  # of tokens that are in no line yet
+        self._logprobs: list[TokenLogprob] = []  # The log probabilities of tokens that no line contains yet.
 
     def begin(self) -> None:
         """Note that the request runs."""

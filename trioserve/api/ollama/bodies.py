@@ -32,7 +32,7 @@ __all__ = [
     "OllamaShowBody",
 ]
 
-NUM_PREDICT_MIN = -2  # -2, -1 and 0 mean: as many tokens as fit into the context
+NUM_PREDICT_MIN = -2  # The values -2, -1 and 0 mean as many tokens as fit into the context.
 
 OLLAMA_RANGES = {
     **{
@@ -192,7 +192,7 @@ class _PoolingBody(_Body, frozen=True, kw_only=True):
 
     @property
     def truncate_prompt_tokens(self) -> int | None:
-        return None if self.truncate is False else -1  # -1: to the model's limit
+        return None if self.truncate is False else -1  # The value -1 truncates the input to the model's limit.
 
     @property
     def truncation_side(self) -> Literal["left", "right"] | None:

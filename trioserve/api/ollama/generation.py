@@ -73,7 +73,8 @@ async def _answer(
     context: RequestContext, body: OllamaAnswerBody, request: TurnRequest, model: str, piece: Piece
 ) -> None:
     resumption = Resumption(context, body.resume, request.sampling, is_streamed=body.is_streamed)
-    # A stream that can be resumed or detached needs ids. So its lines become server-sent events with the same values.
+    # A stream that can be resumed or detached needs event ids. So its lines are sent as server-sent events with the
+    # same values.
     has_events = resumption.is_asked or context.exchange.headers.get(DETACH_HEADER) is not None
     written = data_event if has_events else line
     answer = Answer(
@@ -113,7 +114,7 @@ async def _answer(
             await turn.read(send, keep_alive=context.keep_alive_with(comment))
         else:
             [choice] = await turn.collect(answer.note)
-    # The turn is left first, so that a slow client does not hold blocks of the engine.
+    # The code above has left the turn's scope, so that a slow client does not hold blocks of the engine.
     if body.is_streamed:
         end = written(answer.end(turn))
         await context.finish(end if ids is None else ids.last(end))

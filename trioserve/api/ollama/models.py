@@ -34,7 +34,7 @@ API_VERSION = "0.12.11"
 """Version of Ollama whose API this is. Clients derive the available fields from it."""
 
 LATEST = ":latest"
-NEVER = "9999-12-31T23:59:59Z"  # time at which a model is unloaded
+NEVER = "9999-12-31T23:59:59Z"  # Responses report this time as the time at which a model is unloaded.
 
 
 def tagged(name: str) -> str:

@@ -55,7 +55,7 @@ def chat_messages(messages: list[OllamaMessage], new_call_id: Callable[[str], st
         InvalidRequest: A tool result has no call. The error names the message.
     """
     translated: list[dict[str, Any]] = []
-    unanswered: list[tuple[str, str]] = []  # calls without a result, by id and name
+    unanswered: list[tuple[str, str]] = []  # The calls that have no result yet, as pairs of id and name.
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         translated_message: dict[str, Any] = {
@@ -99,7 +99,7 @@ NO_PENALTIES: dict[str, object] = {"repetition_penalty": 1.0, "presence_penalty"
 ANY_SEED = -1
 ALL_TOKENS = -1
 
-# Features that this server does not have, with the values that switch them off, which are accepted.
+# This server does not have these features. The listed values switch a feature off, and are accepted.
 REFUSED_OPTIONS = {
     "mirostat": ((0,), "this server has no mirostat: leave it out, or send 0"),
     "typical_p": ((1,), "this server has no typical sampling: leave it out, or send 1"),
@@ -210,7 +210,7 @@ def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: 
         InvalidRequest: A field cannot be served. The error names the field.
     """
     request = _request(body, headers, engine)
-    messages = body.messages or []  # without messages, nothing is computed
+    messages = body.messages or []  # If there are no messages, the engine computes nothing.
     continues = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     return msgspec.structs.replace(
         request,

@@ -62,7 +62,7 @@ async def create_chat_completion(context: RequestContext) -> None:
                 await wait_until_released(stream, context.keep_alive)
         else:
             choices = await turn.collect()
-            if stream.is_held:  # if the client leaves before it has the response, the held blocks are released
+            if stream.is_held:  # If the client leaves before it has the response, the held blocks are released.
                 await context.respond_large(large, await whole(choices))
                 stream.keep_hold()
     # The engine request has ended and its scope is left. So a slow client delays only its own bytes.
@@ -129,7 +129,8 @@ def _check(body: ChatBody) -> None:
 
 def _sampling(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, object] = {}
-    for field in ("max_tokens", "max_completion_tokens"):  # the second, newer name takes precedence
+    # The second name is the newer one, and its value replaces the value of the first name.
+    for field in ("max_tokens", "max_completion_tokens"):
         tokens_max = getattr(body, field)
         if tokens_max is not None:
             if tokens_max < 1:

@@ -175,7 +175,7 @@ class ChatEvents:
         self._turn = turn
         self._writer = ChunkWriter(head, null_usage=body.wants_usage)
         self._content_heads: dict[int, bytes] = {}
-        # By choice, the bytes around the text in events that have only text.
+        # For each choice, the bytes before and after the text in events that have only text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
         self._holds_end = holds_end and turn.stream.choice_count == 1
@@ -253,7 +253,7 @@ class ChatEvents:
             self.of(delta)
         else:
             self.of_parts(parts, delta)
-        # Known tokens had an event before, even if it had only log probabilities, which are now unknown.
+        # Each known token has had an event before, perhaps one with only log probabilities, which are now unknown.
         if delta.index not in self._content_heads:
             self._begin(delta.index)
         self._last = b""
@@ -300,7 +300,8 @@ class ChatEvents:
             return b"".join(events)
         self._is_partial = self._is_partial or finish == PARTIAL_FINISH
         versions = b""
-        if not self._body.return_token_ids:  # with token ids, each event has its own versions
+        # If the client asks for token ids, each event already has its own weight versions.
+        if not self._body.return_token_ids:
             versions = versions_field(self._turn.stream.weight_versions(delta.index))
         end = self._chunk(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "create_completion"]
 
-PROMPTS_MAX = 128  # evaluation tools send up to this many prompts. Each prompt takes n places in the queue
+PROMPTS_MAX = 128  # Evaluation tools send up to this number of prompts. Each prompt uses n places in the queue.
 
 TextPrompt = str | list[int]
 
@@ -144,7 +144,8 @@ async def create_completion(context: RequestContext) -> None:
             except HandedOver:
                 if len(streams) == 1:
                     raise
-                for stream in streams:  # a continuation with several prompts cannot fetch their KV
+                # The server that continues a response with several prompts cannot fetch their KV.
+                for stream in streams:
                     stream.drop_hold()
                 raise HandedOver(None) from None
             if streams[0].is_held:
@@ -153,7 +154,7 @@ async def create_completion(context: RequestContext) -> None:
             collected = await collect(
                 streams, sampling.n, bound=context.response_bound, is_partial=resumption.is_partial
             )
-            if streams[0].is_held:  # if the client leaves before it has the response, the held blocks are released
+            if streams[0].is_held:  # If the client leaves before it has the response, the held blocks are released.
                 await context.respond_large(large, await response.whole(large, head, collected))
                 streams[0].keep_hold()
     # The engine requests have ended and their scopes are left. So a slow client delays only its own bytes.
@@ -379,7 +380,7 @@ class _CompletionEvents:
         self._body = response.body
         self._writer = ChunkWriter(head, null_usage=response.body.wants_usage)
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        # By choice, the bytes around the text in events that have only text.
+        # For each choice, the bytes before and after the text in events that have only text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (
             response.body.logprobs is not None or response.body.return_token_ids or response.body.wants_continuous_usage
@@ -409,7 +410,8 @@ class _CompletionEvents:
             finish = b"null"
             if delta.finish_reason is not None:
                 finish = encode(_finish_shown(delta.finish_reason)) + b',"stop_reason":' + encode(delta.stop_reason)
-                if not self._body.return_token_ids:  # with token ids, each event has its own versions
+                # If the client asks for token ids, each event already has its own weight versions.
+                if not self._body.return_token_ids:
                     finish += versions_field(self._response.streams[stream_index].weight_versions(delta.index))
                 self._is_partial = self._is_partial or is_partial(delta.finish_reason)
             fields = transfer_field(delta)

@@ -69,8 +69,8 @@ class CompletionLogprobs:
         self._echo = echo.encode("utf-8", "surrogatepass")
         self._echo_characters = len(echo)
         self._echo_tokens = echo_tokens
-        self._echo_place = 0  # position in the echo, in bytes
-        self._begun = 0  # characters of the text whose first byte was seen
+        self._echo_place = 0  # The position of the next token in the echoed text, in bytes.
+        self._begun = 0  # The number of characters whose first byte has been read.
 
     def skip(self, token_ids: Sequence[int]) -> None:
         """Pass tokens that the client already has.

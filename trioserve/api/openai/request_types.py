@@ -58,7 +58,8 @@ HEADERS = {
     Deadline.FIRST_TOKEN: "X-TTFT-Timeout",
     Deadline.TOTAL: "X-Request-Timeout",
 }
-_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())  # reading an enum's value is slow
+# The names are precomputed, because reading the value of an enum is slow.
+_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())
 
 
 class HasDeadlines(Protocol):
@@ -104,12 +105,12 @@ def _seconds(text: str | None, header: str) -> float | None:
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 """Type of every number that may reach a tensor or a float, since JSON's integers are unbounded."""
 
-CACHE_SALT_CHARACTERS_MAX = 256  # the salt is hashed with every block
+CACHE_SALT_CHARACTERS_MAX = 256  # The length is limited, because the salt is hashed with every block.
 # Limit for the number of values. Decoding holds the GIL, and takes 15 ms for this many numbers. Brackets count too,
 # since nested empty lists have no commas. Marks inside texts also count: a million tokens of prose have fewer.
 VALUE_MARKS = (b",", b"[", b"{")
 VALUE_MARKS_MAX = 250_000
-COMPLETION_TOKENS_DEFAULT = 16  # max_tokens of text completions in OpenAI's API
+COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's API has this default of max_tokens for text completions.
 
 GENERATION_RANGES = SAMPLING_RANGES | {
     "max_completion_tokens": SAMPLING_RANGES["max_tokens"],
@@ -172,7 +173,8 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
     truncate_prompt_tokens: Int32 | None = None
     resume: ResumeBody | None = None
     return_partial: bool | None = None
-    # Known to other servers, but not supported here: any value except null or empty is refused (see REFUSED).
+    # Other servers know these fields, but this server does not support them. Any value except null or empty is refused
+    # (see REFUSED).
     use_beam_search: Any = None
 
     @property
@@ -248,7 +250,8 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
             fields["bad_words"] = tuple(self.bad_words)
         fields |= given
         if fields.get("max_tokens") is not None:
-            fields["clamp_max_tokens"] = False  # the client's own number is refused if it does not fit
+            # A number that the client itself sent is refused if it does not fit into the context.
+            fields["clamp_max_tokens"] = False
         return msgspec.structs.replace(defaults, **fields)
 
 

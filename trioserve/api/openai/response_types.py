@@ -297,7 +297,7 @@ class Completion(Response):
     resume: ResumeBody | UnsetType = UNSET
 
 
-# --- models, tokens ---
+# --- models and tokens ---
 
 
 class Model(Response):

@@ -20,7 +20,7 @@ __all__ = ["StructuredFields", "JsonSchemaFormat", "ResponseFormat", "Structured
 Schema = dict[str, Any] | bool | str
 """A JSON schema, as an object or as JSON in a text."""
 
-NAME_CHARACTERS_MAX = 64  # as in OpenAI's API
+NAME_CHARACTERS_MAX = 64  # OpenAI's API has the same limit.
 Choices = Annotated[list[str], msgspec.Meta(min_length=1, max_length=CHOICES_MAX)]
 
 
@@ -122,7 +122,7 @@ def structured_output_of(body: StructuredFields) -> StructuredOutput | None:
         InvalidRequest: several fields are set, or one is not valid. The error names the field by its path.
     """
     for place, value in _trees(body):
-        check_shape(value, place)  # refuses deep nesting, since the code below is recursive
+        check_shape(value, place)  # The check refuses deep nesting, because the code below is recursive.
     found: dict[str, StructuredOutput] = {}
     if body.response_format is not None:
         output = _response_format(body.response_format)

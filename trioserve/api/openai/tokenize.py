@@ -24,7 +24,8 @@ __all__ = ["OPERATIONS", "detokenize", "read_tokenizer_info", "tokenize"]
 
 T = TypeVar("T")
 
-TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # transformers' name for every tokenizer of the `tokenizers` library
+# The transformers library uses this class name for every tokenizer of the `tokenizers` library.
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 async def tokenize(context: RequestContext) -> None:

@@ -37,9 +37,11 @@ __all__ = [
 """Request header with the name of the router."""
 
 
-ALIVE_SECONDS = 2.0  # silence before a keep-alive: routers soon distrust a silent endpoint
-LOAD_SECONDS_MIN = 0.1  # shortest time between two loads: shorter than a router's polling, but cheap to read
-LOAD_ALIVE_SECONDS = 1.0  # longest time between two loads. A router trusts a load for two seconds
+# The stream sends a keep-alive after this silence, because routers soon distrust a silent endpoint.
+ALIVE_SECONDS = 2.0
+# The shortest time between two load reports. It is shorter than the polling interval of routers.
+LOAD_SECONDS_MIN = 0.1
+LOAD_ALIVE_SECONDS = 1.0  # The longest time between two load reports. A router uses a report for at most two seconds.
 DRAIN_RETRY_SECONDS = 5.0
 
 

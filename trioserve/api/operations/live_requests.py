@@ -43,7 +43,7 @@ REQUEST_PATH = "/v1/requests/"
 """Path before a request's id, which may have slashes."""
 
 
-ABORTS_MAX = 1000  # ids in one call. Each adds an entry to the response
+ABORTS_MAX = 1000  # The number of ids in one call is limited, because each id adds an entry to the response.
 
 
 async def list_requests(context: RequestContext) -> None:

@@ -38,7 +38,8 @@ async def pause(context: EngineContext) -> None:
     """
     _check_may(context, "pausing the engine")
     query = Query(context.exchange.query)
-    waits = query.flag("wait_for_inflight_requests", False)  # vLLM's older name of mode=wait
+    # The field wait_for_inflight_requests is vLLM's older name of mode=wait.
+    waits = query.flag("wait_for_inflight_requests", False)
     mode = "wait" if waits else query.choice("mode", tuple(MODES), "abort")
     await context.pause(MODES[mode], clear_cache=query.flag("clear_cache", True))
     await context.respond_json({"status": "paused"})

@@ -12,7 +12,7 @@ __all__ = ["ROUTER_HEADER", "RoutersHeard"]
 
 ROUTER_HEADER = "x-trioserve-router"
 """Request header with the name of the router."""
-ROUTERS_MAX = 64  # beyond it, the router that was silent the longest is dropped
+ROUTERS_MAX = 64  # If there are more routers, the router that was silent the longest is forgotten.
 NAME_CHARACTERS_MAX = 128
 FORGOTTEN_SECONDS = 60.0
 

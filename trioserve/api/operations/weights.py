@@ -165,14 +165,14 @@ async def _update(context: RequestContext, source: WeightSource, body: WeightsBo
     try:
         version = await context.engine.update_weights(source, version=body.weight_version, in_flight=in_flight)
     except InvalidRequest as error:
-        if error.param == "version":  # the engine's name of weight_version
+        if error.param == "version":  # The engine names the field `version`, and the body names it `weight_version`.
             error = InvalidRequest(f"weight_{error}", param="weight_version")
         await _refuse(context, error)
         return
     except WeightsLost as error:
         await _refuse(context, error)
         return
-    if body.flush_cache:  # no request can hit blocks of older weights, so free them
+    if body.flush_cache:  # No request can hit blocks of older weights, so these blocks are freed.
         context.engine.reset_prefix_cache()
     message = f"The weights were replaced: their version is {version}."
     await context.respond_json({"success": True, "message": message, "weight_version": version})

@@ -76,7 +76,8 @@ def fold(shown: Fields, change: Fields) -> None:
         shown: state of the reader, decoded from JSON. It is modified.
         change: change, decoded from JSON.
     """
-    for name, value in change.items():  # `server` precedes `blocks`, which needs its block count
+    # The field `server` precedes `blocks`, whose code needs the server's block count.
+    for name, value in change.items():
         if name == "blocks":
             shown["blocks"] = value and _folded_blocks(shown["blocks"], value, shown["server"]["block_count"])
         elif name in ("requests", "endpoints"):

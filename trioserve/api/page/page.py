@@ -30,8 +30,8 @@ EVENTS_PATH = "/ui/events"
 INTERVAL_SECONDS = 0.25
 INTERVAL_SECONDS_MIN = 0.1
 INTERVAL_SECONDS_MAX = 10.0
-ALIVE_SECONDS = 15.0  # silence before a keep-alive
-SHARED_SECONDS = 0.02  # readers that wake within this time share a snapshot
+ALIVE_SECONDS = 15.0  # The stream sends a keep-alive after this silence.
+SHARED_SECONDS = 0.02  # Readers that wake within this time get the same snapshot.
 RETRY_SECONDS = 10.0
 
 
@@ -121,13 +121,13 @@ class Page:
         while not is_last:
             is_last = await self._pause(feed, interval, cost * self.settings.pauses_per_cost * self.reader_count)
             if is_last:
-                self._snapshots.clear()  # cached snapshots do not show the shutdown
+                self._snapshots.clear()  # The cached snapshots were made before the shutdown began.
             began = self._cpu_clock()
             before, shown = shown, self._snapshot(feed, owner, sees_counts=sees_counts)
             change = self._change(before, shown)
             cost = self._cpu_clock() - began
             if change is None:
-                shown = before  # only the time differs
+                shown = before  # Only the time has changed.
                 if trio.current_time() < alive_at:
                     continue
             await send(change or KEEP_ALIVE)
@@ -164,7 +164,8 @@ class Page:
         event = None if change is None else _event(b"change", change)
         if len(self._changes) >= self.settings.readers_max:
             self._changes.clear()
-        self._changes[key] = before, after, event  # keep the snapshots too, so that their ids are not reused
+        # The entry keeps the snapshots alive, so that Python does not reuse their ids.
+        self._changes[key] = before, after, event
         return event
 
     @contextmanager

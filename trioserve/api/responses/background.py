@@ -222,7 +222,7 @@ class BackgroundResponses:
                 "they repeat instructions and tools: shorten these, or send stream=false",
                 param="stream",
             ) from None
-        self._live[live.id] = live  # The limits count the response from here on.
+        self._live[live.id] = live  # From this line on, the limits count the response.
         try:
             kept = stored_bytes(live.run.stored(live.snapshot()))
             await store.write(PutObject(kind=KIND, id=live.id, owner=live.owner, body=kept, is_evictable=False))
@@ -252,7 +252,7 @@ class BackgroundResponses:
                 logger.error("background response not kept response=%s error=%s", live.id, error)
                 await self._settle_without_result(live, store)
         except Exception:
-            # The fault must not cancel the other responses in the nursery.
+            # The exception is handled here, because it would otherwise cancel the other responses in the nursery.
             logger.exception("background response not kept response=%s", live.id)
         finally:
             live.done.set()

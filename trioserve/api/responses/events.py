@@ -68,10 +68,11 @@ class ResponseEvents:
         self.weight_versions: WeightVersions = ()
         self._logprobs_of = logprobs_of
         self._number = 0
-        self._items: list[Item | None] = []  # by output_index; None for an incomplete call
+        # The output items, in order of their output_index. An incomplete call is None.
+        self._items: list[Item | None] = []
         self._text: _OpenText | None = None
         self._calls: dict[int, _OpenCall] = {}
-        self._blank = ""  # white space that is held back, because a message may begin with it
+        self._blank = ""  # White space that has not been sent yet, because it may be the beginning of a message.
 
     @property
     def output(self) -> list[Item]:
@@ -134,7 +135,7 @@ class ResponseEvents:
         for part in parts:
             if isinstance(part, ContentText):
                 events += self._take_text(part.text, logprobs)
-                logprobs = []  # Report the tokens of one delta only once.
+                logprobs = []  # The log probabilities of one delta are reported only once.
             elif isinstance(part, ReasoningText):
                 events += self._take_reasoning(part.text)
             elif isinstance(part, ToolCallBegin):
@@ -155,7 +156,8 @@ class ResponseEvents:
         """
         is_cut = finish_reason == "length"
         if not self._items and not self._calls:
-            events = self._open_message()  # Output of only white space becomes one message, maybe an empty one.
+            # If the output has only white space, it becomes one message, which may be empty.
+            events = self._open_message()
         else:
             events = []
         events += self._close_text("incomplete" if is_cut else "completed")
@@ -222,7 +224,7 @@ class ResponseEvents:
         events: list[Event] = []
         opened = self._text
         if opened is None or not opened.is_message:
-            # Models write line breaks between reasoning and a call. These must not become a message.
+            # Models write line breaks between reasoning and a tool call. These line breaks must not become a message.
             text = self._blank + text
             if not text.strip():
                 self._blank = text
@@ -299,7 +301,7 @@ class ResponseEvents:
         events.append(self._event("response.output_item.done", output_index=opened.index, item=dict(opened.item)))
         return events
 
-    # --- calls ---
+    # --- tool calls ---
 
     def _begin_call(self, part: ToolCallBegin) -> list[Event]:
         events = self._close_text("completed")
@@ -325,7 +327,7 @@ class ResponseEvents:
             return []
         call.pieces.append(part.text)
         if call.kind is not CallKind.FUNCTION:
-            return []  # The input of these calls is parsed from the complete arguments.
+            return []  # The input of custom and shell calls is parsed from the complete arguments.
         return [self._item_event("response.function_call_arguments.delta", call, delta=part.text)]
 
     def _end_call(self, part: ToolCallEnd) -> list[Event]:
@@ -358,7 +360,8 @@ class ResponseEvents:
 
     def _break_off(self, status: str, usage: Usage | None, error: dict[str, str] | None) -> dict[str, Any]:
         number = self._number
-        # Close the text for `output`, and drop the events of closing: the last event reports the end to readers.
+        # Closing the text adds it to `output`. The events of closing are dropped, because the last event of the
+        # response reports the end.
         self._close_text("incomplete")
         self._number = number
         self._drop_calls()

@@ -50,8 +50,8 @@ async def create_response(context: ServerContext) -> None:
     if body.background:
         await context.server.background.begin(context, planned)
         return
-    # A stream with log probabilities cannot be resumed: its last event repeats all of them, and routers do not keep
-    # the log probabilities of known tokens.
+    # A stream with log probabilities cannot be resumed, because its last event repeats all of them, and routers do not
+    # keep the log probabilities of known tokens.
     is_streamed = bool(body.stream) and not body.wants_logprobs
     resumption = Resumption(
         context,
@@ -82,7 +82,7 @@ async def create_response(context: ServerContext) -> None:
                     await context.exchange.send(piece)
 
             known = await run.skip_known()
-            if resumption.state is None:  # the client has no events of this stream yet
+            if resumption.state is None:  # The client has received no events of this stream yet.
                 start = b"".join(map(event_bytes, [*begun, *known]))
                 await context.exchange.send(start if ids is None else ids.begin(start, b"%d" % run.events.next_number))
             else:
@@ -91,7 +91,7 @@ async def create_response(context: ServerContext) -> None:
         else:
             await run.skip_known()
             await run.read(None)
-    # The turn is left first, so that a slow store or client does not hold blocks of the engine.
+    # The code above has left the turn's scope, so that a slow store or client does not hold blocks of the engine.
     last, response = run.complete()
     if planned.head.stores:
         assert context.services.store is not None
@@ -101,12 +101,12 @@ async def create_response(context: ServerContext) -> None:
             changes = (
                 DeleteObject(kind=KIND, id=kept.id),
                 kept,
-            )  # An earlier run was stored, but its client lost the connection. Replace it.
+            )  # An earlier run was stored, but its client lost the connection. This response replaces that run.
         try:
             await context.services.store.settle(*changes)
         except (DiskFull, StoreFault):
-            # Disk and memory of the store are full. The client still gets the response.
-            response["store"] = False  # The last event contains this object, so it changes, too.
+            # The store's disk and memory are full. The client still gets the response.
+            response["store"] = False  # The last event contains this object, so the event changes too.
     if body.stream:
         end = b"".join(map(event_bytes, last))
         await context.finish(end if ids is None else ids.last(end))
@@ -178,7 +178,7 @@ class _StreamSurface(OpenAISurface):
         return b"".join(map(event_bytes, events))
 
 
-PAGE_ITEMS_MAX = 100  # as in OpenAI's API
+PAGE_ITEMS_MAX = 100  # OpenAI's API has the same limit.
 PAGE_ITEMS = 20
 
 
@@ -315,7 +315,7 @@ async def _kept_events(context: ServerContext, kept: StoredObject) -> list[bytes
     while offset < kept.blob_bytes:
         piece = await context.services.store.read_blob(KIND, kept.id, owner=context.owner, offset=offset)
         if not piece:
-            raise not_found(kept.id)  # deleted meanwhile
+            raise not_found(kept.id)  # The response was deleted while its events were read.
         pieces.append(piece)
         offset += len(piece)
     return split_events(b"".join(pieces))

@@ -17,7 +17,8 @@ from trioserve.text.chat_messages import check_shape
 
 __all__ = ["ITEMS_MAX", "checked_items", "messages_of"]
 
-ITEMS_MAX = 10_000  # limit for one body; each item becomes a message or a part of a message
+# The number of items in one body is limited, because each item becomes a message or a part of a message.
+ITEMS_MAX = 10_000
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 CALL_OUTPUTS = {
@@ -192,7 +193,7 @@ def _call_output(item: dict[str, Any], path: str) -> Item:
         output = [_part(part, f"{path}.output[{index}]", "input_text") for index, part in enumerate(output)]
     elif not isinstance(output, str):
         raise InvalidRequest(f"{path}.output must be a string or a list of parts", param=f"{path}.output")
-    # Codex sends local_shell_call_output with the call's id in the field "id".
+    # Codex sends the item local_shell_call_output with the call's id in the field "id".
     name = "call_id" if "call_id" in item or "id" not in item else "id"
     return {"call_id": _string(item, name, path), "output": output, "status": "completed"}
 
@@ -249,7 +250,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
         messages.append({"role": item["role"], "content": joined_content(pieces, "\n")})
         return
     text = _text(item["content"])
-    role = "system" if item["role"] == "developer" else item["role"]  # few templates know "developer"
+    role = "system" if item["role"] == "developer" else item["role"]  # Few chat templates have the role "developer".
     if role == "assistant":
         _add_to_assistant(messages, item, "content", text)
     elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedResponse", "plan_prompt", "plan_response"]
 
-FORMAT_NAME_CHARACTERS_MAX = 64  # as in OpenAI's API
+FORMAT_NAME_CHARACTERS_MAX = 64  # OpenAI's API has the same limit.
 
 
 class PlannedResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ __all__ = ["RESPONSES_REFUSED", "InputTokensBody", "ReasoningOptions", "Response
 METADATA_PAIRS_MAX = 16
 METADATA_KEY_CHARACTERS_MAX = 64
 METADATA_VALUE_CHARACTERS_MAX = 512
-NAME_CHARACTERS_MAX = 512  # limit for fields that the response repeats and the engine ignores
+NAME_CHARACTERS_MAX = 512  # The limit applies to fields that the response repeats and that the engine ignores.
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Summary = Literal["auto", "concise", "detailed"]
@@ -56,7 +56,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     effort: Effort | None = None
     summary: Summary | None = None
-    generate_summary: Summary | None = None  # the old name of `summary`
+    generate_summary: Summary | None = None  # The field generate_summary is the old name of `summary`.
 
     @property
     def wants_summary(self) -> bool:
@@ -127,7 +127,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    # Options of the engine, as in the other APIs.
+    # These are options of the engine, as in the other APIs.
     top_k: Int32 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -258,7 +258,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset(
     {
         LOGPROBS,
-        # Accepted and ignored: reasoning is never encrypted, and the tools of the other entries do not exist here.
+        # These values are accepted and ignored: reasoning is never encrypted, and the tools of the other values do not
+        # exist here.
         "reasoning.encrypted_content",
         "file_search_call.results",
         "web_search_call.results",

@@ -208,7 +208,7 @@ def usage_object(usage: Usage) -> dict[str, object]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "cache_write_tokens": 0,  # this server does not charge for cache writes
+            "cache_write_tokens": 0,  # This server does not charge for cache writes.
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},

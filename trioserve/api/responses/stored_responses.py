@@ -27,8 +27,9 @@ __all__ = [
 ]
 
 KIND = "response"
-CHAIN_MAX = 512  # earlier responses in one chain of previous_response_id
-LOADED_BYTES_MAX = 16 * 2**20  # limit for the stored bytes read for one request; more than any context takes
+CHAIN_MAX = 512  # A chain of previous_response_id has at most this number of earlier responses.
+# One request reads at most this number of stored bytes, which is more than fits into any context.
+LOADED_BYTES_MAX = 16 * 2**20
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):

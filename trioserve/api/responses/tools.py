@@ -21,7 +21,7 @@ from trioserve.text.tool_choice import FUNCTION_NAME, TOOLS_MAX, ToolChoice, Too
 
 __all__ = ["CallKind", "ShownTool", "Tools", "parse_tools"]
 
-LISTED_MAX = 1024  # limit for all tools of a request, including those that are left out
+LISTED_MAX = 1024  # The limit counts all tools of a request, including tools that the model does not see.
 HOSTED = frozenset(
     {
         "web_search",

@@ -82,7 +82,7 @@ class GroupIds:
     """Writes the `id:` line of each group of events of one response."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, list[int]] = {}  # by choice, tokens that have made no event yet
+        self._pending: dict[int, list[int]] = {}  # For each choice, the tokens that have made no event yet.
 
     def begin(self, events: bytes, state: bytes) -> bytes:
         """Make a group of events that precede all tokens.
@@ -111,7 +111,7 @@ class GroupIds:
             return b""
         if self._pending and (pending := self._pending.pop(choice_index, None)):
             token_ids = (*pending, *token_ids)
-        if len(token_ids) == 1 and delta.finish_reason is None:  # nearly all deltas
+        if len(token_ids) == 1 and delta.finish_reason is None:  # Nearly all deltas satisfy this condition.
             return events[:-1] + b"id: %d:%d" % (choice_index, token_ids[0]) + state + b"\n\n"
         ids = b",".join([b"%d" % token_id for token_id in token_ids])
         end = b"" if delta.finish_reason is None or is_partial(delta.finish_reason) else b"!"
@@ -126,9 +126,10 @@ class GroupIds:
         return events[:-1] + LAST_ID
 
 
-LOGPROB_MIN = -9999.0  # OpenAI's value for an impossible token
+LOGPROB_MIN = -9999.0  # OpenAI's API sends this value for an impossible token.
 
-UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # every event of the response repeats it
+# The number is limited, because every event of the response repeats it.
+UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -206,11 +207,13 @@ def _finite(entry: TokenLogprob) -> TokenLogprob:
     return TokenLogprob(entry.token_id, max(entry.logprob, LOGPROB_MIN), top)
 
 
-CHOICES_NUMBERED_MAX = 128  # over all choices of one prompt; the id of every event contains the counts of all choices
-POSITION_CHARACTERS_MAX = 2048  # enough for these choices with nine digits each, a checksum and a state
-CHOICES_MAX = 128 * 128  # of 128 prompts; ids of later choices are ignored
+# The limit counts all choices of one prompt, because the id of every event contains the counts of all choices.
+CHOICES_NUMBERED_MAX = 128
+POSITION_CHARACTERS_MAX = 2048  # The limit is enough for these choices with nine digits each, a checksum and a state.
+CHOICES_MAX = 128 * 128  # The limit is enough for 128 prompts. The ids of later choices are ignored.
 _POSITION = re.compile(r"(\d{1,9}!?(?:\.\d{1,9}!?)*)(?:\+(\d{1,9}))?~([0-9a-f]{8})(?:~([\w-]{1,32}))?", re.ASCII)
-_STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")  # states that fit into an id; other states are left out
+# A state that does not match the pattern does not fit into an id, and is left out.
+_STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -295,7 +298,8 @@ class PositionKeeper:
         self._checks: list[int] = []
         self._check = 0
         self._state = ""
-        self._more = -1  # the first group without a token has position 0
+        # The value is incremented for each group without a token, so that the first such group has position 0.
+        self._more = -1
 
     def note(self, id: bytes) -> None:
         """Record a group of events.
@@ -322,7 +326,8 @@ class PositionKeeper:
         if tokens:
             before = self._checks[choice]
             after = self._checks[choice] = zlib.crc32(tokens + b",", before)
-            # The checksum is not a plain sum: two choices that have changed places are another response.
+            # The checksum is not a plain sum, because two responses with exchanged choices must have different
+            # checksums.
             self._check = (self._check + (after - before) * (2 * choice + 1)) % 2**32
             self._counts[choice] += tokens.count(b",") + 1
         self._more = 0 if tokens or ends else self._more + 1
@@ -338,7 +343,7 @@ class PositionKeeper:
     def __str__(self) -> str:
         if self.is_at_end:
             return END
-        # Same as str(position), but without making a Position: this runs for every group.
+        # The result equals str(position). No Position is created, because this code runs for every group.
         if len(self._counts) == 1:
             more = f"+{self._more}" if self._more > 0 else ""
             return f"{self._counts[0]}{'!' if self._finished[0] else ''}{more}~{self._check:08x}{self._state}"

@@ -19,7 +19,7 @@ from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = ["DetachedStream", "LoggedExchange", "WholeResponse"]
 
-READER_BYTES_MAX = 65_536  # with more unread events than this, the response waits for a connected but slow reader
+READER_BYTES_MAX = 65_536  # If a connected reader has more unread bytes than this, the response waits for the reader.
 
 WholeResponse = tuple[int, HeaderFields, bytes]
 """Status, headers and body of a response that is not streamed."""
@@ -114,7 +114,8 @@ class DetachedStream:
         await trio.lowlevel.checkpoint_if_cancelled()
         for event in split_events(data):
             if event.startswith(b":"):
-                continue  # A comment keeps one connection alive. Readers get their own comments.
+                # The comment is dropped, because it only keeps one connection alive. Each reader gets its own comments.
+                continue
             try:
                 self.log.append(self._with_number(event, self.log.last + 1))
             except EventLogFull:
@@ -149,7 +150,8 @@ class DetachedStream:
         Raises:
             Refusal: The next event is no longer kept, or another reader takes over.
         """
-        # Check again: while the head was sent, the log may have dropped events that an earlier reader had taken.
+        # The check is repeated: while the head was sent, the log may have dropped events that an earlier reader had
+        # taken.
         self.check_kept(after)
         if self._reader is not None:
             self._reader.cancel()
@@ -245,7 +247,7 @@ class LoggedExchange(Exchange):
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         self._check(not self.started)
-        self._body = b""  # The handler has read it. Free the memory, because the response may take long.
+        self._body = b""  # The handler has read the body. Its memory is freed, because the response may take long.
         self._stream.begin(status, headers)
 
     async def send(self, data: bytes) -> None:

@@ -210,7 +210,7 @@ class DetachedStreams:
         inner = new_context(LoggedExchange(exchange, body, stream))
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
         inner.span = context.span
-        inner.streams = context.streams  # for the request's log line
+        inner.streams = context.streams  # The log line of the request needs the streams.
         assert self._nursery is not None
         self._working_count += 1
         self._nursery.start_soon(self._work, stream, inner, handle)
@@ -223,7 +223,7 @@ class DetachedStreams:
         finally:
             stream.stop_waiting()
             if stream.head is None:
-                self._remove(stream)  # the client has left, or gets a whole response: nothing is kept
+                self._remove(stream)  # The client has left or gets a whole response, so no stream is kept.
             elif not stream.has_reader:
                 self._note_unread(stream)
         if stream.head is not None:
@@ -257,7 +257,7 @@ class DetachedStreams:
         self._remove(stream)
         await stream.over.wait()
 
-    # --- inside ---
+    # --- private methods ---
 
     def _make(self, context: RequestContext, stream_request: StreamRequest) -> DetachedStream | None:
         """Create a stream, and remove a finished stream if the table is full.
@@ -418,7 +418,7 @@ class RouterStreams(DetachedStreams):
         """
         return ((KEPT_HEADER, f"{self._settings.seconds_max:g};reader={reader}"),)
 
-    # --- inside ---
+    # --- private methods ---
 
     def _make(self, context: RequestContext, stream_request: StreamRequest) -> DetachedStream | None:
         existing = self._streams.get((context.owner, stream_request.stream_id))
@@ -426,9 +426,10 @@ class RouterStreams(DetachedStreams):
             if len(self._streams) >= self._settings.streams_max and not self._remove_finished(self._streams.values()):
                 return None
         elif existing.has_reader:
-            return None  # A duplicate of a running request. It is served, and the first stream keeps the name.
+            # The request is a duplicate of a running request. The duplicate is served, but its stream is not kept.
+            return None
         else:
-            self._remove(existing)  # The stream has no reader: its router has restarted the request.
+            self._remove(existing)  # The stream has no reader, because its router has restarted the request.
         return self._new_stream(context, stream_request, is_numbered=False)
 
     def _expire(self, stream: DetachedStream) -> None:

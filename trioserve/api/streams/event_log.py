@@ -16,7 +16,7 @@ from trioserve.api.sse import KEEP_ALIVE
 __all__ = ["EventLog", "EventLogFull", "split_events"]
 
 END = b"\n\n"
-PIECE_BYTES_MAX = 65_536  # size of one write to a reader
+PIECE_BYTES_MAX = 65_536  # One write to a reader has about this size.
 
 Send = Callable[[bytes], Awaitable[None]]
 
@@ -46,11 +46,11 @@ class EventLog:
         self._bytes_max = bytes_max
         self._drops_taken = drops_taken
         self._events: deque[bytes] = deque()
-        self._first = first  # number of the oldest kept event
-        self._taken = first - 1  # number of the newest event that a reader has taken
-        self._unread_bytes = 0  # size of the events after `_taken`
-        self._readers = trio.lowlevel.ParkingLot()  # readers that wait for an event or the end
-        self._writers = trio.lowlevel.ParkingLot()  # writers that wait until a reader takes events
+        self._first = first  # The number of the oldest kept event.
+        self._taken = first - 1  # The number of the newest event that a reader has taken.
+        self._unread_bytes = 0  # The size of the events after `_taken`.
+        self._readers = trio.lowlevel.ParkingLot()  # The readers that wait for an event or for the end of the log.
+        self._writers = trio.lowlevel.ParkingLot()  # The writers that wait until a reader takes events.
 
     @property
     def first_kept(self) -> int:
@@ -149,8 +149,8 @@ class EventLog:
                 connection.
         """
         while True:
-            # If this task was woken and cancelled at once, it must not take events. They would count as taken, and the
-            # next reader needs them.
+            # If this task was woken and cancelled at the same time, it must not take events: they would count as taken,
+            # although the next reader needs them.
             await trio.lowlevel.checkpoint_if_cancelled()
             piece, after = self.take(after, PIECE_BYTES_MAX)
             if piece:

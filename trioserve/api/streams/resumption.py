@@ -42,9 +42,11 @@ __all__ = ["Resumption", "skip_known"]
 
 SERVER_STOPPING = "server_stopping"
 
-SEEDS_DRAWN = 1 << 53  # bound of drawn seeds: JSON readers that only have floats read it exactly
-SEED_STRIDE = 0xD1B54A32D192ED03  # keeps the seeds of prompts far apart, and far from the seeds of choices
-SKIPPED_MAX = 256  # deltas between two checkpoints: about two milliseconds
+# Drawn seeds are below this number, so that JSON readers that only have floats read them exactly.
+SEEDS_DRAWN = 1 << 53
+# The stride keeps the seeds of prompts far apart from each other, and far from the seeds of choices.
+SEED_STRIDE = 0xD1B54A32D192ED03
+SKIPPED_MAX = 256  # After this number of deltas, which takes about two milliseconds, other tasks run.
 
 
 class Resumption:

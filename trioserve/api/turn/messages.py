@@ -88,7 +88,8 @@ def check_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]
     """
     if not messages:
         raise InvalidRequest("messages is empty, at least one is needed", param="messages")
-    # This check must be first: it limits the nesting depth. The other checks print values, and printing is recursive.
+    # This check must be first, because it limits the nesting depth. The other checks print values, and printing is
+    # recursive.
     check_shape(messages, "messages")
     call_ids: set[str] = set()
     for index, message in enumerate(messages):

@@ -78,7 +78,7 @@ class TurnChoice:
         if delta.finish_reason is not None:
             if not (self._is_resumable and is_partial(delta.finish_reason)):
                 parsed += self._parser.end()
-        elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # the usual case, kept fast
+        elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # This is the usual case, and its code is kept fast.
             self._is_thinking = False
             return parsed
         self._count_reasoning(delta, parsed)
