@@ -47,7 +47,7 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
     except BaseException as error:
         task.cancel()
         host.cancel_calls()
-        if not isinstance(error, GeneratorExit):  # a generator that is being closed must not await
+        if not isinstance(error, GeneratorExit):  # A generator that is being closed must not await.
             await host.wait_for_calls()
         raise
     host.cancel_calls()
@@ -89,7 +89,9 @@ class _Host:
         def end(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
             result: outcome.Outcome[T]
-            if task.cancelled():  # cancelled by us when no task waits for it, or by the host because the client left
+            # The task was cancelled by this class when no Trio task waits for it, or by the host because the client
+            # left.
+            if task.cancelled():
                 result = outcome.Error(OSError("the host has cancelled its call"))
             else:
                 error = task.exception()
@@ -107,7 +109,7 @@ class _Host:
         def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
             nonlocal is_waiting
             is_waiting = False
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # The asyncio loop is closed.
                 self._loop.call_soon_threadsafe(cancel)
             return trio.lowlevel.Abort.SUCCEEDED
 

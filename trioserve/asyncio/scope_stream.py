@@ -34,8 +34,8 @@ class DeltaBox(Generic[DeltaT]):
     def __init__(self, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
         self._merge = merge
         self._lock = threading.Lock()
-        self._pending: dict[int, list[DeltaT]] = {}  # unread deltas by choice, see hold_unread
-        self._end: BaseException | None = None  # the error to raise after the pending deltas
+        self._pending: dict[int, list[DeltaT]] = {}  # The unread deltas of each choice, see hold_unread.
+        self._end: BaseException | None = None  # The error that `get` raises after the pending deltas.
         self._is_left = False
         self._waiters = Waiters()
 
@@ -77,7 +77,7 @@ class DeltaBox(Generic[DeltaT]):
         """Return the next delta, or raise the error that was given to `close` or `leave`."""
         waiter = self._waiters.add()
         if self._has_something():
-            await asyncio.sleep(0)  # if the engine is faster than the reader, this lets other tasks run
+            await asyncio.sleep(0)  # If the engine is faster than the reader, this sleep lets other tasks run.
         while True:
             with self._lock:
                 if self._pending and not self._is_left:
@@ -85,7 +85,8 @@ class DeltaBox(Generic[DeltaT]):
                     delta = take_unread(held, self._merge)
                     del self._pending[index]
                     if held:
-                        self._pending[index] = held  # move this choice after the other choices
+                        # The choice moves to the end, so that the other choices are read first.
+                        self._pending[index] = held
                     return delta
                 if self._end is not None:
                     raise self._end
@@ -155,7 +156,7 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         self._is_left = True
         task.cancel()
         self._box.leave(self._ended())
-        if not isinstance(error, GeneratorExit):  # a generator that is being closed must not await
+        if not isinstance(error, GeneratorExit):  # A generator that is being closed must not await.
             await task.ended.wait()
 
     async def _hold_scope(self, note_started: NoteStarted) -> None:
@@ -169,14 +170,14 @@ class ScopeStream(Generic[StreamT, DeltaT]):
                         if not self._box.put(delta):
                             return
                 except TrioserveError as error:
-                    end = error  # the error to raise in the reader
+                    end = error  # `get` raises this error in the reader.
                 self._box.close(end)
-                await trio.sleep_forever()  # blocks for another engine stay held until the scope is left
+                await trio.sleep_forever()  # Blocks for another engine stay held until the scope is left.
         except Exception as error:
             self._box.close(error)
             raise
         finally:
-            # No reader may wait forever, however the request ends.
+            # However the request ends, no reader may wait forever.
             self._box.close(AlreadyEnded(f"request {self.id} has ended with its engine"))
 
     def __aiter__(self) -> Self:

@@ -206,7 +206,8 @@ def for_asyncio(
 
     @functools.wraps(opens)
     def open_for_asyncio(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[U]:
-        inspect.signature(opens).bind(*args, **kwargs)  # raise TypeError here, and not in the thread
+        # Wrong arguments raise TypeError in the caller, and not later in the engine's thread.
+        inspect.signature(opens).bind(*args, **kwargs)
         return opened_in_a_thread(functools.partial(opens, *args, **kwargs), new)
 
     open_for_asyncio.__doc__ = f"""Open an engine for an asyncio program.

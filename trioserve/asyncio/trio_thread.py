@@ -111,7 +111,8 @@ def _set(future: asyncio.Future[None]) -> None:
 
 T = TypeVar("T")
 NoteStarted = Callable[[], None]
-EXIT_SECONDS_MAX = 10.0  # a process that exits with an open engine waits this long for the step in flight
+# When a process exits with an open engine, it waits for the step in flight for at most this time.
+EXIT_SECONDS_MAX = 10.0
 
 
 class TrioThread:
@@ -124,18 +125,18 @@ class TrioThread:
     def __init__(self) -> None:
         self._nursery: trio.Nursery
         self._token: trio.lowlevel.TrioToken | None = None
-        self.is_stopped = False  # True once `stop` was called
+        self.is_stopped = False  # True once `stop` was called.
         self.own_process = OwnProcess()
         self._is_running = threading.Event()
         self._is_over = ThreadEvent()
-        # A daemon thread, so that a program can exit after abandoning an engine without leaving its scope.
+        # The thread is a daemon, so that a program can exit after abandoning an engine without leaving its scope.
         self._thread = threading.Thread(target=self._work, name="trioserve-trio", daemon=True)
 
     async def __aenter__(self) -> Self:
         self._thread.start()
         try:
-            self._is_running.wait()  # this is short, because the run has opened nothing yet
-        except BaseException:  # for example KeyboardInterrupt after Ctrl-C
+            self._is_running.wait()  # This wait is short, because the run opens nothing before the event is set.
+        except BaseException:  # For example, Ctrl-C raises KeyboardInterrupt.
             self._is_running.wait()
             self.stop()
             raise
@@ -233,7 +234,7 @@ class TrioThread:
             if not opened:
                 task.result()
             yield opened[0]
-        except GeneratorExit:  # a generator that is being closed must not await
+        except GeneratorExit:  # A generator that is being closed must not await.
             task.cancel()
             raise
         except BaseException:
@@ -347,7 +348,7 @@ class TrioTask(Generic[T]):
         """
         try:
             thread.spawn(self._work)
-        except RuntimeError:  # the run is ending
+        except RuntimeError:  # The Trio run is ending.
             self.refuse()
 
     def refuse(self) -> None:
@@ -373,7 +374,8 @@ class TrioTask(Generic[T]):
             with self._scope:
                 try:
                     self._result = outcome.Value(await self._function(self.started.set))
-                except* Exception as group:  # a cancellation in the same group is still raised
+                # If the group also contains a cancellation, the cancellation is still raised.
+                except* Exception as group:
                     self._result = outcome.Error(unwrapped(group))
         finally:
             self._end()
@@ -384,7 +386,7 @@ class TrioTask(Generic[T]):
 
 
 _RUNNING: set[TrioThread] = set()
-os.register_at_fork(after_in_child=_RUNNING.clear)  # a forked child has no threads to stop
+os.register_at_fork(after_in_child=_RUNNING.clear)  # A forked child has no threads that it could stop.
 
 
 @atexit.register
