@@ -214,7 +214,7 @@ async def _decompressed(share: BodyShare, coding: str, key: str | None) -> bytes
 def _window_bits(coding: str, raw: bytes) -> int:
     if coding != "deflate":
         return GZIP
-    # "deflate" is the zlib format (RFC 9110, 8.4.1.2), but some clients omit the header of two bytes.
+    # The name "deflate" means the zlib format (RFC 9110, 8.4.1.2), but some clients omit its header of two bytes.
     has_header = len(raw) >= 2 and raw[0] & 0x0F == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
     return zlib.MAX_WBITS if has_header else RAW_DEFLATE
 

@@ -41,8 +41,9 @@ class ExchangeSlots:
         self._knows_caller = knows_caller
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
-        self.is_draining = False  # if True, new exchanges are late: the exit does not wait for them
-        self._early_open = 0  # exchanges that began before the drain and are still open
+        # If True, new exchanges are late, and the exit of the server does not wait for late exchanges.
+        self.is_draining = False
+        self._early_open = 0  # The number of open exchanges that began before the drain.
         self._early_ended = trio.Event()
 
     @property
@@ -184,7 +185,7 @@ async def close_now(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max:
             if final_bytes:
                 await stream.send_all(final_bytes)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
-            pass  # the client has already closed the connection
+            pass  # The client has already closed the connection.
         finally:
             with contextlib.suppress(trio.BrokenResourceError):
                 await stream.aclose()
@@ -201,7 +202,7 @@ async def break_off(stream: trio.abc.Stream) -> None:
     while isinstance(transport, trio.SSLStream):
         transport = transport.transport_stream
     if isinstance(transport, (trio.SocketStream, TcpStream)):
-        with contextlib.suppress(OSError):  # the connection may already be closed
+        with contextlib.suppress(OSError):  # The connection may already be closed.
             transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     await trio.aclose_forcefully(stream)
 

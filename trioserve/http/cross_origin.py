@@ -19,9 +19,9 @@ METHODS = "GET, HEAD, POST, DELETE"
 # Most characters of the requested header names that the response repeats. OpenAI's browser client sends about ten
 # names.
 REQUESTED_CHARACTERS_MAX = 2000
-PREFLIGHT_SECONDS = "600"  # time for which a browser may cache the response; Chromium allows at most two hours
+PREFLIGHT_SECONDS = "600"  # A browser may cache the response for this time. Chromium allows at most two hours.
 
-ORIGIN_FIELD = ("vary", "origin")  # a cache must not send the response for one page to another page
+ORIGIN_FIELD = ("vary", "origin")  # With this field, a cache does not send the response for one page to another page.
 
 
 def checked_origins(origins: Iterable[str]) -> frozenset[str]:

@@ -36,7 +36,8 @@ class Headers:
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
         self._fields = [(name.lower(), value) for name, value in fields]
-        self._values: dict[str, str] = {}  # an index, because about a dozen names are looked up for each request
+        # The dict is an index, because about a dozen names are looked up for each request.
+        self._values: dict[str, str] = {}
         for name, value in self._fields:
             self._values[name] = f"{self._values[name]}, {value}" if name in self._values else value
 
@@ -63,7 +64,7 @@ class Headers:
         return len(self._fields)
 
     def __repr__(self) -> str:
-        # Show only names, because a value may be an API key.
+        # The text has only the names of the fields, because a value may be an API key.
         return f"Headers({', '.join(name for name, _ in self._fields)})"
 
 

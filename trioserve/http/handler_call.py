@@ -60,7 +60,7 @@ async def call_handler(handler: Handler, exchange: Exchange, response: ResponseS
         logger.error(
             "handler returned without a complete response method=%s path=%s", exchange.method, printable(exchange.path)
         )
-    except* Exception:  # in an exception group, Cancelled propagates
+    except* Exception:  # If Cancelled is in an exception group with errors, this statement still raises Cancelled.
         logger.exception("handler failed method=%s path=%s", exchange.method, printable(exchange.path))
     if not response.started:
         await exchange.respond(500, JSON_FIELDS, refusal_body(500, "the server failed to answer this request"))

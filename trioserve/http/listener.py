@@ -29,7 +29,8 @@ CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Ciphers of TLS 1.2. HTTP/2 forbids all other ciphers (RFC 9113, appendix A). All clients since 2015 support one of
 the ciphers here.
 """
-BACKLOG = 1024  # connections that may wait in the kernel to be accepted; the kernel may lower the number
+# At most this number of connections waits in the kernel to be accepted. The kernel may lower the number.
+BACKLOG = 1024
 
 
 async def open_listeners(
@@ -52,9 +53,9 @@ async def open_listeners(
     if not 0 <= port <= 65535:
         raise StartupError(f"port is {port}, allowed is 0 to 65535")
     if host is not None and host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]  # remove the brackets of an IPv6 address in a URL
+        host = host[1:-1]  # The brackets of an IPv6 address in a URL are removed.
     if host is not None and _is_any_ipv6(host):
-        host = None  # with "::", other servers accept IPv4 too, so listen for both families
+        host = None  # On other servers, "::" also accepts IPv4. So this server listens for both families.
     try:
         found = await trio.socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, proto=socket.IPPROTO_TCP
@@ -100,8 +101,8 @@ async def open_shared_listeners(
     Raises:
         StartupError: as in open_listeners. It is also raised if another program of this user already shares the port.
     """
-    # A listener with SO_REUSEPORT would silently share the port with another program. So first open a listener without
-    # it, which fails if the port is in use.
+    # A listener with SO_REUSEPORT would silently share the port with another program. So a listener without this option
+    # is opened first, which fails if the port is in use.
     probes = await open_listeners(host, port, limits=limits)
     port = probes[0].socket.getsockname()[1]
     for listener in probes:
@@ -146,7 +147,7 @@ def _listen(
         # Connections inherit the size of the send buffer.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_buffer_bytes)
         if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own listener
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own listener.
         listening.bind(address)
         listening.listen(BACKLOG)
         return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
@@ -185,7 +186,8 @@ async def _remove_stale_socket(path: Path) -> None:
     with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             await probe.connect(str(path))
-        except ConnectionRefusedError:  # also raised if the file is no socket; then the bind fails
+        # The error is also raised if the file is not a socket. Then the file is kept, and binding the new socket fails.
+        except ConnectionRefusedError:
             _remove_socket(path)
         except FileNotFoundError:
             return
@@ -272,7 +274,7 @@ def tls_context(
     if key is None and b"BEGIN CERTIFICATE" in content and b"PRIVATE KEY-----" not in content:
         raise StartupError(f"the TLS file {certificate} has a certificate and no key: name the key with --ssl-keyfile")
     try:
-        # Without a password, OpenSSL would ask for one on the terminal.
+        # Without this password, OpenSSL would ask for one on the terminal.
         context.load_cert_chain(certificate, key, password=key_password or "")
     except (OSError, ValueError) as error:
         raise StartupError(

@@ -14,7 +14,7 @@ from trioserve.http.exchange import HeaderFields, Headers
 
 __all__ = ["REASONS", "RequestHead", "encode_fields", "printable", "split_target"]
 
-TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110, 5.6.2
+TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110, 5.6.2 defines a token.
 REASONS = {status.value: status.phrase.encode("ascii") for status in http.HTTPStatus}
 """Reason phrases of HTTP/1.1. Some clients reject a status line without a phrase."""
 LOGGED_CHARACTERS_MAX = 200

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NO_TLS_REASONS = frozenset({"HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER"})
 """OpenSSL reports one of these reasons if the first bytes are not TLS. It detects GET, HEAD, POST, PUT and CONNECT."""
-TLS_OPENING = b"\x16\x03"  # first bytes of a ClientHello in all TLS versions
+TLS_OPENING = b"\x16\x03"  # A TLS ClientHello begins with these bytes in all TLS versions.
 
 
 class FrontendServer:
@@ -74,7 +74,7 @@ class FrontendServer:
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: set[trio.CancelScope] = set()
         self._accepting = trio.CancelScope()
-        # This limits log lines, because misconfigured clients and scanners connect again and again.
+        # The bucket limits the number of log lines, because misconfigured clients and scanners connect again and again.
         self._protocol_reports = RateBucket(per_second=1 / 60, burst=3, now=0.0)
         connections_max = self._limits.connections_max
         strangers_share = 1.0 if knows_caller is None else self._limits.unknown_connections_share_max
@@ -153,8 +153,8 @@ class FrontendServer:
                                 accept_loops.start_soon(self._accept, listener, connections)
                             task_status.started()
                 finally:
-                    # Close at once, so that the kernel refuses new clients. Otherwise new clients would wait in the
-                    # backlog.
+                    # The sockets are closed at once, so that the kernel refuses new clients. Otherwise new clients
+                    # would wait in the backlog.
                     for listener in listeners:
                         listener.socket.close()
             helpers.cancel_scope.cancel()
@@ -201,7 +201,7 @@ class FrontendServer:
                     await connection.serve()
                 finally:
                     self._connections.discard(connection)
-        except* Exception:  # in an exception group, Cancelled propagates
+        except* Exception:  # If Cancelled is in an exception group with errors, this statement still raises Cancelled.
             tally.connections_failed_total += 1
             logger.exception("connection failed peer=%s", peer)
         finally:
@@ -229,7 +229,7 @@ class FrontendServer:
     async def _serve_accepted(self, stream: trio.SocketStream, place: Place) -> None:
         peer = _peer_name(stream)
         try:
-            with contextlib.suppress(OSError):  # if the client has left, the next read from its stream fails
+            with contextlib.suppress(OSError):  # If the client has left, the next read from its stream fails.
                 limits = self._limits
                 end_when_vanished(stream, limits.vanished_seconds_max, unread_seconds=limits.stall_seconds_max)
             served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream

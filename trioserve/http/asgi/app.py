@@ -51,7 +51,7 @@ class AsgiApp:
         self._tally = Tally()
         self._body_budget = BodyBudget(self._limits)
         self._exchanges: set[AsgiExchange] = set()
-        self._early: set[AsgiExchange] | None = None  # exchanges that were open when the drain was announced
+        self._early: set[AsgiExchange] | None = None  # The exchanges that were open when the drain was announced.
         self._early_ended = trio.Event()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:

@@ -63,8 +63,8 @@ class AsgiExchange(Exchange):
         self._body_bytes_total = 0
         self._head: Message | None = None
         self._unsent = bytearray()
-        self._end_passed = False  # the host's `send` has been called with the end of the response
-        self._end_sent = False  # that call of `send` has returned
+        self._end_passed = False  # True once the end of the response was passed to the host's `send`.
+        self._end_sent = False  # True once the host's `send` has returned from the call with the end of the response.
         self._changed: trio.Event | None = None
         self._pace = ResponsePace(limits, now=trio.current_time())
 
@@ -76,7 +76,7 @@ class AsgiExchange(Exchange):
     def unsent_bytes(self) -> int:
         return len(self._unsent)
 
-    # --- for the handler ---
+    # --- methods for the handler ---
 
     async def body(self) -> bytes:
         self.response.check_body_readable()
@@ -118,7 +118,7 @@ class AsgiExchange(Exchange):
         self._notify_change()
         await trio.lowlevel.checkpoint()
 
-    # --- for the app ---
+    # --- methods for the app ---
 
     async def watch(self, receive: Receive) -> None:
         """Receive all messages of the host until it reports a disconnect.
@@ -132,7 +132,7 @@ class AsgiExchange(Exchange):
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                if not self._end_passed:  # hosts also report a disconnect after a complete response
+                if not self._end_passed:  # A host also reports a disconnect after a complete response.
                     self.gone = True
                     self.scope.cancel()
                 return
@@ -141,7 +141,7 @@ class AsgiExchange(Exchange):
                 self._body_bytes_total += len(piece)
                 try:
                     self._share.add(piece)
-                except (BodyTooLarge, Overloaded) as error:  # `body` raises this error to the handler
+                except (BodyTooLarge, Overloaded) as error:  # The method `body` raises this error to the handler.
                     self._body_error = error
             self._body_ended = self._body_ended or not message.get("more_body", False)
             self._notify_change()
@@ -203,7 +203,7 @@ class AsgiExchange(Exchange):
             self.stalled = True
             self.slow_reader = self._pace.saw_progress
             self.scope.cancel()
-            await trio.lowlevel.checkpoint()  # this raises Cancelled
+            await trio.lowlevel.checkpoint()  # This checkpoint raises Cancelled.
 
     async def _wait_for_change(self) -> None:
         if self._changed is None:

@@ -44,7 +44,7 @@ def bounded(limits: FrontendLimits) -> Iterator[None]:
     """
     places = ConnectionLimit(
         connections_max=limits.connections_max,
-        strangers_max=limits.connections_max,  # Hypercorn does not report which requests show a key
+        strangers_max=limits.connections_max,  # Hypercorn does not report which requests have an API key.
         per_address_max=limits.connections_per_address_max,
     )
 
@@ -91,7 +91,7 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
             settings: the payload of a SETTINGS frame in base64 (RFC 7540, 3.2.1), or None without an upgrade.
         """
         if settings is not None:
-            with suppress(binascii.Error, ValueError):  # h2 reports the error
+            with suppress(binascii.Error, ValueError):  # The h2 library reports the error later.
                 settings = base64.urlsafe_b64encode(known_settings(base64.urlsafe_b64decode(settings)))
         await super().initiate(headers, settings)
 
@@ -165,4 +165,4 @@ class _BoundedTCPServer(hypercorn.trio.tcp_server.TCPServer):  # type: ignore[mi
         await super().protocol_send(event)
 
 
-CROWD_MAX = 64  # connections above connections_max that may wait until idle connections end
+CROWD_MAX = 64  # At most this number of connections above connections_max may wait until idle connections end.

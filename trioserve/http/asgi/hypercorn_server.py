@@ -74,7 +74,7 @@ async def serve_with_hypercorn(
     config.accesslog = None
     config.errorlog = logger
     config.include_server_header = False
-    config.include_date_header = False  # AsgiExchange adds the date
+    config.include_date_header = False  # AsgiExchange adds the date.
     config.h2_max_concurrent_streams = limits.streams_max
     config.h2_max_header_list_size = limits.head_bytes_max
     config.h11_max_incomplete_size = limits.head_bytes_max
@@ -93,7 +93,8 @@ async def serve_with_hypercorn(
     for listener in listeners:
         listener.socket.close()
     serve = functools.partial(hypercorn.trio.serve, app, config, shutdown_trigger=shutdown_trigger)
-    from trioserve.http.asgi.hypercorn_bounds import bounded  # imported here because it imports Hypercorn
+    # The import is here, because the module imports Hypercorn, which is optional.
+    from trioserve.http.asgi.hypercorn_bounds import bounded
 
     with bounded(limits):
         await _serve(serve, ports, task_status)

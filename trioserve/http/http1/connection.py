@@ -31,12 +31,13 @@ __all__ = ["H11Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 65536
-WRITE_BYTES = 65536  # bytes of one write; after each write, the client gets more time to read the next one
+# One write has at most this number of bytes. After each write, the client gets more time to read the next one.
+WRITE_BYTES = 65536
 TOO_MANY = {
     StreamRefusal.EXCHANGES_MAX: "too many requests are running: try again shortly",
     StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are running: send a key, or try again shortly",
 }
-UNSCHEDULED_BYTES_MAX = 4096  # up to this size, a write does not let other tasks run
+UNSCHEDULED_BYTES_MAX = 4096  # A write up to this size does not let other tasks run.
 
 
 def _nothing() -> None:
@@ -69,29 +70,32 @@ class H11Connection:
             fields_max=setup.limits.fields_max,
             received=received,
         )
-        self._changed: trio.Event | None = None  # set when bytes arrive or are read, and when the server drains
-        self._scope = trio.CancelScope()  # around the reader and the task that serves requests
+        # The event is set when bytes arrive or are read, and when the server drains.
+        self._changed: trio.Event | None = None
+        self._scope = trio.CancelScope()  # The scope contains the reader task and the task that serves requests.
         self._exchange: H11Exchange | None = None
         self.on_known: Callable[[], None] = _nothing
-        self._responded_at = trio.current_time()  # end of the last response
+        self._responded_at = trio.current_time()  # The time at which the last response ended.
         self._head_began_at = self._responded_at
         self._exchange_began_at = self._responded_at
         self._tcp = transport if isinstance(transport, TcpStream) else None
         self._writing_bytes = 0
         self.write_count = 0
         self._nursery: trio.Nursery | None = None
-        self._inserted: trio.Event | None = None  # set when the current `insert` ends
-        self._pace = ResponsePace(setup.limits, now=self._responded_at)  # for all writes
-        self._is_known = True  # the caller has shown an API key, or the server requires none
-        self._is_body_unfinished = False  # the server drains, and the handler waits for bytes of the body
-        self._is_late = False  # this request began after the drain was announced
-        self._is_last = False  # the connection ends after this response, and does not wait for a missing body
-        self._is_leaving = False  # the connection waits for no more bytes of a request
+        self._inserted: trio.Event | None = None  # The event is set when the current call of `insert` ends.
+        self._pace = ResponsePace(setup.limits, now=self._responded_at)  # All writes of the connection share this pace.
+        self._is_known = True  # True if the caller has shown an API key, or if the server requires none.
+        self._is_body_unfinished = False  # True if the server drains while the handler waits for bytes of the body.
+        self._is_late = False  # True if the current request began after the drain was announced.
+        # If True, the connection ends after the current response, and does not wait for a missing body.
+        self._is_last = False
+        self._is_leaving = False  # If True, the connection waits for no more bytes of any request.
         self._client_gone = False
-        self._lingers = True  # wait until the client has read the end of the last response
-        self._write_broken = False  # a part of a response may have been sent, so no other response can follow
+        self._lingers = True  # If True, the connection waits at its end until the client has read the last response.
+        # If True, a part of a response may have been sent, and no other response can follow.
+        self._write_broken = False
 
-    # --- for the server ---
+    # --- methods for the server ---
 
     async def serve(self) -> None:
         """Serve requests until the connection ends. Raises only for faults of the server itself."""
@@ -149,7 +153,7 @@ class H11Connection:
         self._is_last = self._is_leaving = True
         self._scope.cancel()
 
-    # --- for the exchange ---
+    # --- methods for the exchange ---
 
     def arrived_body(self) -> bytes | None:
         body = self.protocol.arrived_body()
@@ -163,14 +167,15 @@ class H11Connection:
             piece = self.protocol.next_body_piece()
             self._notify_change()
             if piece != b"":
-                await trio.lowlevel.checkpoint()  # many small pieces take long, so let other tasks run
+                # Reading many small pieces takes long, so other tasks must run in between.
+                await trio.lowlevel.checkpoint()
                 return piece
             assert self._exchange is not None
             self._exchange.share.check_size(self.protocol.announced_body_bytes)
             if not await self._wait_for_bytes():
                 self._is_body_unfinished = True
                 self._exchange.scope.cancel()
-                await trio.sleep_forever()  # this raises Cancelled
+                await trio.sleep_forever()  # The cancelled scope makes this call raise Cancelled.
 
     def response_starts(self) -> bool:
         self.protocol.drop_body()
@@ -207,7 +212,7 @@ class H11Connection:
             inserted.set()
 
     async def _write(self, data: bytes) -> None:
-        self._write_broken = True  # until the end of this write
+        self._write_broken = True  # The value is True until this write is complete.
         try:
             if self._tcp is not None and len(data) <= UNSCHEDULED_BYTES_MAX:
                 data = data[self._tcp.try_send(data) :]
@@ -374,7 +379,7 @@ class H11Connection:
         """Refuse an incomplete request, because the server drains."""
         self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
         fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.DRAINING.value))
-        with trio.move_on_after(self._limits.close_seconds_max):  # the response must not delay the shutdown
+        with trio.move_on_after(self._limits.close_seconds_max):  # The error response must not delay the shutdown.
             message = "the server is shutting down: send the request again, or to another server"
             await self._refuse(503, message, fields)
 

@@ -88,7 +88,7 @@ class H11Exchange(Exchange):
         self._writes_seen = -1
 
     def expect_beats(self, beats: Beats) -> bool:
-        if self.http_version != "1.1":  # HTTP/1.0 clients do not know interim responses
+        if self.http_version != "1.1":  # HTTP/1.0 has no interim responses.
             return False
         self._beats = beats
         self._writes_seen = self._owner.write_count

@@ -18,7 +18,9 @@ __all__ = ["BadHead", "ChunkSizes", "H1Protocol", "plain_request"]
 
 _SIZE = re.compile(rb"[0-9A-Fa-f]{1,20}")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
-_LINE_BYTES_MAX = 1024  # size and extensions of a chunk; the scan stops at a longer line, which h11 accepts or refuses
+# The limit is for the size and the extensions of a chunk. The scan stops at a longer line, which h11 accepts or
+# refuses.
+_LINE_BYTES_MAX = 1024
 
 
 class ChunkSizes:
@@ -32,11 +34,11 @@ class ChunkSizes:
     def __init__(self) -> None:
         self.announced_bytes = 0
         self.trailer_count = 0
-        self._line = bytearray()  # an incomplete size line
-        self._skip_bytes = 0  # missing bytes of the current chunk, with its line break
+        self._line = bytearray()  # The received bytes of an incomplete size line.
+        self._skip_bytes = 0  # The number of bytes that are missing from the current chunk, including its line break.
         self._chunks_ended = False
         self._trailers_ended = False
-        self._tail = b"\n"  # the last bytes that were searched for the end of the trailers
+        self._tail = b"\n"  # The last bytes that were searched for the end of the trailers.
 
     def feed(self, data: bytes) -> None:
         """Read the next bytes of the body.
@@ -60,7 +62,7 @@ class ChunkSizes:
                 self._line.clear()
                 self.announced_bytes += byte_count
                 self._skip_bytes = byte_count + 2
-                self._chunks_ended = not byte_count  # also true after a size line that cannot be read
+                self._chunks_ended = not byte_count  # The value is also True after a size line that cannot be read.
             elif len(self._line) > _LINE_BYTES_MAX:
                 self._chunks_ended = True
         if self._chunks_ended and not self._trailers_ended:
@@ -69,7 +71,7 @@ class ChunkSizes:
     def _count_trailers(self, data: bytes) -> None:
         text = self._tail + data
         end = _BLANK_LINE.search(text)
-        self._trailers_ended = end is not None  # the bytes after the end may be another request
+        self._trailers_ended = end is not None  # The bytes after the end of the trailers may be another request.
         self.trailer_count += text.count(b"\n", len(self._tail), end.start() + 1 if end else len(text))
         self._tail = text[-3:]
 
@@ -78,11 +80,13 @@ EncodedFields = list[tuple[bytes, bytes]]
 
 # Chunks of a body that are read before other tasks run. h11 needs about 10 us for each chunk, even for a small one.
 CHUNKS_A_PIECE_MAX = 32
-FED_BODY_BYTES_MAX = 8192  # bytes of a chunked body that ChunkSizes reads at a time, at about 1 us per chunk
-DROPPED_PIECES_MAX = 32  # pieces of an unwanted body that are skipped; if there are more, the connection ends
+# ChunkSizes reads at most this number of bytes of a chunked body at a time, at about 1 us per chunk.
+FED_BODY_BYTES_MAX = 8192
+# At most this number of pieces of an unwanted body is skipped. If there are more, the connection ends.
+DROPPED_PIECES_MAX = 32
 
 
-BLANK_LINE = re.compile(rb"\n\r?\n")  # the end of a head, by the rules of h11
+BLANK_LINE = re.compile(rb"\n\r?\n")  # By the rules of h11, the head of a request ends at this pattern.
 
 
 class BadHead(Exception):
@@ -121,15 +125,16 @@ class H1Protocol:
         self._head_bytes_max = head_bytes_max
         self._fields_max = fields_max
         self._h11 = self._new_h11()
-        self._held = bytearray(received)  # bytes that neither the fast path nor h11 has read
-        self._bypassed_h11 = False  # h11 has not seen the request or the response, so its state is out of date
-        self._is_plain = False  # the fast path reads the head and the body of this request
-        self._plain_body_bytes = 0  # bytes of that body that have not arrived
-        self._unfed_head = b""  # the head of a plain request that h11 has not seen
-        self._chunk_sizes: ChunkSizes | None = None  # chunk framing of a body without content-length
+        self._held = bytearray(received)  # The bytes that neither the fast path nor h11 has read.
+        # If True, h11 has not seen the request or the response, so that its state is out of date.
+        self._bypassed_h11 = False
+        self._is_plain = False  # If True, the fast path reads the head and the body of the current request.
+        self._plain_body_bytes = 0  # The number of missing body bytes of a request on the fast path.
+        self._unfed_head = b""  # The head of a plain request that h11 has not seen.
+        self._chunk_sizes: ChunkSizes | None = None  # The chunk framing of a body without content-length.
         self._request_broken = False
-        self._may_encode_here = False  # the response may be encoded without h11, if it is ordinary
-        self._is_encoded_here = False  # the current response is encoded without h11
+        self._may_encode_here = False  # If True, the response may be encoded without h11 if the response is ordinary.
+        self._is_encoded_here = False  # True if the current response is encoded without h11.
         self._is_chunked = False
 
     # --- requests ---
@@ -161,8 +166,8 @@ class H1Protocol:
             return head
         try:
             while True:
-                # h11 reads any number of fields. h11 may already hold this head if it arrived together with the last
-                # request.
+                # h11 reads any number of header fields, so the fields are counted before. h11 may already hold this
+                # head if the head arrived together with the previous request.
                 self._check_field_count(bytes(self._h11.trailing_data[0]))
                 event = self._h11.next_event()
                 if event is not h11.NEED_DATA:
@@ -182,7 +187,7 @@ class H1Protocol:
         Args:
             head: the head that next_request returned last.
         """
-        # For all other requests, h11 encodes the response, because h11 knows whether the connection must end.
+        # h11 encodes the responses to all other requests, because h11 knows whether the connection must end.
         keeps_alive = (head.headers.get("connection") or "keep-alive").lower() == "keep-alive"
         self._may_encode_here = head.http_version == "1.1" and keeps_alive
         if self._is_plain:
@@ -191,7 +196,7 @@ class H1Protocol:
             self._chunk_sizes = ChunkSizes()
             self._chunk_sizes.feed(self._h11.trailing_data[0])
         elif (head.headers.get("content-length") or "0") == "0":
-            # Read the end now, so that following bytes are treated as the next request.
+            # The end of the request is read at this point, so that the following bytes are treated as the next request.
             end = self._h11.next_event()
             assert isinstance(end, h11.EndOfMessage), end
             self.request_ended = True
@@ -264,7 +269,7 @@ class H1Protocol:
             else:
                 self._request_broken = not self.request_ended
         except InvalidRequest:
-            pass  # _request_broken is set: the connection ends after this response
+            pass  # _request_broken is True, so the connection ends after this response.
         if self._request_broken:
             self._held.clear()
 
@@ -307,13 +312,13 @@ class H1Protocol:
             self._is_chunked = self._bypassed_h11 = True
             return _head(status, [*fields, (b"transfer-encoding", b"chunked")])
         head = self._through_h11(_response(status, fields))
-        # Without content-length, h11 has added `transfer-encoding: chunked` to the head.
+        # If the head has no content-length, h11 has added `transfer-encoding: chunked` to the head.
         self._is_chunked = is_http_1_1 and not _has_length(fields)
         return head
 
     def send_data(self, data: bytes) -> bytes:
         if self._is_chunked:
-            # h11 does not count chunks, and encoding with h11 would be most of the cost of an event.
+            # h11 does not count chunks, and encoding with h11 would take most of the CPU time of an event.
             self._bypassed_h11 = True
             return _chunk(data)
         return self._through_h11(h11.Data(data=data))
@@ -334,8 +339,8 @@ class H1Protocol:
             return False
         state = self._h11.our_state
         if self._bypassed_h11:
-            # h11 has seen only the request or only the response. So replace the h11 connection, and keep its unread
-            # bytes.
+            # h11 has seen only the request or only the response. So a new h11 connection replaces the old one, and gets
+            # its unread bytes.
             if state is h11.MUST_CLOSE:
                 return False
             if state is not h11.IDLE:
@@ -377,7 +382,7 @@ class H1Protocol:
 
     def _check_field_count(self, head: bytes) -> None:
         """Raise BadHead if a head has too many fields. `head` may be incomplete, or be followed by body bytes."""
-        line_count_max = self._fields_max + 2  # including the request line and the empty line
+        line_count_max = self._fields_max + 2  # The request line and the empty line count as two more lines.
         if head.count(b"\n") <= line_count_max:
             return
         end = BLANK_LINE.search(head)
@@ -400,7 +405,7 @@ class H1Protocol:
 
     def _through_h11(self, *events: h11.Event) -> bytes:
         if self._unfed_head:
-            # The response is not ordinary. To encode it, h11 must have seen the request.
+            # The response is not ordinary. Before h11 can encode the response, h11 must have seen the request.
             self._h11.receive_data(self._unfed_head)
             self._h11.next_event()
             self._unfed_head = b""

@@ -36,13 +36,15 @@ __all__ = ["H2Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 16384
-WRITE_BYTES = 65536  # bytes of DATA in one write; the client must read this many bytes within stall_seconds_max
-CREDIT_BYTES_MIN = 16384  # a window update of the connection is sent for this many bytes, not for each frame
+# One write has at most this number of bytes of DATA. The client must read them within stall_seconds_max.
+WRITE_BYTES = 65536
+# One window update of the connection credits at least this number of bytes. An update for each frame would cost more.
+CREDIT_BYTES_MIN = 16384
 PING_PAYLOAD = b"alive?\0\0"
 LAST_PING_PAYLOAD = b"the end?"
-PING_POLL_SECONDS = 2.5  # interval of the checks whether a PING was delivered and answered
-# CPU time for reading one request, and for reading one byte of its body, that does not count against
-# frame_cpu_share_max.
+PING_POLL_SECONDS = 2.5  # The interval of the checks whether a PING was delivered and answered.
+# These CPU times do not count against frame_cpu_share_max: the time for reading one request, and the time for reading
+# one byte of its body.
 REQUEST_CPU_SECONDS = 0.001
 BODY_BYTE_CPU_SECONDS = 1e-7
 
@@ -77,33 +79,35 @@ class H2Connection:
         self._gate = FrameGate(limits, now=now)
         self._resets = RateBucket(per_second=limits.resets_per_second_max, burst=limits.resets_burst_max, now=now)
         self._cpu = RateBucket(per_second=limits.frame_cpu_share_max, burst=limits.frame_cpu_burst_seconds_max, now=now)
-        self._cpu_credit = 0.0  # CPU seconds that the requests and bodies of this piece may cost
+        self._cpu_credit = 0.0  # The CPU seconds that the requests and bodies of the current piece may cost.
         self._streams: dict[int, H2Stream] = {}
         self._outbox = H2Outbox(self._protocol, self._gate, self._more_to_write)
-        self._tcp = transport if isinstance(transport, TcpStream) else None  # the flusher writes only to TCP
-        self._is_flushing = False  # the flusher will call flush
-        self._is_writing = False  # the writer task is inside of a write
-        self._wake = trio.Event()  # wakes the writer task
-        self._fault: Exception | None = None  # an error in flush, which the writer task raises
-        self._unwritten = b""  # bytes that were taken from the outbox and that the kernel did not accept
-        self._read_timeout = trio.CancelScope()  # around the reader; its deadline ends a connection without streams
-        self._scope = trio.CancelScope()  # around reader, writer and streams
+        self._tcp = transport if isinstance(transport, TcpStream) else None  # The flusher writes only to TCP.
+        self._is_flushing = False  # True if the flusher will call `flush`.
+        self._is_writing = False  # True while the writer task writes.
+        self._wake = trio.Event()  # The event wakes the writer task.
+        self._fault: Exception | None = None  # An error in `flush`, which the writer task raises.
+        self._unwritten = b""  # The bytes that were taken from the outbox and that the kernel did not accept.
+        # The scope contains the reader. Its deadline ends a connection without streams.
+        self._read_timeout = trio.CancelScope()
+        self._scope = trio.CancelScope()  # The scope contains the reader, the writer and the streams.
         self._uncredited_bytes = 0
         self.on_known: Callable[[], None] = _nothing
-        self._has_known = False  # a request on this connection has shown an API key
-        self._busy_since = now  # time since which there is at least one stream
-        self._ended_at = now  # end of the last stream
-        self._received_at = now  # arrival of the client's last bytes
-        self._has_streams = trio.Event()  # wakes the task that sends PINGs
-        self._is_last = False  # the connection ends when it has no stream
-        self._is_leaving = False  # the connection accepts no more streams
-        self._last_stream_id: int | None = None  # the last stream in the GOAWAY that was sent; None: no GOAWAY was sent
-        self._has_read_all = False  # the client answered the PING after its last response
+        self._has_known = False  # True if a request on this connection has shown an API key.
+        self._busy_since = now  # The time since which there is at least one stream.
+        self._ended_at = now  # The time at which the last stream ended.
+        self._received_at = now  # The time at which the client's last bytes arrived.
+        self._has_streams = trio.Event()  # The event wakes the task that sends PINGs.
+        self._is_last = False  # If True, the connection ends when it has no stream.
+        self._is_leaving = False  # If True, the connection accepts no more streams.
+        # The number of the last stream in the GOAWAY that was sent. None: no GOAWAY was sent.
+        self._last_stream_id: int | None = None
+        self._has_read_all = False  # True if the client has answered the PING that followed its last response.
         self._client_gone = False
-        self._lingers = True  # wait until the client has read the GOAWAY
-        self._write_broken = False  # a part of a frame may have been sent, so no other bytes can follow
+        self._lingers = True  # If True, the connection waits at its end until the client has read the GOAWAY.
+        self._write_broken = False  # If True, a part of a frame may have been sent, and no other bytes can follow.
 
-    # --- for the server ---
+    # --- methods for the server ---
 
     async def serve(self) -> None:
         """Serve streams until the connection ends. Raises only for faults of the server itself."""
@@ -116,7 +120,8 @@ class H2Connection:
                     nursery.start_soon(self._ping_silent_client)
                     await self._read()
         except BaseException:
-            # Cancelled by the caller, or a fault. The streams' tasks have ended and have reset their streams.
+            # The caller has cancelled `serve`, or a fault occurred. The tasks of the streams have ended and have reset
+            # their streams.
             await close_now(self._transport, self._final_bytes(), seconds_max=close_seconds_max)
             raise
         if self._write_broken:
@@ -180,7 +185,7 @@ class H2Connection:
         else:
             self.drain()
 
-    # --- for the streams ---
+    # --- methods for the streams ---
 
     def send_head(self, stream: H2Stream, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> None:
         if not stream.gone:
@@ -240,7 +245,8 @@ class H2Connection:
             except h2.exceptions.ProtocolError as error:
                 self._tally.connections_refused_total[refusal_of(error)] += 1
                 logger.info("connection ended peer=%s reason=%s", self._peer, printable(str(error)))
-                self._protocol.clear_outbound_data_buffer()  # drop h2's own GOAWAY, which may have a wrong code
+                # The GOAWAY that h2 prepared is dropped, because it may have a wrong error code.
+                self._protocol.clear_outbound_data_buffer()
                 self._end(error_code_of(error))
         if self._read_timeout.cancelled_caught:
             if self._gate.header_block_since is not None:
@@ -288,7 +294,7 @@ class H2Connection:
         elif isinstance(event, h2.events.PingAckReceived):
             if event.ping_data == LAST_PING_PAYLOAD and self._is_leaving and not self._streams:
                 self._has_read_all = True
-                self._more_to_write()  # the writer ends the connection
+                self._more_to_write()  # The writer then ends the connection.
         elif isinstance(event, h2.events.RemoteSettingsChanged):
             if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
                 self._window_opened(0)
@@ -311,7 +317,8 @@ class H2Connection:
             self._refuse_stream(event.stream_id, refusal, now)
             return
         if event.stream_ended is not None and head.headers.get("content-length") not in (None, "0"):
-            # This request is malformed (RFC 9113, 8.1.1). h2 compares lengths only when DATA arrives.
+            # The request is malformed (RFC 9113, 8.1.1). h2 compares content-length with the size of the body only when
+            # DATA arrives.
             self._protocol.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
             self._count_reset(now)
             return
@@ -347,7 +354,8 @@ class H2Connection:
 
     def _data_arrived(self, event: h2.events.DataReceived) -> None:
         window_bytes = event.flow_controlled_length or 0
-        # Credit these bytes at once: a handler that does not read must not block the other streams of the connection.
+        # These bytes are credited at once, because a handler that does not read must not block the other streams of the
+        # connection.
         self._uncredited_bytes += window_bytes
         if self._uncredited_bytes >= CREDIT_BYTES_MIN:
             self._protocol.increment_flow_control_window(self._uncredited_bytes)
@@ -388,7 +396,7 @@ class H2Connection:
         try:
             with stream.scope:
                 if stream.gone:
-                    return  # the read that opened the stream also reset it
+                    return  # The client reset the stream in the same read that opened the stream.
                 if stream.method == "CONNECT":
                     await stream.respond(405, JSON_FIELDS, refusal_body(405, "this server is not a proxy"))
                 elif not await call_handler(self._setup.handler, stream, stream.response):
@@ -417,7 +425,7 @@ class H2Connection:
             self._ended_at = trio.current_time()
             self._has_streams = trio.Event()
             self._update_read_timeout()
-            self._more_to_write()  # the writer ends a connection that accepts no more streams
+            self._more_to_write()  # The writer then ends the connection if it accepts no more streams.
 
     def _reset(self, stream: H2Stream, code: ErrorCodes) -> None:
         if not stream.gone:
@@ -444,14 +452,15 @@ class H2Connection:
             return
         try:
             self._flush()
-        except Exception as error:  # the flusher must continue, so the writer task raises the error
+        except Exception as error:  # The flusher must continue, so the writer task raises the error.
             self._fault = error
             self._wake.set()
 
     def _flush(self) -> None:
         assert not self._unwritten, "the writer must send unwritten bytes before new bytes"
         if self._outbox.frame_ready_streams(WRITE_BYTES):
-            self._wake.set()  # too much for one write: let other connections write
+            # There are too many bytes for one write. The writer sends the rest after other connections have written.
+            self._wake.set()
         assert self._tcp is not None
         data = self._outbox.take()
         if data:
@@ -475,7 +484,7 @@ class H2Connection:
                 self._scope.deadline = min(self._scope.deadline, deadline)
 
     async def _write(self) -> None:
-        # Use one scope for all writes, because a scope for each write would cost as much as an event.
+        # One scope is used for all writes, because a scope for each write would cost as much as an event.
         with trio.CancelScope() as stall_scope:
             while True:
                 await self._wake.wait()
@@ -499,7 +508,7 @@ class H2Connection:
             self._scope.cancel()
 
     async def _send(self, data: bytes, stall_scope: trio.CancelScope) -> None:
-        self._write_broken = True  # until the end of this write
+        self._write_broken = True  # The value is True until this write is complete.
         try:
             for start in range(0, len(data), WRITE_BYTES):
                 stall_scope.deadline = trio.current_time() + self._limits.stall_seconds_max
@@ -525,7 +534,7 @@ class H2Connection:
             if not self._streams or self._received_at + limits.ping_seconds > ping_at:
                 continue
             self._outbox.collect(frame(PING, 0, 0, PING_PAYLOAD))
-            ping_end_bytes: int | None = None  # bytes up to the end of the PING, as TCP counts them
+            ping_end_bytes: int | None = None  # The number of the byte after the PING, as TCP counts the bytes.
             delivered_at = ping_at
             while self._streams and self._received_at < ping_at:
                 await trio.sleep_until(

@@ -25,8 +25,10 @@ INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20
 # Largest block that is remembered, in bytes. A typical block has a few hundred bytes, and fewer once its fields are in
 # the table.
 REMEMBERED_BYTES_MAX = 1024
-SIZE_UPDATES_MAX = 4  # allowed at the start of a block; an encoder needs two (RFC 7541, 4.2)
-INTEGER_BYTES_MAX = 5  # bytes after the prefix; these allow more than 32 bits
+# At most this number of updates is allowed at the start of a block. An encoder needs two (RFC 7541, 4.2).
+SIZE_UPDATES_MAX = 4
+# An integer has at most this number of bytes after its prefix. These bytes can express more than 32 bits.
+INTEGER_BYTES_MAX = 5
 _FIELD_INDEXES = {field: index for index, field in enumerate(HeaderTable.STATIC_TABLE, start=1)}
 _NAME_INDEXES: dict[bytes, int] = {}
 for _index, (_name, _value) in enumerate(HeaderTable.STATIC_TABLE, start=1):
@@ -61,7 +63,7 @@ class FieldDecoder(hpack.Decoder):
         super().__init__(max_header_list_size=list_bytes_max)
         self._config = config
         self._fields_max = fields_max
-        self._block: bytes | None = None  # the last block, if it did not change the table
+        self._block: bytes | None = None  # The last block, if decoding this block did not change the table.
         self._fields: list[hpack.HeaderTuple] = []
 
     def decode(self, data: bytes, raw: bool = True) -> list[hpack.HeaderTuple]:
@@ -83,10 +85,10 @@ class FieldDecoder(hpack.Decoder):
         list_bytes = position = size_update_count = 0
         while position < len(data):
             first = data[position]
-            if first & 0x80:  # 6.1: an indexed field
+            if first & 0x80:  # The byte begins an indexed field (RFC 7541, 6.1).
                 index, position = _read_integer(data, position, 7)
                 field = hpack.HeaderTuple(*table.get_by_index(index))
-            elif first & 0xE0 == NO_TABLE:  # 6.3: a table size update
+            elif first & 0xE0 == NO_TABLE:  # The byte begins a table size update (RFC 7541, 6.3).
                 size, position = _read_integer(data, position, 5)
                 size_update_count += 1
                 if fields or size_update_count > SIZE_UPDATES_MAX:
@@ -95,7 +97,7 @@ class FieldDecoder(hpack.Decoder):
                     raise InvalidTableSizeError("a table size update is larger than allowed")
                 self.header_table_size = size
                 continue
-            else:  # 6.2: a literal value, with a name from the table or a literal name
+            else:  # The byte begins a literal value, whose name is literal or in the table (RFC 7541, 6.2).
                 index, position = _read_integer(data, position, 6 if first & 0x40 else 4)
                 if index:
                     name = table.get_by_index(index)[0]
@@ -157,7 +159,7 @@ _huffman_steps: dict[int, tuple[int, bytes]] = {}
 
 The key is the state and the byte, the value is the next state and the decoded symbols. The cache has at most 65,536
 entries, which are computed when first needed. Decoding is four times as fast as with hpack's own loop."""
-_HUFFMAN_ENDS = 1 << 8  # flag of a state in which a string may end
+_HUFFMAN_ENDS = 1 << 8  # The flag marks a state in which a string may end.
 
 
 def _plain_text(coded: bytes) -> bytes:

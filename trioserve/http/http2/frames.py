@@ -38,27 +38,27 @@ __all__ = [
     "goaway_frame",
 ]
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113, 3.4
-FRAME_BYTES_MAX = 16384  # the default of SETTINGS_MAX_FRAME_SIZE. Larger frames would delay other streams.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113, 3.4 defines the preface.
+FRAME_BYTES_MAX = 16384  # The value is the default of SETTINGS_MAX_FRAME_SIZE. Larger frames would delay other streams.
 
-HEAD = struct.Struct(">HBBBL")  # the head of a frame: length, kind, flags, stream (RFC 9113, 4.1)
+HEAD = struct.Struct(">HBBBL")  # The head of a frame has length, kind, flags and stream id (RFC 9113, 4.1).
 HEAD_BYTES = HEAD.size
 KIND_AT = 3
-# DATA up to this size counts as a control frame, because a small frame costs as much as a full frame. The limit allows
-# a few small frames per body.
+# A DATA frame up to this size counts as a control frame, because a small frame costs as much as a full frame. The limit
+# allows a few small frames per body.
 SMALL_DATA_BYTES_MAX = 128
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 
 
-# Estimated cost of a frame in microseconds, measured on one core and rounded up. The cost of a header block is added to
-# the frame that ends the block.
+# Each value is the estimated cost of a frame in microseconds, measured on one core and rounded up. The cost of a header
+# block is added to the frame that ends the block.
 PIECE_WORK_US_MAX = 2000
 FRAME_WORK_US = 20
 SETTINGS_WORK_US = 60
 HEAD_WORK_US = 150
-HEAD_BYTES_A_US = 4  # bytes of Huffman-coded text, which is decoded in Python, per microsecond
+HEAD_BYTES_A_US = 4  # In one microsecond, Python code decodes this number of bytes of Huffman-coded text.
 DATA_BYTES_A_US = 1000
 
 
@@ -109,7 +109,7 @@ class FrameGate:
         self.goaway_received = False
         self.data_frames_sent = 0
         self._header_block_since: float | None = None
-        self._frame_since = now  # arrival time of the first byte of the incomplete frame
+        self._frame_since = now  # The arrival time of the first byte of the incomplete frame.
         self._settings_received = False
         self._header_block_bytes = 0
         self._header_block_bytes_max = limits.head_bytes_max
@@ -211,14 +211,14 @@ class FrameGate:
             return True
         self._count_control_frame(now)
         if self._header_block_since is not None:
-            return True  # not allowed inside a header block, so h2 will end the connection
+            return True  # The frame is not allowed inside a header block, so h2 will end the connection.
         stream_id = int.from_bytes(held[position + 5 : position + 9], "big") & 0x7FFFFFFF
         if kind == PRIORITY and byte_count == 5 and stream_id:
             return False
         if kind == GOAWAY and byte_count >= 8 and not stream_id:
             self.goaway_received = True
             return False
-        return kind <= CONTINUATION  # unknown kinds must be ignored (RFC 9113, 5.5)
+        return kind <= CONTINUATION  # Frames of unknown kinds must be ignored (RFC 9113, 5.5).
 
     def _follow_header_block(self, byte_count: int, *, ends: bool) -> None:
         self._header_block_bytes += byte_count

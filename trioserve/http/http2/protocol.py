@@ -39,7 +39,7 @@ def refusal_of(error: h2.exceptions.ProtocolError) -> ConnectionRefusal:
     if isinstance(error, Flood):
         return error.reason
     if isinstance(error, h2.exceptions.DenialOfServiceError):
-        return ConnectionRefusal.HEAD_TOO_LARGE  # h2 raises this error only for a decoded head that is too large
+        return ConnectionRefusal.HEAD_TOO_LARGE  # h2 raises this error only for a decoded head that is too large.
     if isinstance(error, h2.exceptions.FrameTooLargeError):
         return ConnectionRefusal.FRAME_TOO_LARGE
     return ConnectionRefusal.MALFORMED
@@ -120,7 +120,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     config = h2.config.H2Configuration(
         client_side=False,
         header_encoding=None,
-        validate_outbound_headers=False,  # encode_fields validates them, for all protocols
+        validate_outbound_headers=False,  # The function encode_fields validates the fields, for all protocols.
         normalize_outbound_headers=False,
     )
     protocol = H2Protocol(config)

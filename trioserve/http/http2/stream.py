@@ -22,9 +22,10 @@ from trioserve.http.pace import BodyPace, ResponsePace
 
 __all__ = ["H2Outbox", "H2Stream", "StreamOwner"]
 
-CREDIT_BYTES_MIN = 16384  # a window update is sent for a quarter of the window, not for each frame
-MERGED_BYTES_MAX = 4096  # small DATA frames are merged up to this size
-UNSCHEDULED_BYTES_MAX = 4096  # with fewer unsent bytes, `send` lets no other tasks run: 100 us of small events
+CREDIT_BYTES_MIN = 16384  # One window update credits a quarter of the window. An update for each frame would cost more.
+MERGED_BYTES_MAX = 4096  # Small DATA frames are merged into frames up to this size.
+# With fewer unsent bytes, `send` does not let other tasks run. Small events of this size cost about 100 us.
+UNSCHEDULED_BYTES_MAX = 4096
 
 
 class StreamOwner(Protocol):
@@ -129,15 +130,16 @@ class H2Stream(Exchange):
         self._owner = owner
         self._limits = limits
         self._unsent: deque[bytes] = deque()
-        self._arrived: deque[tuple[bytes, int]] = deque()  # unread pieces of the body, with their window bytes
+        # The unread pieces of the body, each with the number of window bytes that it used.
+        self._arrived: deque[tuple[bytes, int]] = deque()
         self._changed: trio.Event | None = None
-        self._pace: ResponsePace | None = None  # created when the handler first waits for the client
+        self._pace: ResponsePace | None = None  # The object is created when the handler first waits for the client.
 
     @property
     def started(self) -> bool:
         return self.response.started
 
-    # --- for the handler ---
+    # --- methods for the handler ---
 
     async def body(self) -> bytes:
         self.response.check_body_readable()
@@ -178,7 +180,7 @@ class H2Stream(Exchange):
         self.response.check_open()
         await self._buffer(data)
         if self.unsent_bytes < UNSCHEDULED_BYTES_MAX:
-            # Letting other tasks run after each small event would cost as much as the event.
+            # After each small event, letting other tasks run would cost as much as the event.
             await trio.lowlevel.checkpoint_if_cancelled()
         else:
             await trio.lowlevel.checkpoint()
@@ -191,7 +193,7 @@ class H2Stream(Exchange):
             self._owner.queue(self)
         await trio.lowlevel.checkpoint()
 
-    # --- for the connection ---
+    # --- methods for the connection ---
 
     def take_unsent(self, byte_count_max: int) -> bytes:
         """Remove and return bytes for one DATA frame, and wake the handler if it waits to send more.
@@ -233,7 +235,8 @@ class H2Stream(Exchange):
         if self.gone or self.started:
             return
         if self._arrived and len(self._arrived[-1][0]) + len(data) <= MERGED_BYTES_MAX:
-            # If each entry had a single byte, the entries would need a hundred times the memory of the window.
+            # Short pieces are joined, because entries with a single byte each would take a hundred times the memory of
+            # the window.
             last, last_window_bytes = self._arrived.pop()
             data, window_bytes = last + data, last_window_bytes + window_bytes
         self._arrived.append((data, window_bytes))
@@ -267,7 +270,7 @@ class H2Stream(Exchange):
     def _start(self, status: int, headers: HeaderFields, *, content_length: int | None, end_stream: bool) -> None:
         fields = encode_fields(headers, unix_seconds=self._owner.unix_seconds(), content_length=content_length)
         self.response.start(status)
-        self._arrived.clear()  # the handler cannot read the body any more
+        self._arrived.clear()  # The handler cannot read the body any more.
         fields.insert(0, (b":status", b"%d" % status))
         self._owner.send_head(self, fields, end_stream=end_stream or self.response.bodiless)
 
@@ -306,7 +309,7 @@ class H2Stream(Exchange):
             await self._wait_for_change()
         if timeout.cancelled_caught:
             self._owner.reset_slow(self, reads_some=self._pace.saw_progress)
-            await trio.lowlevel.checkpoint()  # this raises Cancelled
+            await trio.lowlevel.checkpoint()  # This checkpoint raises Cancelled.
 
     async def _wait_for_change(self) -> None:
         if self._changed is None:
@@ -328,7 +331,7 @@ class H2Outbox:
         self._protocol = protocol
         self._gate = gate
         self._framed = bytearray()
-        self._ready: deque[H2Stream] = deque()  # streams with bytes to send, and probably a window to send them in
+        self._ready: deque[H2Stream] = deque()  # The streams that have bytes to send, and probably an open window.
 
     @property
     def framed_bytes(self) -> int:
@@ -385,10 +388,10 @@ class H2Outbox:
                 size_max = min(protocol.window_of(stream.id), protocol.max_outbound_frame_size, left)
                 if size_max <= 0:
                     if protocol.outbound_flow_control_window <= 0:
-                        window_closed = True  # the window of the connection is closed, so all streams wait
+                        window_closed = True  # The window of the connection is closed, so all streams must wait.
                         break
                     ready.popleft()
-                    stream.queued = False  # the stream is queued again when its window opens
+                    stream.queued = False  # The stream is queued again when its window opens.
                     continue
                 data = stream.take_unsent(size_max)
             ready.popleft()
