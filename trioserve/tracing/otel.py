@@ -26,7 +26,8 @@ from trioserve.contracts.version import VERSION
 
 __all__ = ["OtelTracing", "SpanCounts"]
 
-QUEUE_SPANS_MAX = 2048  # default of OpenTelemetry: some seconds of a busy server, about 4 MB
+# OpenTelemetry has the same default. The queue holds the spans of some busy seconds, and takes about 4 MB.
+QUEUE_SPANS_MAX = 2048
 TRACES_PATH = "/v1/traces"
 KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -67,7 +68,7 @@ class OtelTracing:
         self._provider = TracerProvider(
             sampler=None if sample is None else ParentBased(TraceIdRatioBased(sample)),
             resource=_resource(),
-            shutdown_on_exit=False,  # the exit hook would wait for a collector that hangs
+            shutdown_on_exit=False,  # The library's exit hook would wait for a collector that hangs.
         )
         self._provider.add_span_processor(self._processor)
         self.tracer: Tracer = _OtelTracer(self._provider.get_tracer("trioserve", VERSION))
