@@ -12,7 +12,7 @@ AdapterId = NewType("AdapterId", int)
 """Number of one load of an adapter. Counts from 1. Loading the same adapter again gives a new number."""
 
 _ADAPTER = "adapter:"
-_NONE = "none:"  # cannot be a digest, which consists of hexadecimal digits
+_NONE = "none:"  # No digest equals this value, because a digest consists of hexadecimal digits.
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class AdapterContent(Protocol):
 
 
 def adapter_salt(salt: str | None, digest: str | None) -> str | None:
-    """Return the salt of blocks that are computed with an adapter, or without one.
+    """Return the salt of blocks that are computed with an adapter, or without an adapter.
 
     Different pairs of arguments give different salts, so callers cannot choose a salt that collides.
 

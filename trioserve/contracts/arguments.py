@@ -26,7 +26,7 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except Exception:  # an int with too many digits, or a faulty __repr__: the message names the type anyway
+    except Exception:  # repr() failed. The message then names only the type.
         text = "..."
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
 
@@ -60,7 +60,7 @@ def to_int(param: str, value: object, allowed: str = "a whole number (int)", *, 
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         try:
             return int(operator.index(value))
-        except TypeError:  # for example, an array with several numbers
+        except TypeError:  # The value is, for example, an array with several numbers.
             pass
     refuse(param, value, allowed, verb=verb)
 
@@ -126,7 +126,7 @@ def to_items(param: str, value: object, allowed: str, *, count_max: int) -> tupl
         param: Name of the parameter for the error message.
         value: The received value. A str, a dict and a set are refused, see is_list.
         allowed: Description of the allowed values for the error message.
-        count_max: Most items that are allowed. The items of a longer list are not read.
+        count_max: Maximum number of items. The items of a longer list are not read.
 
     Raises:
         InvalidRequest: the value is not a list, or has too many items.
@@ -148,7 +148,7 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
         return False
     try:
         len(value)
-    except TypeError:  # a numpy array without a dimension has __len__, but calling __len__ raises
+    except TypeError:  # A numpy array without a dimension has __len__, but calling __len__ raises TypeError.
         return False
     return True
 
@@ -159,7 +159,7 @@ def check_count(param: str, value: Sized, count_max: int) -> None:
     Args:
         param: Name of the parameter for the error message.
         value: The received value.
-        count_max: Most entries that are allowed.
+        count_max: Maximum number of entries.
 
     Raises:
         InvalidRequest: the value has more entries.

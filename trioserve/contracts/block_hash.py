@@ -15,7 +15,8 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_SCHEME = "trioserve.blake2b.1"
 """Identifies this hash function between servers. Servers with the same scheme give equal blocks equal hashes."""
 
-_DIGEST_BYTES = 16  # a collision is likely after 2**64 blocks. The prefix cache also compares tokens.
+# With this digest size, a collision is likely after 2**64 blocks. The prefix cache also compares tokens.
+_DIGEST_BYTES = 16
 
 
 def root_hash(salt: str | None) -> BlockHash:

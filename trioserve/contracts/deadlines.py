@@ -12,22 +12,23 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines", "passed_message"]
 
-DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # a request that may take longer must set no deadline
+DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # A request that may take longer than this limit must set no deadline.
 
 
 class Deadline(enum.Enum):
     """One of a request's three deadlines. The value is its name in the API, and the reason that clients get."""
 
-    QUEUE = "queue_timeout"  # until the request begins to run
-    FIRST_TOKEN = "ttft_timeout"  # until its first token is sampled
-    TOTAL = "timeout"  # until its response is complete
+    QUEUE = "queue_timeout"  # This deadline ends when the request begins to run.
+    FIRST_TOKEN = "ttft_timeout"  # This deadline ends when the request's first token is sampled.
+    TOTAL = "timeout"  # This deadline ends when the response is complete.
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request may take, from the moment it enters the server.
 
     Attributes:
-        queue_timeout: Seconds until the request begins to run. None means no deadline, also in the next fields.
+        queue_timeout: Seconds until the request begins to run. None means no deadline. None has the same meaning in the
+            next two fields.
         ttft_timeout: Seconds until the first token.
         timeout: Seconds until the response is complete.
 

@@ -57,7 +57,7 @@ Small enough to match a common system prompt, large enough that a long prompt ha
 
 
 class Stage(enum.Enum):
-    """Part of a disaggregated request: one endpoint computes the prompt, and another endpoint computes the response."""
+    """Stage of a disaggregated request. One endpoint computes the prompt, and another one computes the response."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -69,15 +69,15 @@ class PairOutcome(enum.Enum):
     After every outcome except PAIRED and LEFT, one endpoint serves the request alone.
     """
 
-    PAIRED = "paired"  # the second endpoint began to answer
-    NO_ENDPOINT = "no_endpoint"  # no endpoint was available for the next part
+    PAIRED = "paired"  # The second endpoint began to respond.
+    NO_ENDPOINT = "no_endpoint"  # No endpoint was available for the next stage.
     PREFILL_FAILED = "prefill_failed"
-    NOT_HELD = "not_held"  # the prompt was computed, but the endpoint did not hold its blocks
-    FINISHED = "finished"  # the response ended with its first token
-    HOLD_LOST = "hold_lost"  # the blocks were released before the second endpoint read them
+    NOT_HELD = "not_held"  # The prompt was computed, but the endpoint did not hold its KV blocks.
+    FINISHED = "finished"  # The response was complete with its first token.
+    HOLD_LOST = "hold_lost"  # The KV blocks were released before the second endpoint read them.
     DECODE_FAILED = "decode_failed"
-    TRANSFER_FAILED = "transfer_failed"  # the second endpoint could not read the blocks
-    LEFT = "left"  # the request ended earlier: the client left, or the request was refused
+    TRANSFER_FAILED = "transfer_failed"  # The second endpoint could not read the KV blocks.
+    LEFT = "left"  # The request ended earlier, because the client left or the request was refused.
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,7 +49,7 @@ class TrioserveError(Exception):
     """
 
 
-# --- the caller's fault ---------------------------------------------------------------------------------------------
+# --- errors that the caller causes ---------------------------------------------------------------------------------
 
 
 class InvalidRequest(TrioserveError):
@@ -141,7 +141,7 @@ class ModelLoadError(StartupError):
     """
 
 
-# --- the fault of the environment: load, disk, network, other servers -----------------------------------------------
+# --- errors that the environment causes: load, disk, network, other servers ----------------------------------------
 
 
 class Overloaded(TrioserveError):
@@ -248,7 +248,7 @@ class RequestPoisoned(EndpointLost):
     """
 
 
-# --- our fault ------------------------------------------------------------------------------------------------------
+# --- errors that this program causes --------------------------------------------------------------------------------
 
 
 class RequestFailed(TrioserveError):
@@ -279,7 +279,7 @@ class EngineFault(TrioserveError):
     """
 
 
-# --- faults in libraries --------------------------------------------------------------------------------------------
+# --- errors in libraries --------------------------------------------------------------------------------------------
 
 
 def is_library_panic(error: BaseException) -> bool:

@@ -29,19 +29,20 @@ __all__ = [
 class FinishReason(enum.Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # an end token, a stop token or a stop string. Also used for a pooling request that is complete.
-    LENGTH = "length"  # output_tokens_max is reached, or the model's context is full
-    ABORT = "abort"  # the client left, or the request was aborted by its id
+    # An end token, a stop token or a stop string ended the request. A complete pooling request has this reason too.
+    STOP = "stop"
+    LENGTH = "length"  # The request reached output_tokens_max, or the model's context is full.
+    ABORT = "abort"  # The client left, or the request was aborted by its id.
     DEADLINE = "deadline"
     ERROR = "error"
-    HANDED_OVER = "handed_over"  # another engine resumes the request
+    HANDED_OVER = "handed_over"  # Another engine resumes the request.
 
 
 class HandOverOutcome(enum.Enum):
     """Outcome of moving a request to another engine."""
 
     HANDED_OVER = "handed_over"
-    NOT_POSSIBLE = "not_possible"  # the request does not run, or no other engine could resume the request
+    NOT_POSSIBLE = "not_possible"  # The request is not running, or no other engine could resume the request.
     UNKNOWN = "unknown"
 
 
@@ -63,7 +64,7 @@ class IterativePhase(enum.Enum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log probability of one token, and of the most probable tokens at its position.
+    """Log probability of one token, and log probabilities of the most probable tokens at the same position.
 
     Attributes:
         token_id: The token.
@@ -112,15 +113,16 @@ class PoolingReady(msgspec.Struct, frozen=True):
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     """The last event of a request.
 
-    The request's blocks are free when this event is returned, with two exceptions. A connector may hold the blocks. Or
-    a step that was planned ahead still contains the request: then the blocks are free after that step.
+    The request's blocks are free when this event is returned, with two exceptions. First, a connector may hold the
+    blocks. Second, a step that was planned ahead may still contain the request: then the blocks are free after that
+    step.
 
     Attributes:
         request_id: The sequence.
         reason: Why the request ended.
         phase: Progress of the request when it ended.
-        stop_token_id: The end token or stop token that ended the request, which is also its last token. None if no such
-            token ended it.
+        stop_token_id: The end token or stop token that ended the request, which is also the request's last token. None
+            if no such token ended the request.
         cached_token_count: Prompt tokens found in the prefix cache when the request first ran.
         message: Explanation for the client. None if there is nothing to explain.
         kv_transfer: Parameters with which another engine reads the blocks that a connector holds. None if no blocks are
@@ -140,7 +142,7 @@ EngineEvent = TokensReady | PromptLogprobs | PoolingReady | RequestFinished
 
 
 class AbortOutcome(enum.Enum):
-    """Outcome of aborting an id."""
+    """Outcome of aborting the requests with one id."""
 
     ABORTED = "aborted"
     ALREADY_FINISHED = "already_finished"
@@ -152,8 +154,8 @@ class AbortResult(msgspec.Struct, frozen=True):
 
     Attributes:
         outcome: Outcome for this id.
-        finished: The end of the sequence, if its blocks are free already. Otherwise None: a step in flight still reads
-            the blocks, and the update of the last such step returns RequestFinished.
+        finished: The RequestFinished event of the sequence, if the sequence's blocks are free already. Otherwise None:
+            a step in flight still reads the blocks, and the core returns RequestFinished after the last such step.
     """
 
     outcome: AbortOutcome

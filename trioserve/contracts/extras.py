@@ -1,4 +1,4 @@
-"""Optional parts of the installation, called extras, and the command that installs one."""
+"""Optional dependencies of the installation, called extras, and the command that installs an extra."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def _checkout() -> str | None:
         installed = Distribution.from_name("trioserve")
     except PackageNotFoundError:
         return checkout
-    beside: Any = installed.locate_file("pyproject.toml")  # a pathlib.Path
+    # The value is a pathlib.Path.
+    beside: Any = installed.locate_file("pyproject.toml")
     if beside.is_file():
-        return checkout  # setuptools leaves metadata in a source tree, which hides those of the installation
-    origin = installed.read_text("direct_url.json")  # see PEP 610
+        return checkout  # setuptools leaves metadata in a source tree. They hide the metadata of the installation.
+    origin = installed.read_text("direct_url.json")  # PEP 610 describes this file.
     is_editable = origin is not None and msgspec.json.decode(origin).get("dir_info", {}).get("editable", False)
     return checkout if is_editable else None

@@ -16,7 +16,7 @@ import msgspec
 __all__ = ["BITS", "Guide", "GuidedRows", "MaskMaker", "TokenMasks", "mask_words"]
 
 
-BITS = 32  # bits in a word
+BITS = 32  # Each word of a mask has this number of bits.
 
 
 class TokenMasks(Protocol):
@@ -59,16 +59,17 @@ class Guide(Protocol):
 
     @property
     def is_free_ahead(self) -> bool:
-        """Return True if the grammar allows every token at the position after the next one, whatever the next token is.
+        """Return True if the grammar allows every token at the position after the next token, whatever the next token
+        is.
 
-        Then the later token can be sampled before accept is called for the next token. Until that call, the guide is
-        one token behind.
+        If so, the token after the next token can be sampled before accept is called for the next token. Until that
+        call, the guide is one token behind.
         """
         ...
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further token is allowed except one that ends the sequence."""
+        """Return True if the grammar allows only tokens that end the sequence."""
         ...
 
     @property
@@ -83,7 +84,7 @@ class Guide(Protocol):
             token_id: The token.
 
         Returns:
-            False if the grammar does not allow the token. After that, `fault` is set.
+            False if the grammar does not allow the token. In that case `fault` then returns a reason.
         """
         ...
 

@@ -30,10 +30,11 @@ __all__ = [
     "network_steps",
 ]
 
-GUIDANCE_MAX = 100.0  # images are saturated long before this
-PARTIAL_IMAGES_MAX = 16  # decoding a partial image costs as much as decoding a finished image
+GUIDANCE_MAX = 100.0  # Images are saturated far below this guidance.
+PARTIAL_IMAGES_MAX = 16  # The limit exists because decoding a partial image costs as much as decoding a finished image.
 PNDM = "pndm"
-PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API. The text encoder truncates longer prompts to its own limit.
+# OpenAI's API has the same limit. The text encoder truncates longer prompts to its own limit.
+PROMPT_CHARACTERS_MAX = 32_000
 
 
 def network_steps(sampler: str, steps: int) -> int:
@@ -71,7 +72,8 @@ class RGBImage(msgspec.Struct, frozen=True):
             if side < 1:
                 refuse(name, side, "1 or more")
             msgspec.structs.force_setattr(self, name, side)
-        if not isinstance(self.rgb, bytes):  # other buffers may change while another thread reads them
+        if not isinstance(self.rgb, bytes):
+            # Only bytes are accepted, because other buffers may change while another thread reads them.
             refuse("rgb", self.rgb, "bytes")
         if len(self.rgb) != 3 * self.width * self.height:
             raise InvalidRequest(
@@ -95,7 +97,7 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
         guidance: Weight of the prompt against the negative or empty prompt. At 1 or less, only the prompt is used.
         negative_prompt: Content to avoid. Has an effect only with guidance above 1.
         n: Number of images.
-        seed: Seed of the first image. Image i has the seed plus i. None draws one.
+        seed: Seed of the first image. Image i has the seed plus i. None: the engine draws a seed.
         sampler: Name of one of the model's samplers.
         partial_images: Number of partial images to return for each image, after equal numbers of steps. A request with
             fewer steps gets fewer partial images.
@@ -218,7 +220,7 @@ class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unread_size(self) -> int:
-        """Return 0: joining two deltas copies nothing. So unread deltas are joined at once, and one image is kept."""
+        """Return 0, because joining two image deltas copies no pixels. So unread deltas are joined at once."""
         return 0
 
     @property
@@ -303,9 +305,10 @@ class ImageRequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         StartupError: a limit is below 1.
     """
 
-    pixels_max: int = 4 * 2**20  # 2048 x 2048: four times the size for which most models were trained
+    # The default is 2048 x 2048 pixels, four times the size for which most models were trained.
+    pixels_max: int = 4 * 2**20
     steps_max: int = 250
-    n_max: int = 10  # as in OpenAI's API
+    n_max: int = 10  # OpenAI's API has the same limit.
 
     def __post_init__(self) -> None:
         for name in ("pixels_max", "steps_max", "n_max"):

@@ -162,7 +162,7 @@ class IterativeExecutor(Protocol):
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """A denoising step of a request is done.
+    """Event: a denoising step of a request is complete.
 
     Attributes:
         request_id: The request.

@@ -84,8 +84,8 @@ An engine of any role can do everything, so a failed transfer costs time but no 
 class HoldKind(enum.Enum):
     """Reason why a connector holds the blocks of a request."""
 
-    SEND = "send"  # the connector reads blocks of a finished request
-    LOAD = "load"  # the connector may still write into blocks whose load was abandoned
+    SEND = "send"  # The connector reads the blocks of a finished request.
+    LOAD = "load"  # The connector may still write into blocks whose load was abandoned.
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -133,14 +133,14 @@ TransferEvent = Released | StillRead | Loaded | LoadFailed
 class TransferFault(enum.Enum):
     """A fault between core and connector. The label of `transfer_faults_total`."""
 
-    LOAD_FAILED = "load_failed"  # the connector reported a failure
-    LOAD_EXPIRED = "load_expired"  # no report before the load's deadline
-    HOLD_EXPIRED = "hold_expired"  # no report before the hold's deadline
-    LATE = "late"  # a report about an expired hold
-    DOUBLE = "double"  # a second report about one transfer
-    UNKNOWN = "unknown"  # a report about a request that the core does not know, or has forgotten
-    BAD_COUNT = "bad_count"  # an impossible number of tokens
-    RAISED = "raised"  # the connector raised instead of answering
+    LOAD_FAILED = "load_failed"  # The connector reported that a load failed.
+    LOAD_EXPIRED = "load_expired"  # The connector did not report before the load's deadline.
+    HOLD_EXPIRED = "hold_expired"  # The connector did not report before the hold's deadline.
+    LATE = "late"  # The connector sent a report about an expired hold.
+    DOUBLE = "double"  # The connector sent a second report about one transfer.
+    UNKNOWN = "unknown"  # The connector sent a report about a request that the core never had, or has forgotten.
+    BAD_COUNT = "bad_count"  # The connector reported an impossible number of tokens.
+    RAISED = "raised"  # A call to the connector raised an exception.
 
 
 class KVConnector(Protocol):

@@ -24,8 +24,8 @@ __all__ = [
 HISTORY_POINTS_MAX = 180
 """Points of a quarter of an hour, with one point in 5 seconds."""
 
-REQUESTS_SHOWN_MAX = 512  # shown requests, the newest first. They take about 150 KB of JSON.
-ENDED_SECONDS = 30.0  # seconds for which the page shows a request after its end
+REQUESTS_SHOWN_MAX = 512  # The page shows the newest requests, up to this number. They take about 150 KB of JSON.
+ENDED_SECONDS = 30.0  # The page shows a request for this many seconds after the request's end.
 
 
 class BlockState(enum.IntEnum):

@@ -25,8 +25,8 @@ __all__ = [
     "TextPair",
 ]
 
-INPUTS_MAX = 2048  # inputs of one request, as in OpenAI's API
-DIMENSIONS_MAX = 2**24  # more than any model has. The engine checks the limit of its own model.
+INPUTS_MAX = 2048  # One request may have this many inputs, as in OpenAI's API.
+DIMENSIONS_MAX = 2**24  # No model has so many dimensions. The engine checks the limit of the loaded model.
 
 PoolingMethod = Literal["last", "mean", "cls"]
 PoolingTask = Literal["embed", "score", "labels"]
@@ -126,7 +126,7 @@ class PoolingResult(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: list[float]) -> PoolingResult:
-        """Pack numbers, rounded to float32.
+        """Return a result with these numbers, rounded to float32 and packed into bytes.
 
         Args:
             values: The numbers.

@@ -1,4 +1,4 @@
-"""The kinds of prompts: text, token ids, and chats."""
+"""Types of prompts: text, token ids, and chats."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from trioserve.contracts.sampling import SamplingParams
 
 __all__ = ["EngineRequest", "PRIORITY_MAX", "PRIORITY_MIN"]
 
-PRIORITY_MIN = -100  # each priority in use has its own queue, so the range is limited
+PRIORITY_MIN = -100  # Priorities have a limited range, because each priority in use has its own queue.
 PRIORITY_MAX = 100
 
 

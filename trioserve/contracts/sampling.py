@@ -13,18 +13,19 @@ from trioserve.contracts.thinking import Thinking
 
 __all__ = ["CHOICES_MAX", "SAMPLING_RANGES", "Range", "SamplingParams"]
 
-CHOICES_MAX = 128  # n, as in OpenAI's API. Each choice is one sequence in the batch.
-STOP_STRINGS_MAX = 16  # each delta is searched for every stop string
-STOP_STRING_CHARACTERS_MAX = 256  # the server may hold back this much text of a response
+CHOICES_MAX = 128  # Limit of n, as in OpenAI's API. Each choice is one sequence in the batch.
+STOP_STRINGS_MAX = 16  # The number is limited because each delta is searched for every stop string.
+# The server may hold back this many characters of a response, because they may be the start of a stop string.
+STOP_STRING_CHARACTERS_MAX = 256
 STOP_TOKENS_MAX = 128
-ALLOWED_TOKENS_MAX = 65_536  # half of a large vocabulary. Each allowed token takes one bit.
+ALLOWED_TOKENS_MAX = 65_536  # This limit is half of a large vocabulary. Each allowed token takes one bit.
 BAD_WORDS_MAX = 1024
 BAD_WORD_CHARACTERS_MAX = 256
-# Total length of all bad words. Preparing so much text takes a tenth of a second, once per request.
+# Limit of the total length of all bad words. Preparing them takes up to a tenth of a second, once per request.
 BAD_WORDS_CHARACTERS_MAX = 32_768
-LOGIT_BIAS_MAX = 1024  # entries are copied into the logits at every step
-LOGPROBS_MAX = 20  # as in OpenAI's API
-TEMPERATURE_MAX = 100.0  # at a higher temperature, every distribution is practically uniform
+LOGIT_BIAS_MAX = 1024  # The number is limited because the entries are copied into the logits at every step.
+LOGPROBS_MAX = 20  # OpenAI's API has the same limit.
+TEMPERATURE_MAX = 100.0  # At a higher temperature, every distribution is practically uniform.
 TOKEN_ID_MAX = 2**31 - 1
 # Smaller positive temperatures are raised to this value, because they differ from greedy only by rounding errors.
 TEMPERATURE_MIN = 0.01

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["closest_name"]
 
-# Similarity from 0 to 1. At this value, a name with every fourth letter wrong is found, and unrelated words are not.
+# Minimum similarity, from 0 to 1. A name with every fourth letter wrong is found, and unrelated names are not.
 LIKENESS_MIN = 0.7
 
 
@@ -22,7 +22,7 @@ def closest_name(written: str, known: Iterable[str]) -> str | None:
     Returns:
         The similar name, or None if no name is similar.
     """
-    import difflib  # imported late: only errors need it
+    import difflib  # difflib is imported late, because only errors need this module.
 
     spelled = {_plain(name): name for name in known}
     found = difflib.get_close_matches(_plain(written), spelled, n=1, cutoff=LIKENESS_MIN)

@@ -20,13 +20,14 @@ FREE_UNTIL_CHARACTERS_MAX = 256
 class SchemaKind(enum.Enum):
     """Kind of structured output. The value is its name in the API or in messages."""
 
-    JSON_OBJECT = "json_object"  # any JSON object
-    JSON_SCHEMA = "json_schema"  # JSON that a schema accepts
+    JSON_OBJECT = "json_object"  # The output is any JSON object.
+    JSON_SCHEMA = "json_schema"  # The output is JSON that a schema accepts.
     REGEX = "regex"
-    CHOICE = "choice"  # one of several texts
-    GRAMMAR = "grammar"  # Lark in llguidance's dialect, or GBNF
-    TOOL_CALLS = "grammar of tool calls"  # Lark grammar that the server makes. Clients cannot send this kind.
-    STRUCTURAL_TAG = "structural_tag"  # free text, with a schema after each trigger
+    CHOICE = "choice"  # The output is one of several given texts.
+    GRAMMAR = "grammar"  # The grammar is written in llguidance's dialect of Lark, or in GBNF.
+    TOOL_CALLS = "grammar of tool calls"  # The server makes this Lark grammar. Clients cannot send this kind.
+    # The output is free text, except that a schema restrains the text after each trigger.
+    STRUCTURAL_TAG = "structural_tag"
 
 
 # Compiling takes up to 10 microseconds per character. Each rule takes one level of the compiler's stack.
@@ -36,7 +37,8 @@ SOURCE_CHARACTERS_MAX = {
     SchemaKind.REGEX: 8192,
     SchemaKind.CHOICE: 262_144,
     SchemaKind.GRAMMAR: 65_536,
-    SchemaKind.TOOL_CALLS: 262_144,  # tool calls consist mostly of schemas, with few rules
+    # A higher limit is safe for tool calls, because they consist mostly of schemas and have few rules.
+    SchemaKind.TOOL_CALLS: 262_144,
     SchemaKind.STRUCTURAL_TAG: 262_144,
 }
 

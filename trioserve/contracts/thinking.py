@@ -17,9 +17,9 @@ THINKING_TOKENS_MAX = 2**31 - 1
 class ReasoningOutcome(enum.Enum):
     """Outcome of a call that ends a request's reasoning."""
 
-    ENDING = "ending"  # the end marker comes next
-    NO_REASONING = "no_thought"  # the request has no open reasoning, or has ended
-    UNKNOWN = "unknown"  # no live request has this id
+    ENDING = "ending"  # The end marker is the next output.
+    NO_REASONING = "no_thought"  # The request has no open reasoning, or the request has ended.
+    UNKNOWN = "unknown"  # No live request has this id.
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ __all__ = ["VERSION"]
 def _version() -> str:
     try:
         return version("trioserve")
-    except PackageNotFoundError:  # the program runs from a source tree and is not installed
+    except PackageNotFoundError:  # The program runs from a source tree and is not installed.
         return "unknown"
 
 

@@ -43,10 +43,10 @@ INITIAL_WEIGHTS, as in most responses.
 class ReplacementState(enum.Enum):
     """Progress of replacing weights."""
 
-    CHECKED = "checked"  # the old weights are unchanged
-    BEGUN = "begun"  # a failure now leaves a mixture of old and new weights
-    WHOLE = "whole"  # all new weights are in place
-    GONE = "gone"  # the executor has ended, so its weights are lost
+    CHECKED = "checked"  # The new weights were checked, and the old weights are unchanged.
+    BEGUN = "begun"  # A failure in this state leaves a mixture of old and new weights.
+    WHOLE = "whole"  # All new weights are in place.
+    GONE = "gone"  # The executor has ended, so its weights are lost.
 
 
 class SharedWeights(msgspec.Struct, frozen=True):
