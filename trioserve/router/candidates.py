@@ -1,4 +1,4 @@
-"""The endpoints that a policy chooses from. Finding them does not need a look at every endpoint."""
+"""Candidates: the endpoints that a policy chooses from. The router finds them without looking at every endpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         load: work at the endpoint, relative to its limit: 0 is idle, 1 is at the limit. Includes the work of other
             routers if the endpoint reports it.
         has_room: True if the endpoint has a free slot for the request.
-        others: the part of `load` that other routers cause.
+        others: the amount of `load` that other routers cause.
     """
 
     id: EndpointId
@@ -175,17 +175,18 @@ def looked_at(candidates: Sequence[Candidate], rng: Rng) -> Candidates:
 
 PROBES = 21
 CIRCLE = 1 << 64
-PROBES_PER_DIGEST = 8  # 64 bytes are eight points
+PROBES_PER_DIGEST = 8  # One digest has 64 bytes, which make eight probes of 8 bytes.
 
 
 class Ring:
-    """Endpoint ids on a hash ring, which gives an order of the endpoints for each key.
+    """Hash ring of endpoint ids. For each key, the ring gives an order of the endpoints.
 
-    Multi-probe consistent hashing (Appleton and O'Reilly, 2015). An endpoint is one point on a ring, and a key has
-    PROBES points, the probes. The endpoints are ordered by their distance from the nearest preceding probe. So the
-    order of two endpoints depends only on their ids and the key, and is the same on every router. Adding or removing an
-    endpoint does not change the order of the other endpoints. Rendezvous hashing has the same property, but would have
-    to look at all endpoints. With 21 probes, the busiest of many endpoints has about 1.05 times its share of the keys.
+    The method is multi-probe consistent hashing (Appleton and O'Reilly, 2015). An endpoint is one point on the ring,
+    and a key has PROBES points, the probes. The endpoints are ordered by their distance from the nearest preceding
+    probe. So the order of two endpoints depends only on their ids and the key, and is the same on every router. Adding
+    or removing an endpoint does not change the order of the other endpoints. Rendezvous hashing has the same property,
+    but would have to look at all endpoints. With 21 probes, the busiest of many endpoints has about 1.05 times its
+    share of the keys.
 
     Cost:
         `add` and `remove` move the list of points: O(endpoints) of copied memory, a few microseconds for ten thousand.
@@ -209,7 +210,8 @@ class Ring:
             return
         point = int.from_bytes(_digest(f"endpoint {id}", 8), "big")
         while point in self._at:
-            point = (point + 1) % CIRCLE  # another endpoint has the same hash
+            # Another endpoint has the same hash, so this endpoint gets the next free point.
+            point = (point + 1) % CIRCLE
         self._at[point] = id
         self._point_of[id] = point
         bisect.insort(self._points, point)
@@ -228,7 +230,7 @@ class Ring:
         points, count = self._points, len(self._points)
         if not count:
             return
-        nearest: list[tuple[int, int, int]] = []  # distance, probe, index of the point
+        nearest: list[tuple[int, int, int]] = []  # Each entry has the distance, the probe and the index of the point.
         for probe in _probes(key):
             index = bisect.bisect_left(points, probe) % count
             nearest.append(((points[index] - probe) % CIRCLE, probe, index))
@@ -244,7 +246,7 @@ class Ring:
             if distance > _distance:
                 heapq.heapreplace(nearest, (distance, probe, following))
             else:
-                heapq.heappop(nearest)  # the probe has passed the whole ring
+                heapq.heappop(nearest)  # The probe has passed the whole ring.
 
 
 def _probes(key: str) -> list[int]:

@@ -8,8 +8,8 @@ requests is the cause, so each request gets one more try.
 A connection can also break, or go silent, while the endpoint keeps running. So a suspected request is first put on
 trial: the request waits until each of its endpoints passes a health check and reports the name of its clock, which
 identifies the process. The same name as before clears the request of suspicion, because the process that served the
-request still runs. Another name confirms that the process ended. There is no trial if the endpoint reported the failure
-itself, reports no clock, or is draining.
+request still runs. A different name confirms that the process ended. There is no trial if the endpoint reported the
+failure itself, reports no clock, or is draining.
 
 A request whose endpoints failed before its first token is judged in the same way, with higher limits: the progress of
 such a request cannot be measured, and several endpoints may fail in a row for other reasons.
@@ -30,8 +30,9 @@ from trioserve.router.ticket import Break, Ticket
 
 __all__ = ["Continuations", "RetryBudget"]
 
-BURST_SECONDS = 10.0  # unused retries of this many seconds are saved
-ROUNDING = 1e-9  # tolerance for float sums: without it, no retry might be available at the time that `next_at` returned
+BURST_SECONDS = 10.0  # The budget saves the unused retries of this many seconds.
+# Float sums need this tolerance. Without it, no retry might be available at the time that `next_at` returned.
+ROUNDING = 1e-9
 
 
 class RetryBudget:

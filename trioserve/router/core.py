@@ -97,7 +97,7 @@ class RouterCore:
         self._admissions_total = 0
         self._retries_total = 0
 
-    # --- requests ---
+    # --- methods for requests ---
 
     def prepare(self, request: RoutedRequest, now: float) -> None:
         """Count a request whose body is being read before the request enters, because reading costs memory and time.
@@ -162,7 +162,7 @@ class RouterCore:
         queue = model.queues[ticket.stage]
         must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
         if request.pinned is None and not must_wait and model.has_waiting:
-            self._hand_over(now)  # requests in other queues may have waited longer for the free slots
+            self._hand_over(now)  # Requests in other queues may have waited longer for the free slots.
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 pinned = self.endpoints[request.pinned]
@@ -170,7 +170,7 @@ class RouterCore:
                 raise self._refusals.counted(is_full if pinned.accepts_requests else self._no_endpoint(request, now))
             queue.newcomers.add(ticket)
             if must_wait:
-                self._hand_over(now)  # earlier requests may wait for an endpoint that this request does not need
+                self._hand_over(now)  # Earlier requests may wait for an endpoint that this request does not need.
             if ticket.state is TicketState.WAITING:
                 refusal = refusals.queue_was_full(self.settings, queue, request, now)
                 if refusal is not None:
@@ -226,7 +226,8 @@ class RouterCore:
         endpoint = self._fleet.of(ticket)
         if not ticket.has_token:
             ticket.has_token = True
-            for id in sorted(ticket.refused_by):  # these refusals were wrong, since another endpoint serves the request
+            for id in sorted(ticket.refused_by):
+                # An endpoint that refused the request was wrong, because another endpoint serves the request.
                 if (refusing := self.endpoints.get(id)) is not None:
                     refusing.failures_total["refused_wrongly"] += 1
                     refusing.note_failure(now)
@@ -380,14 +381,14 @@ class RouterCore:
     def _note_failed(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
     ) -> None:
-        """Record a fault of a request without a token. The time at the endpoint does not count as waiting."""
+        """Record that an endpoint failed a request without a token. The time at the endpoint is no waiting time."""
         served_seconds = now - ticket.leased_at
         ticket.own_deadline += served_seconds
         ticket.queue_deadline += served_seconds
         if fault in DEATHS:
             self._continuations.note_break(ticket, fault, endpoint, 0, is_certain=is_certain)
         if fault in LOST:
-            # The request waits for an endpoint as long as a stream would, unless the request's own deadline is earlier.
+            # The request may wait for an endpoint as long as a stream may, unless its own deadline is earlier.
             ticket.is_lost = True
             patience = now + self.settings.continuation_seconds_max
             ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
@@ -410,8 +411,8 @@ class RouterCore:
         if ticket.refusal is not None:
             self._end(ticket)
         else:
-            ticket.stage = None  # the next endpoint does all the remaining work
-            # The old queue deadline was for the wait before the first token.
+            ticket.stage = None  # The next endpoint computes the whole rest of the response.
+            # The old queue deadline applied only to the wait before the first token.
             ticket.own_deadline, ticket.queue_deadline = math.inf, now + self.settings.continuation_seconds_max
             self._wait_again(ticket)
         self._hand_over(now)
@@ -420,18 +421,18 @@ class RouterCore:
     def _may_try_again(self, ticket: Ticket, fault: Fault, now: float) -> bool:
         """Return whether a request without a token may wait for another endpoint.
 
-        A request whose endpoint was lost always may, even if all endpoints are ejected: an endpoint may recover in
-        time. The retry budget limits retries after error responses and full endpoints. If all healthy endpoints are
-        full, the client gets the refusal at once.
+        A request whose endpoint was lost may always wait, even if all endpoints are ejected, because an endpoint may
+        recover in time. The retry budget limits retries after error responses and full endpoints. If all healthy
+        endpoints are full, the client gets the refusal at once.
         """
         if ticket.request.pinned is not None:
             return False
-        if fault in LOST:  # if the deadline has passed, the queue refuses the request with a Retry-After
+        if fault in LOST:  # If the deadline has passed, the queue refuses the request with a Retry-After.
             return self._fleet.is_any_left(ticket)
         if now >= ticket.queue_deadline:
             return False
         if fault is Fault.INVALID and not self.is_draining:
-            return self._fleet.is_any_left(ticket)  # these faults are never the request's fault
+            return self._fleet.is_any_left(ticket)  # The request never causes a fault of this kind.
         if fault is Fault.REFUSED and not self.is_draining:
             return self._fleet.is_any_left(ticket, unejected=True)
         if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:
@@ -440,7 +441,7 @@ class RouterCore:
             return self._fleet.is_any_left(ticket, has_not_refused=True) and self._budget.take(now)
         return self._fleet.is_any_left(ticket, unejected=True) and self._budget.take(now)
 
-    # --- endpoints ---
+    # --- methods for endpoints ---
 
     def add_endpoint(
         self,
@@ -575,7 +576,7 @@ class RouterCore:
 
         Args:
             id: name of the ejected endpoint.
-            is_well: True if the endpoint served the probe. None if it is alive but refused the probe.
+            is_well: True if the endpoint served the probe. None if the endpoint is alive but refused the probe.
             now: time in seconds.
         """
         state = self.endpoints.get(id)
@@ -633,14 +634,14 @@ class RouterCore:
         if state is None or state.health is EndpointHealth.DRAINING:
             return
         if state.health is EndpointHealth.STARTING:
-            self.note_health(id, False, now)  # the endpoint may still be starting
+            self.note_health(id, False, now)  # The endpoint may still be starting.
             return
         state.note_leaving(now)
         if move_seconds is not None and state.in_flight and not self._moving.is_emptied(id):
             self._empty(id, now + move_seconds)
         self._hand_over(now)
 
-    # --- time ---
+    # --- methods for time ---
 
     def next_tick(self, now: float) -> float:
         """Return the time in seconds at which `tick` has to be called next, or math.inf for never.
@@ -705,7 +706,7 @@ class RouterCore:
             pairs_total=dict(self._disaggregation.outcomes_total),
         )
 
-    # --- leases ---
+    # --- methods for leases ---
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
         """Grant a lease to a ticket if an endpoint has a free slot, and return whether it was granted. The ticket must
@@ -874,7 +875,7 @@ class RouterCore:
         if model not in self._fleet.model_names():
             self._queues.forget_unused(model)
 
-    # --- disaggregated requests ---
+    # --- methods for disaggregated requests ---
 
     def will_be_disaggregated(self, request: RoutedRequest) -> bool:
         """Return whether the request would be disaggregated if it entered now.
@@ -885,14 +886,14 @@ class RouterCore:
         return self._disaggregation.will_be_disaggregated(request)
 
     def is_pair_there(self, model: str) -> bool:
-        """Return whether one endpoint may compute a prompt and a different endpoint the response.
+        """Return whether one endpoint may compute a prompt, and a different endpoint may compute the response.
 
         Args:
             model: model name.
         """
         return self._fleet.is_pair_there(model)
 
-    # --- the set of endpoints ---
+    # --- methods for the set of endpoints ---
 
     def model_names(self) -> KeysView[str]:
         """Return the model names of all endpoints, including draining ones."""
@@ -912,7 +913,7 @@ class RouterCore:
         stages: tuple[Stage | None, ...] = tuple(Stage) if self.will_be_disaggregated(request) else (None,)
         return any(self._fleet.has_choice(request.model, stage) for stage in stages)
 
-    # --- refusing ---
+    # --- methods for refusals ---
 
     def _check_open(self, request: RoutedRequest, now: float) -> None:
         """Raise Draining, NoEndpoint or InvalidRequest unless an endpoint that is not ejected may serve the request."""
@@ -952,7 +953,8 @@ class RouterCore:
 
     def _judge(self, now: float) -> None:
         """End the trials of requests whose failed endpoints have reported enough to decide."""
-        for model in list(self._queues.models.values()):  # ending a ticket may delete its model's queues
+        for model in list(self._queues.models.values()):
+            # The loop uses a copy, because ending a ticket may delete the queues of its model.
             for ticket in model.on_trial():
                 refusal = self._continuations.judge(ticket)
                 if refusal is not None:
@@ -966,7 +968,8 @@ class RouterCore:
             self._refuse_if_hopeless(ticket, now)
 
     def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
-        # A stream whose client has tokens waits a limited time for endpoints to recover.
+        # For a stream whose client has tokens, is_any_left also counts endpoints that failed the stream, because they
+        # may recover.
         if ticket.state is TicketState.WAITING and not self._fleet.is_any_left(ticket):
             self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 

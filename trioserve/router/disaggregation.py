@@ -1,8 +1,8 @@
 """Decides which requests compute their prompt at one endpoint and their response at another.
 
-Such a request has a prefill stage and then a decode stage (`Ticket.stage`), each with a queue of its own. Roles of
-endpoints are hints. If a split cannot be completed, one endpoint does the whole request: the stage becomes None and
-stays None.
+A disaggregated request has a prefill stage and then a decode stage (`Ticket.stage`). Each stage has a queue of its own.
+Roles of endpoints are hints. If a split cannot be completed, one endpoint does the whole request: the stage becomes
+None and stays None.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Disaggregation:
         for stage in Stage:
             queue = model.queues[stage]
             for line in queue.again.lines() if queue.again else ():
-                is_there = self._is_next_stage_there(line[0])  # same for the whole line: same failed endpoints
+                # All requests of a line failed at the same endpoints, so the result is the same for all of them.
+                is_there = self._is_next_stage_there(line[0])
                 for ticket in line:
                     if not is_there or (stage is Stage.DECODE and not ticket.is_held):
                         self._undo_split(ticket)
@@ -102,8 +103,8 @@ class Disaggregation:
 
 
 def stage_fault(stage: Stage | None, fault: Fault) -> PairOutcome | None:
-    """Return the outcome to count if no other endpoint takes over the failed stage of a request, or None if it was not
-    split.
+    """Return the outcome to count if no other endpoint takes over the failed stage of a request. None if the request
+    was not split.
 
     Args:
         stage: the stage that failed, or None if the request was not split.

@@ -35,13 +35,14 @@ from trioserve.router.settings import RouterSettings
 
 __all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
 
-FAILED_LOADS_MAX = 256  # failed requests counted as load: a higher count would not change the choice of endpoints
-DIVIDED_SECONDS_MIN = 0.3  # within this time an endpoint reports any change since its last report
+# Failed requests count as load, up to this number. A higher number would not change the choice of endpoints.
+FAILED_LOADS_MAX = 256
+DIVIDED_SECONDS_MIN = 0.3  # Within this time, an endpoint reports any change since its last report.
 DIVIDED_SECONDS_MAX = 0.6
 
 
 class EndpointHealth(enum.Enum):
-    STARTING = "starting"  # no health check has ended yet
+    STARTING = "starting"  # No health check has ended yet.
     HEALTHY = "healthy"
     EJECTED = "ejected"
     PROBING = "probing"
@@ -49,17 +50,18 @@ class EndpointHealth(enum.Enum):
 
 
 class Fault(enum.Enum):
-    """How an endpoint failed a request, before its first token or in the middle of its stream."""
+    """Ways in which an endpoint fails a request, before its first token or in the middle of its stream."""
 
-    UNREACHABLE = "unreachable"  # no connection: the endpoint never got the request
-    BUSY = "busy"  # it answered 429 or 503: the endpoint is healthy, but its load is higher than we assumed
-    BROKE = "broke"  # its connection ended before the response did: the endpoint may have died
-    FAILED = "failed"  # it answered 500, 502 or 504, or ended the stream with an error of its own
-    INVALID = "invalid"  # its response is not one of an inference server: another program is at its address
-    REFUSED = "refused"  # it refused the request in a way that another endpoint has to confirm
-    TRANSFER = "transfer"  # it could not fetch the blocks of a prompt: either endpoint may be at fault
-    HUNG = "hung"  # it sends nothing any more on this connection, or does not answer health checks
-    LEAVING = "leaving"  # it ended the stream and reported that it shuts down
+    UNREACHABLE = "unreachable"  # The router could not connect, so the endpoint never got the request.
+    BUSY = "busy"  # The endpoint answered 429 or 503. It is healthy, but has more load than the router assumed.
+    BROKE = "broke"  # The connection closed before the response was complete. The endpoint may have died.
+    FAILED = "failed"  # The endpoint answered 500, 502 or 504, or ended the stream with an error that is its own fault.
+    INVALID = "invalid"  # No inference server sends this response. Another program uses the endpoint's address.
+    REFUSED = "refused"  # The endpoint refused the request in a way that another endpoint has to confirm.
+    # The endpoint could not fetch the blocks of a prompt. Either of the two endpoints may be at fault.
+    TRANSFER = "transfer"
+    HUNG = "hung"  # The endpoint sends nothing on this connection any more, or does not answer health checks.
+    LEAVING = "leaving"  # The endpoint ended the stream and reported that it shuts down.
 
 
 LOST = frozenset({Fault.UNREACHABLE, Fault.BROKE, Fault.HUNG, Fault.LEAVING})
@@ -72,12 +74,12 @@ DEATHS = frozenset({Fault.BROKE, Fault.HUNG})
 
 
 class OwnPart(NamedTuple):
-    """The part of an endpoint's reported free slots that this router may use. All routers see the same report.
+    """Fraction of an endpoint's reported free slots that this router may use. All routers see the same report.
 
     Attributes:
         share: fraction of the free slots that this router may use.
-        draw: random number from 0 to less than 1. Decides which router gets the remainder of the division, and which
-            router may first use slots that other routers left free.
+        draw: random number, 0 <= draw < 1. The number decides which router gets the remainder of the division, and
+            which router may first use slots that other routers do not use.
     """
 
     share: float
@@ -117,11 +119,11 @@ class EndpointState:
 
     Attributes:
         accepts_requests: True if the endpoint's health allows requests.
-        leases_own_max: the part of the endpoint's limit that this router may use.
+        leases_own_max: number of leases that this router may grant under the endpoint's limit.
         lease_share: leases that this router may grant, if other routers grant the rest of `leases_max`. None: all of
             them.
-        claims: sequences of the requests that have a lease here. If there are more than `leases_max`, the rest wait for
-            a slot.
+        claims: number of sequences of the requests that have a lease at this endpoint. Sequences beyond `leases_max`
+            wait for a slot.
         in_flight: sequences that were given to the endpoint and have not ended. Exceeds `claims` if leases end at the
             first token.
         sent: sequences in `in_flight` whose requests were sent, by `Lease.sent_index`.
@@ -130,12 +132,12 @@ class EndpointState:
         hangs_total: how often the endpoint stopped getting requests because it did not answer.
         clock: clock name in the last report, which identifies the endpoint's process. None: not reported.
         clock_checks: `checks_total` at the time of that report.
-        suspects: number of requests here that were at another endpoint when that endpoint failed.
-        suspects_seen: highest number of suspects since the last passed check.
+        suspects: number of requests at this endpoint that were at another endpoint when that endpoint failed.
+        suspects_seen: highest value of `suspects` since the last passed health check.
         fingerprint: identifies the computation. Endpoints with equal fingerprints compute equal tokens. None: not
             reported.
         moved_from_total: streams that left this endpoint, by a move or a failure, and resumed at another endpoint.
-        moved_to_total: streams that left another endpoint and resumed here.
+        moved_to_total: streams that left another endpoint and resumed at this endpoint.
         failures_total: failed requests, by reason.
         refusals_in_a_row: requests that the endpoint refused as the client's fault since it last served a request.
     """
@@ -185,19 +187,20 @@ class EndpointState:
         self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
-        self._own_room: int | None = None  # this router's part of the free slots in the report; None: all
+        # The number of reported free slots that this router may use. None if it may use all of them.
+        self._own_room: int | None = None
         self._divided_until = 0.0
-        self._known_at_load = 0  # sequences in flight that the last report includes
+        self._known_at_load = 0  # The number of sequences in flight that the last report includes.
         self._slots_seen = 0
         self._failures_in_a_row = 0
         self._failed_checks_in_a_row = 0
         self._failed_at: deque[float] = deque(maxlen=FAILED_LOADS_MAX)
-        self._has_failed_requests = False  # if True, a passed check does not end the ejection
-        self._has_served_probe = False  # the result of the last probe
+        self._has_failed_requests = False  # If True, a passed health check does not end the ejection.
+        self._has_served_probe = False  # The result of the last probe request.
         self._ejections_in_a_row = 0
         self._is_ejected_by_check = False
         self._owes_slow_start = slow_start
-        self._share_since: float | None = None  # start of the slow start; None: the whole share at once
+        self._share_since: float | None = None  # The time at which the slow start began. None without a slow start.
 
     # --- free slots ---
 
@@ -212,7 +215,8 @@ class EndpointState:
         return self.health is not EndpointHealth.STARTING
 
     def share(self, now: float) -> float:
-        """Return the fraction of its limit that the endpoint gets now. Grows from 0 to 1 during the slow start.
+        """Return the fraction of the endpoint's limit that applies now. The fraction grows from 0 to 1 during the slow
+        start.
 
         Args:
             now: time in seconds.
@@ -237,15 +241,15 @@ class EndpointState:
             return None
         slots = load.max_num_seqs
         if slots is None:
-            # If sequences wait, all slots are taken. Otherwise the endpoint has at least as many slots as were ever in
-            # use.
+            # If sequences wait inside the endpoint, all of its slots are in use. Otherwise, the endpoint has at least
+            # as many slots as were ever in use.
             slots = load.running if load.waiting else max(load.running, self._slots_seen)
         if there == 0:
-            return 0  # at an idle endpoint, even the sequences of a large request wait for no other request
+            return 0  # At an idle endpoint, the sequences of a large request do not wait for any other request.
         return max(0, there + more - slots)
 
     def _sequences_inside(self, now: float) -> int | None:
-        """Return how many sequences of all routers run or wait inside the endpoint, or None if not known."""
+        """Return how many sequences of all routers run or wait inside the endpoint. None if the number is unknown."""
         load = self.load
         if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None
@@ -268,7 +272,7 @@ class EndpointState:
         if self.lease_share is not None:
             there = self._sequences_inside(now)
             if there is not None and there + sequences > self.leases_max:
-                return False  # sequences of other routers count, even if those routers exceed their shares
+                return False  # Sequences of other routers count, even if the other routers exceed their lease shares.
             is_divided = self._own_room is not None and now < self._divided_until
             if is_divided and self.in_flight - self._known_at_load + sequences > (self._own_room or 0):
                 return False
@@ -276,15 +280,15 @@ class EndpointState:
         return depth is None or depth <= self._settings.waiting_depth_max
 
     def load_at(self, now: float) -> tuple[float, float]:
-        """Return the load relative to the limit, and the part of the load that other routers cause.
+        """Return the load relative to the limit, and the amount of that load that other routers cause.
 
         Args:
             now: time in seconds.
 
         Returns:
-            A pair. First the larger of two loads: the load of this router relative to its share, and the load of all
-            routers relative to the whole limit. Then the part of other routers in that load, which is 0 if this
-            router's load is the larger one.
+            A pair. The first number is the larger of two loads: the load of this router relative to its share, and the
+            load of all routers relative to the whole limit. The second number is the amount of the first number that
+            other routers cause. It is 0 if this router's load is the larger load.
         """
         in_flight = self.in_flight + (self._failed_lately(now) if self._failed_at else 0)
         own = in_flight / self.leases_own_max
@@ -295,8 +299,8 @@ class EndpointState:
         return (together, others) if together > own else (own, others)
 
     def _failed_lately(self, now: float) -> int:
-        """Return the number of recently failed requests. They count as load: otherwise an endpoint that fails fast
-        would look idle.
+        """Return the number of recently failed requests. Failed requests count as load. Otherwise an endpoint that
+        fails fast would look idle.
         """
         while self._failed_at and self._failed_at[0] + self._settings.failed_load_seconds <= now:
             self._failed_at.popleft()
@@ -320,7 +324,7 @@ class EndpointState:
     def _waits_for_probe(self) -> bool:
         return self._has_failed_requests and self._settings.sends_probes
 
-    # --- leases ---
+    # --- methods for leases ---
 
     def take(self, sequences: int) -> bool:
         """Give a lease to a request.
@@ -365,7 +369,7 @@ class EndpointState:
         assert 0 <= self.claims <= self.in_flight
         self._on_change(self)
 
-    # --- reports ---
+    # --- methods for reports ---
 
     def set_models(self, models: frozenset[str]) -> None:
         self.models = models
@@ -405,15 +409,15 @@ class EndpointState:
         self._on_change(self)
 
     def divide_room(self, part: OwnPart, now: float) -> None:
-        """Limit this router to its part of the free slots in the current report.
+        """Limit this router to its fraction of the free slots in the current report.
 
-        All routers see the same free slots at once, so each router would fill all of them. So for a short time each
-        router uses only its part, and the slots that its own requests free. If a router does not use its part, no new
-        report says so. Therefore, after a random time, any router may use the slots that are still free. Nothing is
-        divided if the endpoint does not report its slots.
+        All routers see the same free slots at once. Without a limit, each router would fill all of them. So for a short
+        time, each router uses only its fraction, and the slots that its own requests free. No report shows that a
+        router does not use its fraction. Therefore, after a random time, any router may use the slots that are still
+        free. The free slots are not divided if the endpoint does not report them.
 
         Args:
-            part: this router's part.
+            part: fraction of the free slots that this router may use.
             now: time in seconds.
         """
         load = self.load
@@ -456,7 +460,8 @@ class EndpointState:
             now: time in seconds.
         """
         self._failures_in_a_row = self._failed_checks_in_a_row = self.refusals_in_a_row = 0
-        if self.health is not EndpointHealth.EJECTED:  # if ejected, the request was sent before the failures
+        if self.health is not EndpointHealth.EJECTED:
+            # If the endpoint is ejected, the request was sent before the failures.
             self._has_failed_requests = False
         self._begin(now)
 
@@ -464,8 +469,8 @@ class EndpointState:
         """Record the result of a probe request. Does nothing if the endpoint no longer needs a probe.
 
         Args:
-            is_well: True if the endpoint served the probe. None if it is alive but refused the probe, so that only a
-                client's request can show that it serves requests.
+            is_well: True if the endpoint served the probe. None if the endpoint is alive but refused the probe. Then
+                only a client's request can show that the endpoint serves requests.
             now: time in seconds.
         """
         if not self.wants_probe(now):
@@ -517,7 +522,8 @@ class EndpointState:
             self._eject(now)
 
     def note_suspect(self, count: int) -> None:
-        """Change the number of suspects: requests here that were at another endpoint when that endpoint failed.
+        """Change the number of suspects. A suspect is a request at this endpoint that was at another endpoint when that
+        endpoint failed.
 
         Args:
             count: 1 if a suspected request arrives, -1 if it leaves, 0 if the request is not suspected.
@@ -583,7 +589,7 @@ class EndpointState:
         if self._share_since is not None and self.share(now) < 1:
             next_limit = int(self.leases_own_max * self.share(now)) + 1
             moment = self._share_since + self._settings.slow_start_seconds * next_limit / self.leases_own_max
-            # Rounding may leave the share slightly below the next limit at that time.
+            # Without nextafter, a rounding error might leave the share slightly below the next limit at that time.
             moments.append(max(moment, math.nextafter(now, math.inf)))
         return min((moment for moment in moments if moment > now), default=math.inf)
 

@@ -59,15 +59,16 @@ class Endpoints:
         self._on_unserved = on_unserved
         self._models: dict[str, ModelEndpoints] = {}
         self._filings: dict[EndpointId, Filing] = {}
-        self._names: Counter[str] = Counter()  # how many endpoints, draining ones included, serve each model
+        # Counts how many endpoints serve each model. Draining endpoints count too.
+        self._names: Counter[str] = Counter()
         self._nameless_count = 0
         self._openings = Moments()
         self._ejections = Moments()
         self._added_count = 0
-        self._checks_of_gone = 0  # highest `checks_total` of removed endpoints
+        self._checks_of_gone = 0  # The highest `checks_total` of all removed endpoints.
         self._healthy_ids: set[EndpointId] = set()
 
-    # --- the set of endpoints ---
+    # --- methods for the set of endpoints ---
 
     def add(self, id: EndpointId, models: Iterable[str], *, leases_max: int | None, role: EngineRole | None) -> None:
         """Add an endpoint, or restart one that is draining.
@@ -171,11 +172,11 @@ class Endpoints:
         return count > 0
 
     def is_pair_there(self, model: str, tried: Collection[EndpointId] = ()) -> bool:
-        """Return whether one endpoint may compute a prompt and a different endpoint the response.
+        """Return whether one endpoint may compute a prompt, and a different endpoint may compute the response.
 
         Args:
             model: model name.
-            tried: endpoints to leave out.
+            tried: endpoints that are not considered.
         """
         filed = self.of_model(model)
         first, second = filed.count_of(Kind.PREFILL), filed.count_of(Kind.DECODE)
@@ -204,7 +205,7 @@ class Endpoints:
         return count > 0
 
     def has_choice(self, model: str, stage: Stage | None) -> bool:
-        """Return whether more than one endpoint gets requests of this kind.
+        """Return whether more than one endpoint gets requests of this model and stage.
 
         Args:
             model: model name.
@@ -213,7 +214,7 @@ class Endpoints:
         filed = self.of_model(model)
         return (filed.given_count if stage is None else filed.count_of(kinds_for(stage)[0])) > 1
 
-    # --- reports ---
+    # --- methods for reports ---
 
     def note_load(self, state: EndpointState, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
         """Accept a load report of an endpoint, and divide the endpoint's free slots between the routers.
@@ -230,10 +231,11 @@ class Endpoints:
             state.divide_room(part, now)
 
     def _own_part(self, state: EndpointState) -> OwnPart | None:
-        """Return this router's part of the endpoint's free slots, or None if the router may use all of them.
+        """Return the fraction of the endpoint's free slots that this router may use. None if the router may use all of
+        them.
 
-        The part is the larger of two shares: the router's lease share, and the router's share of the model's current
-        work.
+        The result is the larger of two fractions: the router's fraction of the leases, and the router's fraction of the
+        model's current work.
         """
         if state.lease_share is None or state.lease_share >= state.leases_max:
             return None
@@ -241,16 +243,16 @@ class Endpoints:
         share = max((state.lease_share / state.leases_max, *shares))
         return OwnPart(share, self._rng.randrange(DRAWS) / DRAWS) if share < 1 else None
 
-    # --- time ---
+    # --- methods for time ---
 
     def next_moment(self) -> float:
-        """Return the next time at which an endpoint may take requests or be probed although no other event occurs, or
-        math.inf.
+        """Return the next time at which an endpoint accepts requests or a probe although no other event occurs.
+        math.inf if there is none.
         """
         return min(self._openings.first(), self._ejections.first())
 
     def open_passed(self, now: float) -> None:
-        """Mark endpoints as open again whose `next_moment` has passed, because they may have free slots now.
+        """Mark endpoints as open if their `next_moment` has passed, because they may have free slots now.
 
         Args:
             now: time in seconds.
@@ -263,7 +265,7 @@ class Endpoints:
         for id in self._ejections.pop_passed(now):
             self.by_id[id].tick(now)
 
-    # --- leases ---
+    # --- methods for leases ---
 
     def of(self, ticket: Ticket) -> EndpointState:
         assert ticket.endpoint is not None
@@ -330,7 +332,7 @@ class Endpoints:
             if not model.open[kind]:
                 continue
             if len(model.by_number) == 1:
-                # The common case, since an engine's own queue has one endpoint: the policy has nothing to choose.
+                # An engine's own queue has one endpoint, so this case is common. The policy has nothing to choose.
                 state = model.by_number[model.open[kind][0]]
                 if state.has_room(sequences, now):
                     return state if fits(state) else None
@@ -409,13 +411,13 @@ class Endpoints:
             self._policy.forget(state.id)
             self._on_gone(state.id)
 
-    # --- the index by model ---
+    # --- methods for the index by model ---
 
     def _changed(self, state: EndpointState) -> None:
         """Update the index after a change of an endpoint, and mark the endpoint as open."""
         filing = self._filings.get(state.id)
         if filing is None or self.by_id[state.id] is not state:
-            return  # the endpoint is removed, and its last requests still end
+            return  # The endpoint was removed, but its last requests have not ended.
         if state.health is not filing.health:
             self._note_health(state, filing)
         kinds = kinds_of(state)
@@ -475,7 +477,8 @@ class Endpoints:
         self._openings.set(state.id, state.opens_at(now))
 
     def _rename(self, before: frozenset[str], after: frozenset[str]) -> None:
-        self._count_names(after, 1)  # before subtracting, so that the count of a remaining name does not drop to 0
+        # Names are added before names are removed, so that the count of a remaining name does not drop to 0.
+        self._count_names(after, 1)
         self._count_names(before, -1)
 
     def _count_names(self, models: frozenset[str], by: int) -> None:

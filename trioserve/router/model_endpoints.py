@@ -19,16 +19,16 @@ from trioserve.router.endpoint_state import EndpointHealth, EndpointState
 
 __all__ = ["Filing", "Kind", "ModelEndpoints", "Search", "kinds_for"]
 
-LOAD_UNIT = 1 << 20  # loads are summed as integers, so that subtracting them leaves no rounding error
+LOAD_UNIT = 1 << 20  # Loads are summed as integers in this unit, so that subtracting a load leaves no rounding error.
 
 
 class Kind(enum.Enum):
-    """A kind of work that an endpoint does."""
+    """Kinds of work that an endpoint does."""
 
     PREFILL = "prefill"
     DECODE = "decode"
-    BESIDE = "beside"  # whole requests, at an endpoint that is not a prefill endpoint
-    PROMPTS = "prompts"  # whole requests at a prefill endpoint, if no other endpoint has a free slot
+    BESIDE = "beside"  # Whole requests run at an endpoint that is not a prefill endpoint.
+    PROMPTS = "prompts"  # Whole requests run at a prefill endpoint, if no other endpoint has a free slot.
 
 
 _KINDS: dict[str | None, tuple[Kind, ...]] = {
@@ -72,7 +72,7 @@ class Filing:
 
 
 NOTHING = (0,) * 8
-# Positions in the tuple of counts.
+# These are the indices of the tuple of counts.
 SERVING, UNEJECTED, GIVEN, BOTH, IN_FLIGHT, FREE, LOAD, OTHERS = range(8)
 
 
@@ -95,7 +95,7 @@ class ModelEndpoints:
 
     Attributes:
         by_number: endpoints that serve the model and are not draining, by order of addition.
-        ring: their ids on a hash ring.
+        ring: hash ring with the ids of these endpoints.
         open: sorted numbers of the endpoints that may have a free slot, for each kind of work.
     """
 
@@ -105,9 +105,9 @@ class ModelEndpoints:
         self.open: dict[Kind, list[int]] = {kind: [] for kind in Kind}
         self._kind_counts = dict.fromkeys(Kind, 0)
         self._totals = list(NOTHING)
-        self._back_at: float | None = None  # None: not known; see first_back_at
+        self._back_at: float | None = None  # None if the time is unknown. See first_back_at.
 
-    # --- totals ---
+    # --- methods for the totals ---
 
     @property
     def serving_count(self) -> int:
@@ -136,14 +136,14 @@ class ModelEndpoints:
 
     @property
     def others_share(self) -> float:
-        """Share of the known work at these endpoints that other routers cause, from 0 to 1."""
+        """Fraction of the reported work at these endpoints that other routers cause, from 0 to 1."""
         others = self._totals[OTHERS]
         return others / (others + self._totals[IN_FLIGHT]) if others else 0.0
 
     @property
     def own_share(self) -> float:
-        """Share of the work at these endpoints that this router causes, counting one further request of this router.
-        From 0 to 1.
+        """Fraction of the work at these endpoints that this router causes, from 0 to 1. One further request of this
+        router is included.
         """
         own = self._totals[IN_FLIGHT] + 1
         return own / (own + self._totals[OTHERS])
@@ -175,7 +175,7 @@ class ModelEndpoints:
             self._back_at = min((end for end in ends if end > now), default=None)
         return self._back_at
 
-    # --- the index ---
+    # --- methods for the index ---
 
     def move(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Update the totals after the counts of one endpoint changed.
@@ -217,7 +217,9 @@ class ModelEndpoints:
             del numbers[index]
 
 
-MISSES_MAX = 64  # bound on endpoints with free slots that do not fit the request: too few slots, or it failed there
+# A search stops after this many endpoints with free slots that do not fit the request. Either they have too few slots,
+# or the request failed there.
+MISSES_MAX = 64
 
 
 class Search(Candidates):
@@ -256,10 +258,10 @@ class Search(Candidates):
         self._close = close
         self._open = model.open[kind]
         self._drawn: list[Candidate] = []
-        self._seen: set[int] = set()  # numbers of the endpoints that were drawn or do not fit
+        self._seen: set[int] = set()  # These are the numbers of the endpoints that were drawn or do not fit.
         self._is_exhausted = False
 
-    # --- the whole sequence ---
+    # --- methods that look at every endpoint ---
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
@@ -277,11 +279,12 @@ class Search(Candidates):
         return [
             self._candidate(states[number], self._is_fit(states[number]))
             for number in sorted(states)
-            # PROMPTS is tried when no other endpoint has a free slot. Then prefill endpoints are added to the others.
+            # PROMPTS is tried if no other endpoint has a free slot. In that case, prefill endpoints are added to the
+            # others.
             if (kinds := kinds_of(states[number])) and (self._kind in kinds or self._kind is Kind.PROMPTS)
         ]
 
-    # --- a few of them ---
+    # --- methods that look at a few endpoints ---
 
     @property
     def average_load(self) -> float:  # type: ignore[override]
@@ -333,7 +336,7 @@ class Search(Candidates):
             return candidate
         raise LookupError("no endpoint has room")
 
-    # --- internal ---
+    # --- private methods ---
 
     def _draw_all(self) -> None:
         states = self._model.by_number
@@ -374,7 +377,7 @@ class Search(Candidates):
         return self._fits(state) and state.has_room(self._sequences, self._now)
 
     def _is_fit_or_closed(self, state: EndpointState) -> bool:
-        """Return whether the endpoint fits. Close the endpoint if it has no free slot for any request."""
+        """Return whether the endpoint fits the request. Close the endpoint if it has no free slot for any request."""
         if state.has_room(self._sequences, self._now):
             return self._fits(state)
         if self._sequences == 1 or not state.has_room(1, self._now):

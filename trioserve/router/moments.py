@@ -1,4 +1,4 @@
-"""Times of the next events: at each endpoint, and of requests that wait in a queue.
+"""Times of the next events of endpoints and of requests that wait in a queue.
 
 The cost of finding the earliest event does not depend on the number of endpoints.
 """
@@ -23,7 +23,7 @@ class Moments:
 
     def __init__(self) -> None:
         self.at: dict[EndpointId, float] = {}
-        self._entries: list[tuple[float, EndpointId]] = []  # outdated entries are skipped
+        self._entries: list[tuple[float, EndpointId]] = []  # Outdated entries stay in this heap, and readers skip them.
 
     def set(self, id: EndpointId, at: float) -> None:
         """Set the event time of an endpoint, replacing the previous one.
@@ -87,7 +87,7 @@ class QueueDeadlines:
         """
         heapq.heappush(self._entries, (ticket.queue_deadline, ticket.index, ticket))
         if len(self._entries) > 2 * live_count + SPARE_DEADLINES_MAX:
-            # Drop tickets that left. Otherwise they would stay in memory until their deadline.
+            # Drop the tickets that have left. Otherwise they would stay in memory until their deadline.
             self._entries = [entry for entry in self._entries if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._entries)
 

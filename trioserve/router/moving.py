@@ -1,9 +1,9 @@
-"""Moves streams away from an endpoint on purpose, so that it can be stopped.
+"""Moves streams away from an endpoint on purpose, so that the endpoint can be stopped.
 
-A stream first gets a lease at another endpoint, and only then is asked to move: until then it runs at its old endpoint.
-The number of streams that move at a time is limited, since the new endpoint has to compute the prompt of each stream
-again. At the deadline, the remaining streams are asked to leave without a lease, if another endpoint serves their
-model. Such a stream resumes as if its endpoint had failed.
+A stream first gets a lease at another endpoint, and only then is asked to move. Until then, the stream runs at its old
+endpoint. The number of streams that move at a time is limited, since the new endpoint has to compute the prompt of each
+stream again. At the deadline, the remaining streams are asked to leave without a lease, if another endpoint serves
+their model. Such a stream resumes as if its endpoint had failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Moving:
         self.total = 0
         self._settings = settings
         self._queues = queues
-        self._deadlines: dict[EndpointId, float] = {}  # of endpoints being emptied; math.inf once passed
+        # The deadline of each endpoint that is being emptied. math.inf after the deadline has passed.
+        self._deadlines: dict[EndpointId, float] = {}
         self._on_the_way: set[int] = set()
 
     @property
@@ -82,7 +83,7 @@ class Moving:
             and ticket.request.pinned is None
         ):
             ticket.is_moving = True
-            ticket.stage = None  # the next endpoint does all the remaining work
+            ticket.stage = None  # The next endpoint computes the whole rest of the response.
             self._queues.wait_to_move(ticket)
 
     def leave(self, ticket: Ticket) -> None:

@@ -10,8 +10,8 @@ router that starts or returns first grants a single lease, until the other route
 that the other routers granted beyond their share end by themselves. Until these leases end, the endpoint's load report
 keeps the sum at its limit (see EndpointState.has_room).
 
-Limit of this method: if an endpoint does not report its routers, routers that cannot see each other each use the whole
-limit.
+This method has a limitation. If an endpoint does not report its routers, routers that cannot see each other each use
+the whole limit.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def rendezvous_score(key: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-HEARD_SECONDS = 5.0  # time of 2.5 load requests (see SIGN_OF_LIFE_SECONDS); longer than most stalls of a router
-SETTLE_SECONDS = 2.0  # time of several load requests of each router, so that all routers have noticed this one
+# This is the time of 2.5 load requests (see SIGN_OF_LIFE_SECONDS), and longer than most stalls of a router.
+HEARD_SECONDS = 5.0
+SETTLE_SECONDS = 2.0  # Each router sends several load requests in this time, so all other routers have noticed it.
 
 
 class PeerShares:
@@ -89,7 +90,7 @@ class PeerShares:
         self._heard: dict[EndpointId, dict[str, float]] = {}
         self._reported_at: dict[EndpointId, float] = {}
         self._settled_at: dict[EndpointId, float] = {}
-        # Cached, because each report needs the share, and it only changes when a router starts or ends.
+        # The share is cached, because each report needs it, and it changes only when a router starts or ends.
         self._computed: dict[EndpointId, tuple[tuple[str | None, int, list[str]], int]] = {}
 
     def set_peers(self, names: Iterable[str]) -> None:
@@ -113,7 +114,7 @@ class PeerShares:
             now: time in seconds.
         """
         if now >= self._reported_at.get(endpoint, now) + HEARD_SECONDS:
-            self._settled_at[endpoint] = now + SETTLE_SECONDS  # the other routers may have counted this router as dead
+            self._settled_at[endpoint] = now + SETTLE_SECONDS  # The other routers may have counted this router as dead.
         self._reported_at[endpoint] = now
         moments = self._heard.setdefault(endpoint, {})
         for name in self._alive:

@@ -22,8 +22,8 @@ from trioserve.router.residency import PrefixIndex, ResidencyIndex
 __all__ = ["LOOKS_MAX", "POLICIES", "Candidate", "Candidates", "Policy", "PolicyFactory", "Rng", "looked_at"]
 
 LOOKS_MAX = 12
-LOOKS_OF_MANY = 6  # the least loaded of six random endpoints is hardly busier than the least loaded of all
-NAMED_MAX = 8  # endpoints with the longest matching prefix that are compared
+LOOKS_OF_MANY = 6  # The least loaded of six random endpoints is hardly busier than the least loaded of all endpoints.
+NAMED_MAX = 8  # A policy compares at most this many endpoints with the longest matching prefix.
 
 
 class Policy(abc.ABC):
@@ -233,7 +233,9 @@ class Session(Policy):
 
     wants_prefix = False
     LOAD_FACTOR = 1.25
-    LOAD_FREE = 0.25  # of the limit: one of few requests exceeds the average but is no burden
+    # An endpoint below this fraction of its limit is never skipped. If there are few requests, one request exceeds the
+    # average load but is no burden.
+    LOAD_FREE = 0.25
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
@@ -249,8 +251,8 @@ class Session(Policy):
             if candidate.load <= bound:
                 return candidate.id
             nearest = nearest or candidate.id
-        # If all endpoints were tried, use the nearest. If only the first few were tried, another endpoint may be less
-        # busy.
+        # If all endpoints were tried, use the nearest endpoint. If only the first endpoints were tried, another
+        # endpoint may be less busy.
         return nearest if nearest is not None and len(view) <= LOOKS_MAX else self._least_busy.of(view).id
 
     def forget(self, endpoint: EndpointId) -> None:
@@ -263,7 +265,7 @@ class PrefixAware(Policy):
     to. These two endpoints are the same on every router and after a restart.
     """
 
-    LOAD_MARGIN = 0.25  # fraction of the limit: how much more load a prefix hit is worth
+    LOAD_MARGIN = 0.25  # A prefix hit is worth this much additional load, as a fraction of the limit.
 
     def __init__(self, rng: Rng) -> None:
         self._index = PrefixIndex()
@@ -373,7 +375,7 @@ def _longest_match(
         most = max(matched[candidate.id] for candidate in fitting)
         return least_busy.among(candidate for candidate in fitting if matched[candidate.id] == most).id
     if matched or not request.prefix:
-        return least.id  # the endpoints with a match are too busy, so the prefix spreads to another one
+        return least.id  # The endpoints with a match are too busy, so the prefix spreads to another endpoint.
     homes = list(itertools.islice(candidates.around(f"prefix {request.prefix[0].hex()}"), 2))
     home = least_busy.among(homes or [least])
     return home.id if home.load <= least.load + margin else least.id

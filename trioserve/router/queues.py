@@ -1,5 +1,5 @@
-"""The queues of each model. There is one queue for each stage that a request may wait for. Does not decide whether a
-request may be served, and does not know which endpoints have free slots.
+"""The queues of each model. There is one queue for each stage that a request may wait for. This module does not decide
+whether a request may be served, and does not know which endpoints have free slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Line = tuple[bool, int, EndpointId | None, frozenset[EndpointId], tuple[tuple[En
 
 
 class ContinuedQueue:
-    """The requests of one model that had an endpoint and wait for another.
+    """The requests of one model that had an endpoint and wait for another endpoint.
 
     Requests that failed at the same endpoints can go to the same other endpoints. So these requests share a line, and
     the router looks for an endpoint only for the first request of each line. If an endpoint with hundreds of requests
@@ -43,7 +43,7 @@ class ContinuedQueue:
         return ticket.index in self.line_of
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Yield all requests, in no order."""
+        """Yield all requests in an arbitrary order."""
         for tickets in self._lines.values():
             yield from tickets.values()
 
@@ -59,7 +59,7 @@ class ContinuedQueue:
         tickets = self._lines.setdefault(line, OrderedDict())
         is_early = bool(tickets) and next(reversed(tickets.values())).again_index > ticket.again_index
         tickets[ticket.index] = ticket
-        if is_early:  # the ticket waited in another queue before
+        if is_early:  # The ticket waited in another queue before, so the line has to be sorted.
             ordered = sorted(tickets.values(), key=lambda ticket: ticket.again_index)
             self._lines[line] = OrderedDict((ticket.index, ticket) for ticket in ordered)
         self.prompt_tokens += ticket.request.prompt_tokens
@@ -73,7 +73,7 @@ class ContinuedQueue:
         self.prompt_tokens -= ticket.request.prompt_tokens
 
     def heads(self) -> list[Ticket]:
-        """Return the first request of each line, in no order, without requests on trial."""
+        """Return the first request of each line, except requests on trial. The order is arbitrary."""
         return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
 
     def lines(self) -> list[list[Ticket]]:
@@ -86,10 +86,10 @@ class ContinuedQueue:
         return sorted(found, key=lambda ticket: ticket.again_index)
 
 
-ENDINGS_MAX = 64  # enough for a steady estimate, few enough to follow a change of load
+ENDINGS_MAX = 64  # This number is enough for a steady estimate, and small enough to follow a change of load.
 RETRY_SECONDS_MIN = 1.0
-RETRY_SECONDS_MAX = 60.0  # an estimate beyond a minute is too inaccurate to be useful
-RETRY_SECONDS_UNKNOWN = 5.0  # used if no request has ended yet
+RETRY_SECONDS_MAX = 60.0  # An estimate beyond a minute is too inaccurate to be useful.
+RETRY_SECONDS_UNKNOWN = 5.0  # This value is used if no request has ended yet.
 
 
 class DrainRate:
@@ -99,7 +99,7 @@ class DrainRate:
     """
 
     def __init__(self) -> None:
-        self._ended_at: deque[float] = deque(maxlen=ENDINGS_MAX)  # in seconds of busy time
+        self._ended_at: deque[float] = deque(maxlen=ENDINGS_MAX)  # These times are in seconds of busy time.
         self._idle_seconds = 0.0
         self._idle_since: float | None = None
 
@@ -150,7 +150,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.newcomers = FairQueue()
-        # Requests that wait again after an endpoint failed them or computed their prompt.
+        # These requests wait again, after an endpoint failed them or computed their prompt.
         self.again = ContinuedQueue()
         self.drain_rate = DrainRate()
 
@@ -205,7 +205,7 @@ class ModelQueues:
 
     @property
     def has_waiting(self) -> bool:
-        """True if a request waits for a lease. It is fast, because it is checked at every event."""
+        """True if a request waits for a lease. This check is fast, because the router makes it at every event."""
         decode, prefill, whole = self.queues.values()
         return bool(
             whole.newcomers.count
@@ -227,7 +227,9 @@ class ModelQueues:
         self.streams_in_a_row = self.streams_in_a_row + 1 if are_newcomers_waiting else 0
 
     def waiting_again(self) -> list[tuple[Queue, Ticket]]:
-        """Return the first request of each line of requests that wait again, in no order, without requests on trial."""
+        """Return the first request of each line of requests that wait again. Requests on trial are left out. The order
+        is arbitrary.
+        """
         return [(queue, ticket) for queue in self.queues.values() if queue.again for ticket in queue.again.heads()]
 
     def on_trial(self) -> list[Ticket]:
@@ -329,7 +331,7 @@ class Queues:
             self.of(ticket).leave(ticket)
 
     def all_waiting(self) -> list[Ticket]:
-        """Return all waiting tickets, in no order, without running streams that wait to move."""
+        """Return all waiting tickets, except running streams that wait to move. The order is arbitrary."""
         queues = [queue for model in self.models.values() for queue in model.queues.values()]
         continued = [ticket for model in self.models.values() for ticket in model.continued]
         return continued + [ticket for queue in queues for ticket in (*queue.again, *queue.newcomers)]

@@ -158,7 +158,8 @@ def no_endpoint(request: RoutedRequest, back_at: float | None, now: float) -> No
     else:
         message = f'no endpoint accepts requests for the model "{request.model}" now'
     seconds = DRAIN_RETRY_SECONDS
-    if back_at is not None and now < back_at < math.inf:  # inf: the endpoint returns when it passes its next check
+    if back_at is not None and now < back_at < math.inf:
+        # If the time is infinite, the endpoint returns when it passes its next health check.
         seconds = max(1.0, back_at - now)
     return NoEndpoint(
         f"{message}: try again in {math.ceil(seconds)} s", reason="no_endpoint", retry_after_seconds=seconds

@@ -1,6 +1,7 @@
-"""Indexes of the endpoints that have the blocks of a prompt: guessed from earlier requests, or reported by endpoints.
+"""Indexes of the endpoints that have the blocks of a prompt. One index guesses from earlier requests, and the other
+index uses the reports of endpoints.
 
-Both indexes are bounded.
+The size of both indexes is bounded.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from trioserve.contracts.endpoint import EndpointId
 
 __all__ = ["BLOCKS_MAX", "PrefixIndex", "ResidencyIndex"]
 
-HOLDERS_MAX = 16  # endpoints per block: no request looks at more endpoints
-SENT_BLOCKS_MAX = 500_000  # hashes, about 150 bytes each; with 16 tokens a block, the caches of many machines
+HOLDERS_MAX = 16  # The index keeps at most this many endpoints for each block. No request looks at more endpoints.
+# Each hash takes about 150 bytes. With 16 tokens in a block, this number covers the caches of many machines.
+SENT_BLOCKS_MAX = 500_000
 
 
 class PrefixIndex:
@@ -28,7 +30,8 @@ class PrefixIndex:
 
     def __init__(self, blocks_max: int = SENT_BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
-        self._holders: OrderedDict[bytes, dict[EndpointId, None]] = OrderedDict()  # the most recently used last
+        # The most recently used hashes are last.
+        self._holders: OrderedDict[bytes, dict[EndpointId, None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -40,7 +43,8 @@ class PrefixIndex:
             hashes: hashes of the prompt's blocks, in order.
         """
         matched: dict[EndpointId, int] = {}
-        still: list[EndpointId] | None = None  # None: more endpoints than are kept
+        # None while every block so far has HOLDERS_MAX endpoints, because the index may have dropped further endpoints.
+        still: list[EndpointId] | None = None
         for depth, name in enumerate(hashes, 1):
             holders = self._holders.get(name)
             if holders is None:
@@ -54,8 +58,8 @@ class PrefixIndex:
         return matched
 
     def add(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:
-        # Insert backwards, so that the first block of a prefix is removed last: without the first block, the later
-        # blocks are never found.
+        # Insert the hashes backwards, so that the first block of a prefix is removed last. Without the first block, the
+        # later blocks are never found.
         for name in reversed(hashes):
             holders = self._holders.setdefault(name, {})
             holders.pop(endpoint, None)
@@ -78,7 +82,9 @@ class PrefixIndex:
         self.remove(endpoint, list(self._holders))
 
 
-BLOCKS_MAX = 500_000  # per endpoint, about 200 bytes each; with 16 tokens a block, the cache of a large machine
+# This limit is for each endpoint. Each block takes about 200 bytes. With 16 tokens in a block, this number covers the
+# cache of a large machine.
+BLOCKS_MAX = 500_000
 
 
 class _Residency:
@@ -110,7 +116,7 @@ class ResidencyIndex:
         # Most blocks are at a single endpoint. A dictionary for each block would need more memory than the hashes.
         self._holders: dict[BlockHash, EndpointId | dict[EndpointId, None]] = {}
         self._sizes: Counter[int] = Counter()
-        self._windowed_count = 0  # endpoints whose models have a window
+        self._windowed_count = 0  # The number of endpoints whose models have an attention window.
 
     def likely_holders(self, blocks: Mapping[int, Sequence[BlockHash]], count: int) -> list[EndpointId]:
         """Find endpoints with the longest leading runs of the prompt's blocks, for each block size.
@@ -163,7 +169,7 @@ class ResidencyIndex:
             if name not in residency.hashes:
                 if residency.window_tokens is None:
                     break
-                there_from = index + 1  # a match may begin here if no later token attends to this block
+                there_from = index + 1  # A match may begin after this block if no later token attends to this block.
             if there_from <= residency.first_needed(index + 1):
                 count = index + 1
         return count * residency.block_size
@@ -233,7 +239,7 @@ class ResidencyIndex:
                     self._drop(endpoint, name)
 
     def forget(self, endpoint: EndpointId) -> None:
-        """Forget the blocks of an endpoint, so that they are unknown.
+        """Forget the blocks of an endpoint. They then count as unknown.
 
         Args:
             endpoint: name of the endpoint.

@@ -1,4 +1,4 @@
-"""The limits of the router, with units and reasons."""
+"""Limits of the router, with units and reasons."""
 
 from __future__ import annotations
 
@@ -156,9 +156,9 @@ class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 <= value <= 86_400:
                 raise StartupError(f"{name} is {value}, it must be 0 to 86400 seconds")
-        # An endpoint may skip a heartbeat just after another byte, so a pause of two intervals is normal. After a
-        # suspension, the router adds up to a second to the silence at its first look, before it has read the heartbeats
-        # that arrived during the suspension.
+        # An endpoint may skip a heartbeat just after another byte, so a pause of two intervals is normal. When the
+        # router resumes after a suspension, its first look counts up to one second as silence. The router has not yet
+        # read the heartbeats that arrived during the suspension.
         least = 2 * self.beat_seconds + max(1.0, self.beat_seconds)
         if not least <= self.silent_seconds_max <= 86_400:
             raise StartupError(

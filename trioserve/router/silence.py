@@ -1,4 +1,4 @@
-"""Finds responses that will never continue although their connections are open.
+"""Finds responses that will never continue, although their connections are open.
 
 A NAT or load balancer may forget a flow, a machine may lose power, or another machine may take its address. Then no
 connection is closed, and the reader of the response would wait forever. The router treats a response as lost for one of
@@ -10,8 +10,8 @@ these reasons:
     overtaken       the endpoint reports thousands of tokens for each sequence, and no byte has arrived here
     stalled         an endpoint without heartbeats began the response, and then was silent for very long
 
-The last three are for servers that send no heartbeats, such as vLLM. None of these three ends a long prefill, unless
-the endpoint itself reports that it has no requests.
+The last three reasons apply to servers that send no heartbeats, such as vLLM. None of these three reasons ends a long
+prefill, unless the endpoint itself reports that it has no requests.
 
 Silence counts only while a reader waits, because the bytes of a slow client's response may wait in the kernel. Silence
 is added up at each look, at most two look intervals at a time. So a router that was suspended does not treat its
@@ -31,12 +31,14 @@ from trioserve.router.settings import SilenceSettings
 
 __all__ = ["LOOK_SECONDS", "AwaitedResponse", "Loss", "SilenceWatch"]
 
-LOOK_SECONDS = 0.5  # time between two looks at all responses; a look costs one comparison for each
-SETTLE_SECONDS = 1.0  # time in which the previous process may show that it still runs, after another process answered
+# This is the time between two looks at all responses. A look costs one comparison for each response.
+LOOK_SECONDS = 0.5
+SETTLE_SECONDS = 1.0  # After another process answered, the previous process has this time to show that it still runs.
 INSTANCES_KNOWN_MAX = 8
-REPORTS_IDLE_MIN = 3  # reports in a row without any request, before a response is treated as lost
-IDLE_SECONDS_MIN = 60.0  # a server may read images for a request before it counts the request
-TOKENS_OVERTAKEN_MIN = 4096  # tokens for each sequence: tool call parsers hold back hundreds of tokens
+REPORTS_IDLE_MIN = 3  # A response is treated as lost after this many reports in a row without any request.
+IDLE_SECONDS_MIN = 60.0  # A server may read the images of a request for a long time before it counts the request.
+# This is a number of tokens for each sequence. It is high because tool call parsers hold back hundreds of tokens.
+TOKENS_OVERTAKEN_MIN = 4096
 
 
 class AwaitedResponse:
@@ -122,13 +124,14 @@ class SilenceWatch:
         self._settings = settings
         self._looked_at = math.inf
         self._instance: str | None = None
-        self._instance_at = -math.inf  # when the request was sent that `_instance` answered last
+        self._instance_at = -math.inf  # The time at which the request was sent that `_instance` answered last.
         self._former: list[str] = []
-        self._doubted: dict[AwaitedResponse, int] = {}  # value of `pieces` when another process answered
+        # For each response in doubt, the value of `pieces` at the moment when another process answered.
+        self._doubted: dict[AwaitedResponse, int] = {}
         self._doubted_until = math.inf
         self._idle_reports = 0
         self._idle_since = math.inf
-        self._tokens: float | None = None  # tokens per sequence so far, from load reports
+        self._tokens: float | None = None  # The number of tokens per sequence so far, according to load reports.
         self._generated: float | None = None
 
     def note_load(self, load: EndpointLoad, responses: Iterable[AwaitedResponse], asked_at: float, now: float) -> None:
@@ -173,7 +176,7 @@ class SilenceWatch:
         passed = max(0.0, min(now - self._looked_at, 2 * LOOK_SECONDS))
         self._looked_at = now
         if any(response.pieces != pieces for response, pieces in self._doubted.items()):
-            self._note_shared()  # the previous process still runs
+            self._note_shared()  # The previous process still runs.
         losses: list[Loss] = []
         for response in responses:
             reason = None if response.is_lost else self._reason(response, passed, now)
@@ -191,7 +194,7 @@ class SilenceWatch:
         """
         self._doubted.pop(response, None)
 
-    # --- which process ---
+    # --- identity of the endpoint's process ---
 
     def _note_instance(self, instance: str, responses: Iterable[AwaitedResponse], asked_at: float, now: float) -> None:
         if instance == self._instance:
@@ -199,7 +202,7 @@ class SilenceWatch:
             return
         before, before_at = self._instance, self._instance_at
         if before is not None and asked_at < before_at:
-            return  # a late answer of the previous process
+            return  # The previous process sent this answer late.
         self._instance, self._instance_at = instance, asked_at
         if instance in self._former:
             self._note_shared()
@@ -219,7 +222,7 @@ class SilenceWatch:
     def _is_replaced(self, response: AwaitedResponse, now: float) -> bool:
         return response in self._doubted and now >= self._doubted_until and response.is_waiting
 
-    # --- silence ---
+    # --- rules about silence ---
 
     def _reason(self, response: AwaitedResponse, passed: float, now: float) -> str | None:
         if self._is_replaced(response, now):

@@ -1,4 +1,4 @@
-"""The states of a request at the router, and the table of legal moves.
+"""The states of a request at the router, and the table of legal transitions.
 
     WAITING ────► LEASED ────► RUNNING_FREE     (its lease ended at the first token)
        ▲  │         │  │            │

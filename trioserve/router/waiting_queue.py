@@ -1,9 +1,10 @@
-"""Orders the queue of one model: by priority, then fairly between tenants, then first come, first served.
+"""Orders the queue of one model by priority. Within a priority, tenants are served fairly in turn. The requests of one
+tenant are served in order of arrival.
 
-Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996). A request costs its prompt tokens plus an amount for
-each sequence, as in the virtual token counter for language models (Sheng et al., "Fairness in Serving Large Language
-Models", 2024). Each tenant has a turn, which is a number. The tenant with the lowest turn is served, and its turn grows
-by the cost. A tenant that returns gets no credit for the time in which it was away.
+The method for fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996). A request costs its prompt tokens plus
+an amount for each sequence, as in the virtual token counter for language models (Sheng et al., "Fairness in Serving
+Large Language Models", 2024). Each tenant has a turn, which is a number. The tenant with the lowest turn is served, and
+its turn grows by the cost. A tenant that returns gets no credit for the time in which it was away.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from trioserve.router.ticket import Ticket
 
 __all__ = ["FairQueue"]
 
-SEQUENCE_COST_TOKENS = 64  # cost of each sequence in addition to the prompt, for the slot that its response uses
+SEQUENCE_COST_TOKENS = 64  # Each sequence costs this much in addition to the prompt, because its response uses a slot.
 SPARE_TURNS_MAX = 64
-# Number of tenants without requests whose turns are kept. Dropping a turn gives a tenant at most the cost of one
-# request.
+# The queue keeps the turns of this many tenants without requests. If a turn is dropped, the tenant gains at most the
+# cost of one request.
 ABSENT_TENANTS_MAX = 4096
 
 
@@ -37,7 +38,7 @@ class FairQueue:
         self.prompt_tokens = 0
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Yield all tickets, in no order."""
+        """Yield all tickets in an arbitrary order."""
         for priority_class in self._classes.values():
             for tickets in priority_class.tenants.values():
                 yield from tickets.values()
@@ -118,9 +119,10 @@ class _PriorityClass:
     def __init__(self) -> None:
         self.tenants: dict[str, OrderedDict[int, Ticket]] = {}
         self._turn_of: dict[str, float] = {}
-        self._turns: list[tuple[float, int, str]] = []  # heap of (turn, index, tenant); outdated entries are skipped
+        # This is a heap of (turn, index, tenant). Readers skip outdated entries.
+        self._turns: list[tuple[float, int, str]] = []
         self._turns_max = SPARE_TURNS_MAX
-        self._now = 0.0  # virtual time: the turn that was served last
+        self._now = 0.0  # This is the virtual time: the turn that was served last.
 
     def add(self, ticket: Ticket) -> None:
         tenant = ticket.request.tenant
