@@ -46,7 +46,8 @@ __all__ = [
 
 ABORTS_PATH = "/v1/requests/abort"
 OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
-# time limit: an endpoint does not wait for its step, and the router's other processes wait for this one
+# This is a time limit. An endpoint aborts without waiting for its step. Other processes of the router may wait for this
+# process.
 ANSWER_SECONDS_MAX = 1.0
 ANSWER_BYTES_MAX = 32 * 1024 * 1024
 
@@ -125,7 +126,7 @@ async def abort_left(remote: RemoteEndpoint, headers: list[tuple[str, str]], sil
     """Abort a request at an endpoint after its silent connection was closed.
 
     The endpoint may not receive the close, and would continue to compute the request. A newer request with the same id,
-    such as the resumed one, began after the silence and continues.
+    such as the resumed request, began after the silence and continues.
 
     Args:
         remote: Client of the endpoint.
@@ -192,7 +193,8 @@ async def _everywhere(
 ) -> dict[str, _Aborted]:
     """Abort requests here, and merge the results with those of the other processes.
 
-    Several requests can have one id. Each process aborts its own. The result is "aborted" if at least one was running.
+    Several requests can have one id. Each process aborts its own requests. The result is "aborted" if at least one
+    request was running.
 
     Args:
         context: Request of the router's API.
@@ -218,7 +220,7 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
             assert admission.endpoint is not None
             asked.setdefault(admission.endpoint, []).append(admission)
     ended: dict[str, _Aborted] = {}
-    sure: set[int] = set()  # indices of the requests whose end the endpoints have confirmed
+    sure: set[int] = set()  # These are the indices of the requests that an endpoint has confirmed as ended.
 
     async def ask(id: EndpointId, admissions: list[AdmissionScope]) -> None:
         for one in await _end_at_endpoint(context, id, admissions):
@@ -233,7 +235,7 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
         async with trio.open_nursery() as nursery:
             for endpoint, admissions in asked.items():
                 nursery.start_soon(ask, endpoint, admissions)
-    finally:  # also done if the caller has left meanwhile
+    finally:  # This block also runs if the caller has left before the endpoints answered.
         live = dispatch.live_admissions(owner=owner)
         left = {one.id for one in live if one.index not in sure and not one.is_ended}
         rest = dispatch.abort([id for id in ids if id in left or id not in ended], owner=owner)
@@ -282,15 +284,16 @@ def _aborts_in(status: int, body: bytes) -> list[_Aborted]:
         return []
 
 
-HAND_OVER_SECONDS_MAX = 5.0  # time for a step and its report; the stream continues at the old endpoint meanwhile
+# This is enough time for a step and its report. Meanwhile, the stream continues at the old endpoint.
+HAND_OVER_SECONDS_MAX = 5.0
 RESPONSE_BYTES_MAX = 64 * 1024
 
 
 async def hand_over(remote: RemoteEndpoint, admission: AdmissionScope) -> None:
     """Ask an endpoint to hand over a request, and end the attempt there.
 
-    The endpoint normally ends the stream, which ends the attempt. Otherwise, the router withdraws the request from the
-    endpoint. The function returns after either, or when the request has ended.
+    The endpoint normally ends the stream, and the attempt ends with the stream. Otherwise, the router withdraws the
+    request from the endpoint. The function returns when the attempt or the request has ended.
 
     Args:
         remote: Endpoint that runs the request.

@@ -1,8 +1,8 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter of a router.
 
-The request goes to all endpoints at the same time, or to those that `?id=` names. The client gets the result of each
-endpoint. If some endpoints fail, the others keep the adapter, and clients can use it. Before it answers, the router
-updates its list of each endpoint's models, so that later requests reach the adapter.
+The router sends the request to all endpoints at the same time, or to the endpoints that `?id=` names. The client gets
+the result of each endpoint. If some endpoints fail, the other endpoints keep the adapter, and clients can use it.
+Before it answers, the router updates its list of each endpoint's models, so that later requests reach the adapter.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["load_adapter", "unload_adapter"]
 
-LOAD_SECONDS_MAX = 600.0  # a large adapter from a slow disk takes about a minute
-UNLOAD_SECONDS = 30.0  # in addition to the timeout in the request, which limits waiting for the adapter's users
+LOAD_SECONDS_MAX = 600.0  # Loading a large adapter from a slow disk takes about a minute.
+# This time is added to the request's timeout, which limits the wait for requests that use the adapter.
+UNLOAD_SECONDS = 30.0
 ANSWER_BYTES_MAX = 64 * 1024
 MANAGED_BY_ADMIN = "loading lora adapters needs the admin's API key: see --admin-api-key"
 
@@ -106,7 +107,7 @@ async def unload_adapter(context: RouterContext) -> None:
 
 
 def _chosen(context: RouterContext) -> list[EndpointId]:
-    """Return the endpoints that the query names, or all that are not being drained.
+    """Return the endpoints that the query names. Without names, return all endpoints that are not being drained.
 
     Raises:
         AdapterRefused: The query names an unknown endpoint.
@@ -135,7 +136,8 @@ async def _ask(
 ) -> list[_Answer]:
     """Send the request to all chosen endpoints at the same time.
 
-    A cancel also leaves the requests to the endpoints. An endpoint completes the work that it has begun.
+    If the caller is cancelled, the requests to the endpoints are cancelled too. An endpoint still completes the work
+    that it has begun.
     """
     answers: dict[EndpointId, _Answer] = {}
 
@@ -149,7 +151,7 @@ async def _ask(
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            # Look up the clients now: an endpoint may leave the fleet before its task runs.
+            # Look up the clients before the tasks start, because an endpoint may leave the fleet before its task runs.
             for remote in [context.services.fleet.remote(id) for id in ids]:
                 nursery.start_soon(ask, remote)
     return [answers[id] for id in ids]

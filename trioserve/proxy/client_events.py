@@ -1,7 +1,9 @@
-"""Conversion of a stream's events for the client: ids become positions, and events that the client has are dropped.
+"""Converts the events of a stream for the client. Ids become positions, and events that the client already has are
+dropped.
 
 A router without peers forwards events unchanged, with the class `ClientEvents`. A client of Ollama's API gets lines.
-The router asks the endpoint for server-sent events with ids, so that the stream can resume elsewhere. No I/O.
+The router asks the endpoint for server-sent events with ids, so that the stream can resume at another endpoint. This
+module performs no I/O.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class NumberedEvents(ClientEvents):
     def _rest_of(self, events: bytes) -> bytes:
         """Return the events after the client's position.
 
-        Comments before this position are dropped too: sending them would begin the response.
+        Comments before this position are dropped too, because sending a comment would begin the response.
         """
         assert self._known is not None
         for match in _ID.finditer(events):
@@ -119,7 +121,7 @@ class NumberedEvents(ClientEvents):
             if self._keeper.is_at_end or here.is_beyond(self._known):
                 raise not_the_same(f"the stream is at {self._keeper}, and the client at {self._known}")
         if b"id: " not in events and _ERROR.search(events):
-            self.error = events  # an error has no id, and is sent to the client at any position
+            self.error = events  # An error has no id. It is sent to the client at any position.
         return b""
 
 
@@ -192,7 +194,8 @@ class ClientLines(ClientEvents):
 
 
 def _line(value: bytes) -> bytes:
-    if value.startswith(_ERROR_LINE):  # converted here: within the router, errors need the shape of the other APIs
+    if value.startswith(_ERROR_LINE):
+        # Errors are converted here, because within the router they need the format of the other APIs.
         error = msgspec.json.decode(value, type=_Failed).error
         if isinstance(error, dict):
             return line({"error": error.get("message")})

@@ -1,7 +1,7 @@
-"""Resuming one streamed request at another endpoint after its endpoint has stopped.
+"""Resumes one streamed request at another endpoint after its endpoint has stopped.
 
-This file makes the request for the next endpoint, and checks its response. The router core decides which requests may
-resume, where and how often. The file continued_stream.py parses the stream.
+This module makes the request for the next endpoint, and checks the response of that endpoint. The router core decides
+which requests may resume, where and how often. The file continued_stream.py parses the stream.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ CONTINUED_PATHS = frozenset(
 RESUME = "resume"
 END_REASONING = "end_thinking"
 
-EXACT = "+exact"  # suffix of a fingerprint: endpoints with equal fingerprints compute equal tokens
+EXACT = "+exact"  # A fingerprint with this suffix means that endpoints with equal fingerprints compute equal tokens.
 CONTINUED = "x-trioserve-continued"
 
-# Error codes of a stream that do not concern the request itself: the server leaves, or it broke. All other errors end
-# the request on purpose, or are the client's fault.
+# These are error codes of a stream whose endpoint leaves or failed. The request itself did not cause these errors. All
+# other errors end the request on purpose, or are the client's fault.
 LEAVING_CODES = frozenset({"draining", "server_stopping", "service_unavailable_error"})
 BROKEN_CODES = frozenset(
     {
@@ -72,7 +72,7 @@ BROKEN_CODES = frozenset(
 )
 
 
-# The codes of BROKEN_CODES that end all requests of the endpoint, not only one.
+# These codes of BROKEN_CODES end all requests of the endpoint, not only one request.
 DEATH_CODES = frozenset({"endpoint_lost", "engine_fault", "step_overdue"})
 
 
@@ -174,7 +174,7 @@ class Continuation:
         self.object_id: str | None = None
         self._choice_count = choice_count
         self._own_stream = stream
-        # body of a request that could resume as a completion
+        # These are body fields of a request that could resume as a completion. None for other requests.
         self._foreign_fields: dict[str, msgspec.Raw] | None = None
         self._metrics = metrics
         self._fingerprint: str | None = None
@@ -210,7 +210,7 @@ class Continuation:
         )
         return cls(stream, context.services.metrics, choice_count=request.sequences, shows_ids=shows_ids)
 
-    # --- request to the next endpoint ---
+    # --- methods for the request to the next endpoint ---
 
     def fields(self, context: RouterContext, raw: bytes) -> dict[str, object]:
         """Make the fields that replace those of the request body for the current endpoint.
@@ -226,7 +226,7 @@ class Continuation:
                 self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
             return {} if self._foreign_fields is None else {TOKEN_IDS: True}
         ended = {END_REASONING: True} if self._is_reasoning_ended else {}
-        # only for the first endpoint that is asked; a later one computes the prompt
+        # Only the first endpoint gets the parameters. A later endpoint computes the prompt.
         params, self._params = self._params, None
         given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}
         return {RESUME: {**self._resume, **ended}, **given}
@@ -260,7 +260,7 @@ class Continuation:
         if self.completion() is not None and not context.services.fleet.reports_token_ids(id):
             raise NotResumed(f'the endpoint "{id}" cannot resume from token ids')
 
-    # --- response ---
+    # --- methods for the response ---
 
     def begin(self, context: RouterContext, id: EndpointId, response: RemoteResponse) -> bytes:
         """Prepare for the response of an endpoint.
@@ -271,8 +271,8 @@ class Continuation:
             response: Response with its head.
 
         Returns:
-            Comment event for the client: the new endpoint may continue with other tokens. Empty if its tokens are the
-                same.
+            Comment event that warns the client that the new endpoint may sample different tokens. Empty if the tokens
+                are the same.
 
         Raises:
             NotResumed: The endpoint does not resume where the last endpoint stopped.
@@ -326,7 +326,7 @@ class Continuation:
             logger.info("resumed request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, self._reason)
             self._broke_at = None
 
-    # --- failure ---
+    # --- methods for failures ---
 
     def can_resume(self) -> bool:
         """Return True if another endpoint could resume the stream.
@@ -391,7 +391,7 @@ class Continuation:
 
 
 def reason_of(failure: Exception) -> str | None:
-    """Return the kind of an invalid response, for metrics. None for other failures.
+    """Return the fault of an invalid response in one word, for metrics. None if the failure is not an invalid response.
 
     Args:
         failure: Failure of an attempt.

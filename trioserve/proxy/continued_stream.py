@@ -24,7 +24,8 @@ from trioserve.proxy.event_splitter import EVENT_BYTES_MAX, EventSplitter, is_co
 
 __all__ = ["RESUME_BYTES_MAX", "ContinuedStream", "WhyNot", "field_values"]
 
-RESUME_BYTES_MAX = 4096  # bytes; an endpoint sends a digest, a seed and a time, which the next endpoint gets
+# This is a number of bytes. An endpoint sends a digest, a seed and a time, and the next endpoint gets them.
+RESUME_BYTES_MAX = 4096
 _EVENT_END = b"\n\n"
 _ID_LINE = b"\nid: "
 _ID = re.compile(rb"^id:[ ]?([^\n]*)\n", re.MULTILINE)
@@ -35,9 +36,9 @@ _HANDED_OVER = b">"
 class WhyNot:
     """Reasons why a stream cannot resume at another endpoint, as words for metrics."""
 
-    NOT_RESUMABLE = "not_resumable"  # the endpoint does not report which tokens the client has
-    BYTES = "bytes_max"  # the ids need more memory than allowed
-    MALFORMED = "malformed"  # an id is invalid
+    NOT_RESUMABLE = "not_resumable"  # The endpoint does not report which tokens the client has.
+    BYTES = "bytes_max"  # The ids need more memory than allowed.
+    MALFORMED = "malformed"  # An id is invalid.
 
 
 class ContinuedStream:
@@ -51,7 +52,7 @@ class ContinuedStream:
 
     Attributes:
         is_answered: True if the current endpoint has sent more than comments.
-        is_over: True if the last group was forwarded.
+        is_over: True if the last group of the stream was forwarded.
         failure: Error event that ends the stream. It is not forwarded. Empty without an error.
         failure_code: Code of that error.
         handed_over: JSON for the next endpoint, if the endpoint hands over the request. Otherwise None.
@@ -73,9 +74,9 @@ class ContinuedStream:
         self._log = bytearray()
         self._resume_values: dict[str, msgspec.Raw] | None = None
         self._has_groups = False
-        self._is_between = False  # True between two groups of a stream whose ids are kept
+        self._is_between = False  # True if the ids of the stream are kept, and the last group of events is complete.
         self._has_begun = False
-        self._bytes_before, self._was_answered = 0, False  # before the last `feed` or `end`
+        self._bytes_before, self._was_answered = 0, False  # These are the values before the last `feed` or `end`.
         self._why_not: str | None = None
         self._known = b"" if known is None else _known_ids(known, choice_count)
 
@@ -101,7 +102,7 @@ class ContinuedStream:
         self._resume_values = None
         self._has_begun = self._has_begun or self.is_answered
         self.is_answered = False
-        if not self._has_begun:  # an earlier endpoint may have said nothing
+        if not self._has_begun:  # No earlier endpoint has sent anything but comments, so the kept ids start again.
             self._why_not, self._log = None, bytearray(self._known)
         if resume_values is not None and len(resume_values) <= RESUME_BYTES_MAX:
             with suppress(msgspec.DecodeError):
@@ -124,8 +125,8 @@ class ContinuedStream:
         """
         self._bytes_before, self._was_answered = len(self._log), self.is_answered
         if self._is_between and piece.endswith(_EVENT_END):
-            # Fast path for nearly all pieces: one event, which is a group, with its id on the last line. Counting lines
-            # costs a fraction of other ways to recognize one event.
+            # This is the fast path for nearly all pieces: one event that is a whole group, with its id on the last
+            # line. Counting lines is the cheapest method to recognize one event.
             line_count = piece.count(b"\n")
             begin = piece.rfind(_ID_LINE) + 5
             if (
@@ -153,7 +154,7 @@ class ContinuedStream:
         self.is_over, self.is_answered = False, self._was_answered
 
     def end(self) -> bytes:
-        """Finish the response. `is_complete` then tells whether it is whole.
+        """Finish the response. After that, `is_complete` is True if the response is complete.
 
         Returns:
             Remaining bytes for the client.
@@ -166,7 +167,7 @@ class ContinuedStream:
 
     @property
     def is_complete(self) -> bool:
-        """True if a response that ends now is whole, as far as the parser can know."""
+        """True if a response that ends now is complete, as far as the parser can know."""
         return self.is_over if self._has_groups else self.is_answered
 
     @property
@@ -196,11 +197,11 @@ class ContinuedStream:
             fields["state"] = state
         return fields
 
-    # --- private ---
+    # --- private methods ---
 
     def _whole_groups(self, events: bytes) -> bytes:
         if self._group and self._why_not != WhyNot.MALFORMED and _ID.search(events) is None and not _error_code(events):
-            # An event of the current group was added. The group is not searched again for each of its events.
+            # These events belong to a group that is not complete. The events before are not searched again.
             self._group += events
             self._check_group()
             return b""
@@ -213,7 +214,7 @@ class ContinuedStream:
         for match in _ID.finditer(events):
             end = events.find(b"\n\n", match.end() - 1) + 2
             if end < 2:
-                self._give_up(WhyNot.MALFORMED)  # the server uses other line ends
+                self._give_up(WhyNot.MALFORMED)  # The server ends its lines in a way that this parser does not support.
                 break
             if match[1] == _HANDED_OVER:
                 before = events.rfind(b"\n\n", position, match.start())
@@ -286,11 +287,11 @@ class _Resume(msgspec.Struct):
 
 
 def _known_ids(known: bytes, choice_count: int) -> bytes:
-    """Turn the field `resume` into lines like those of kept ids."""
+    """Turn the field `resume` into lines in the format of kept ids."""
     try:
         resume = msgspec.json.decode(known, type=_Resume)
     except msgspec.DecodeError:
-        return b""  # the endpoint reports the error
+        return b""  # The endpoint reports the error to the client.
     state = "" if resume.state is None else f" {resume.state}"
     ended = [*resume.finished, *(False for _ in resume.token_ids)]
     ids = [
@@ -307,7 +308,7 @@ class _Failed(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Event that can end a stream with an error: an error of its own, or a failed response."""
+    """Event that can end a stream with an error. The event is an error itself, or contains a failed response."""
 
     error: dict[str, Any] | None = None
     response: _Failed | None = None
@@ -329,7 +330,7 @@ def _data(event: bytes) -> bytes:
 
 
 def _error_code(events: bytes) -> str | None:
-    """Return the code of the first error among events. Errors without a code have a type. None if there is no error."""
+    """Return the code of the first error among events, or its type if it has no code. None if there is no error."""
     if b'"error"' not in events:
         return None
     for data in field_values(events, b"data"):

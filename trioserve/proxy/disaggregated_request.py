@@ -1,15 +1,15 @@
-"""Disaggregated request: one endpoint computes the prompt and another the response, within one scope.
+"""Disaggregated requests: one endpoint computes the prompt, and another endpoint computes the response.
 
-First the request goes to a prefill endpoint, for one token. The prefill endpoint holds the KV blocks and returns
-kv_transfer_params, which tell how another engine can read them. The decode endpoint gets the client's own body with
+First, the router asks a prefill endpoint for one token. The prefill endpoint holds the KV blocks and returns
+kv_transfer_params, with which another engine can read the blocks. The decode endpoint gets the client's own body with
 these parameters, and its response goes to the client.
 
 A trioserve endpoint streams its prefill response, and ends the stream when it no longer holds the blocks. So the router
-holds the blocks by keeping the stream open. Closing the connection releases them at once: at the first token of the
-response, or when the client leaves. Other servers release them in their own ways.
+holds the blocks by keeping the stream open. Closing the connection releases the blocks at once. The router closes it at
+the first token of the response, or when the client leaves. Other servers have other rules for the release.
 
-Otherwise, one endpoint computes the whole request without kv_transfer_params (see router/core). An endpoint whose
-prefix cache has the prompt is preferred.
+If this fails, one endpoint computes the whole request without kv_transfer_params (see router/core). The router prefers
+an endpoint whose prefix cache has the prompt.
 """
 
 from __future__ import annotations
@@ -84,18 +84,19 @@ def can_be_disaggregated(path: str, raw: bytes, body: RoutedBody) -> bool:
     """
     if path not in (CHAT_PATH, COMPLETIONS_PATH) or (body.n or 1) != 1 or body.prompt_count != 1:
         return False
-    if bytes(body.resume):  # a response that is resumed is not split again
+    if bytes(body.resume):  # A request that resumes a response is not split into two stages.
         return False
     try:
         fields = decode_body(raw, _DisaggregatedBody)
     except InvalidRequest:
-        return False  # the endpoint reports the error to the client
+        return False  # The endpoint reports the error to the client.
     tokens_max = fields.max_tokens
     if path == CHAT_PATH:
         tokens_max = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     elif tokens_max is None:
         tokens_max = COMPLETION_TOKENS_DEFAULT
-    # With a response of one token, more of the prompt would fit than with the full response.
+    # In the prefill stage, the response has one token. So the endpoint would truncate the prompt less than for the full
+    # response.
     is_cut_to_fit = fields.truncate_prompt_tokens == AS_FITS
     asks_for_prompt = fields.echo or fields.prompt_logprobs is not None or is_cut_to_fit
     return (tokens_max is None or tokens_max > 1) and (fields.best_of or 1) == 1 and not asks_for_prompt
@@ -120,7 +121,8 @@ def prefill_body(path: str, raw: bytes, fields: dict[str, object], *, stream: bo
 
 logger = logging.getLogger(__name__)
 
-PREFILL_BYTES_MAX = 1024 * 1024  # ids of 100,000 blocks; a response of one token is never longer
+# This is enough for the ids of 100,000 blocks. A response of one token is never longer.
+PREFILL_BYTES_MAX = 1024 * 1024
 ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
@@ -193,7 +195,7 @@ class _DisaggregatedRequest:
             if admission.stage is Stage.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
-                self.release()  # release first: the same prompt comes again with the same id
+                self.release()  # Release the blocks first, because the same prompt is sent again with the same id.
                 self._log_not_disaggregated()
             sent = sent_body(context, self._raw, clock, fields)
             if await attempt(context, admission, id, sent, clock, on_begin=self.release):
@@ -250,7 +252,7 @@ class _DisaggregatedRequest:
             said = await response.whole(PREFILL_BYTES_MAX) or b""
             if response.status < 400 or not is_error(kind, said):
                 raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
-            return PairOutcome.NOT_HELD  # the next endpoint gets the client's own body, and decides about the error
+            return PairOutcome.NOT_HELD  # The next endpoint gets the client's own body, and decides about the error.
         check_head(id, response.status, kind)
         if (kind or "").startswith("text/event-stream"):
             end = await _last_event(id, response)
@@ -281,7 +283,7 @@ class _DisaggregatedRequest:
         context, outcome = self._context, self._admission.pair_outcome
         assert outcome is not None
         if outcome is PairOutcome.PAIRED:
-            return  # the pair worked; the response now resumes elsewhere
+            return  # The two endpoints worked as planned. The response now resumes at another endpoint.
         logger.info(
             "not disaggregated request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value
         )
@@ -304,7 +306,7 @@ class _PrefillResponse(msgspec.Struct):
 
     @property
     def is_finished(self) -> bool:
-        """True if the response is complete with its first token, and not only cut at one token."""
+        """True if the response is complete with its first token, and was not cut at the limit of one token."""
         return any(choice.finish_reason not in (None, "length") for choice in self.choices)
 
     @property

@@ -1,4 +1,6 @@
-"""Regular checks of one remote endpoint: its health, its models and its load. A slow endpoint delays no other check."""
+"""Regular checks of one remote endpoint: its health, its models and its load. A slow endpoint does not delay the checks
+of other endpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ __all__ = ["MODELS_PATH", "PeerReports", "ServedModels", "WatchSettings", "load_
 
 logger = logging.getLogger(__name__)
 
-RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a metrics page has about 100 KB
-SIGN_OF_LIFE_SECONDS = 2.0  # for a router with peers: time between load requests even if the endpoint pushes its load
+RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # For comparison, a metrics page has about 100 KB.
+# A router with peers requests the load at this interval, even if the endpoint pushes its load.
+SIGN_OF_LIFE_SECONDS = 2.0
 ROUTER_HEADER = "x-trioserve-router"
-TURNS_FOR_RESPONSES = 2  # scheduler turns: one in which Trio sees ready sockets, and one in which tasks read them
+# Trio sees ready sockets in the first scheduler turn, and tasks read from them in the second turn.
+TURNS_FOR_RESPONSES = 2
 MODELS_PATH = "/v1/models"
 PROBES: tuple[tuple[str, dict[str, object]], ...] = (
     ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
@@ -148,8 +152,8 @@ class _Watch:
         self._learns_models = learns_models
         self._was_well: bool | None = None
         self._silent_since: float | None = None
-        self._is_refused = False  # whether the endpoint refused the connection of the last check
-        self._health_path = "/ready"  # path of trioserve; other servers have only /health
+        self._is_refused = False  # True if the endpoint refused the connection of the last check.
+        self._health_path = "/ready"  # Trioserve has this path. Other servers have only /health.
         self._load_path: str | None = "/load"
         self._pushed = PushedLoad()
 
@@ -159,7 +163,7 @@ class _Watch:
             if response is not None and response[0] in NO_SUCH_PAGE and self._health_path != "/health":
                 self._health_path = "/health"
                 continue
-            # A 404 also shows that a server answers.
+            # A 404 also shows that a server responds.
             is_well = response is not None and (response[0] < 400 or response[0] in NO_SUCH_PAGE)
             if is_well and self._learns_models:
                 is_well = await self._learn_models()
@@ -176,7 +180,7 @@ class _Watch:
     def _note_health(self, is_well: bool, response: tuple[int, bytes] | None) -> None:
         id = self._remote.id
         if self._is_refused or (response is not None and _refuses_with(response, "draining")):
-            # An endpoint that refuses connections has stopped, or is about to stop and finishes what it has begun.
+            # An endpoint that refuses connections has stopped, or finishes its running requests before it stops.
             self._dispatch.note_leaving(id, move_seconds=self._settings.move_seconds)
             return
         is_overdue = response is not None and _refuses_with(response, "step_overdue")
@@ -196,7 +200,8 @@ class _Watch:
         """Send a tiny request to an endpoint that failed requests of clients while its health checks passed.
 
         Returns:
-            True if the endpoint served the request. None if it refused the request in a way that a working server may.
+            True if the endpoint served the request. None if the endpoint refused the request in a way in which a
+            working server may refuse it.
         """
         state = self._dispatch.endpoint(self._remote.id)
         model = self._name_there(min(state.models)) if state is not None and state.models else None
@@ -211,8 +216,9 @@ class _Watch:
             if not is_error(None, said):
                 return False
             if status in (429, 503):
-                return None  # the endpoint is busy, and reports it as a working server does
-        # The endpoint serves neither texts nor embeddings, or refuses the router's key. A client's request is needed.
+                return None  # The endpoint is busy. It reports this in the same format as a working server.
+        # The endpoint serves neither texts nor embeddings, or it refuses the router's key. Only a client's request can
+        # show whether the endpoint works.
         return False if await self._ask_served() is None else None
 
     async def _ask_served(self) -> ServedModels | None:
@@ -251,7 +257,7 @@ class _Watch:
         return [] if name is None else [(ROUTER_HEADER, name)]
 
     async def _take_load(self, load: EndpointLoad, sent_total: int, asked_at: float, *, is_pushed: bool) -> None:
-        """Pass on a load report.
+        """Forward a load report to the router core.
 
         Args:
             load: Report of the endpoint.
@@ -261,8 +267,9 @@ class _Watch:
             is_pushed: Whether the endpoint sent the report unasked.
         """
         self._remote.note_load(load, asked_at)
-        # The report does not include requests that had ended before. Their responses have arrived at this router too,
-        # but may not be read yet. Counted as running, they would free capacity a second time once they are read.
+        # The report does not include requests that had ended before it. The responses to these requests have arrived at
+        # this router, but may not be read yet. If they counted as running, they would free their slots a second time
+        # once they are read.
         for _ in range(TURNS_FOR_RESPONSES):
             await trio.lowlevel.checkpoint()
         self._dispatch.note_fingerprint(self._remote.id, None if load.fingerprint is UNSET else load.fingerprint)
@@ -283,7 +290,7 @@ class _Watch:
                 self._load_path = "/metrics"
             return None
         if status in NO_SUCH_PAGE:
-            self._load_path = None  # the endpoint reports no load
+            self._load_path = None  # The endpoint does not report its load.
             return None
         if status == 200 and _RUNNING[0].encode() in body:
             self._on_vllm()

@@ -1,7 +1,7 @@
 """Splitters that cut the stream of an endpoint into complete server-sent events (HTML standard, 9.2) or lines.
 
-Forwarding only complete events lets the router insert an event of its own at any time. After a partial event, the
-client would read the inserted event as a part of the partial one.
+The router forwards only complete events, so it can insert an event of its own at any time. After a partial event, the
+client would read the inserted event as a part of the partial event.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trioserve.contracts.errors import EndpointLost
 
 __all__ = ["BrokenEvents", "EventLines", "EventSplitter", "LineSplitter", "is_comment"]
 
-# a token has hundreds of bytes; an image of the largest size has 17 million bytes in base64
+# The event of a token has hundreds of bytes. An image of the largest size has 17 million bytes in base64.
 EVENT_BYTES_MAX = 24 * 1024 * 1024
 
 # An event ends with an empty line after the end of a line. Each line end is LF, CRLF or CR. A CR at the end of the data
-# counts as a line end, although its LF may still come. That LF is then read as an empty line, which has no meaning.
+# counts as a line end, although an LF may still follow. That LF is then read as an empty line, which has no meaning.
 _END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _END_BYTES_MAX = 4
 
@@ -56,7 +56,7 @@ class EventSplitter:
             EndpointLost: An event is longer than EVENT_BYTES_MAX.
         """
         if not self._held and piece.endswith(b"\n\n"):
-            return piece  # fast path for nearly all pieces
+            return piece  # This is the fast path for nearly all pieces.
         searched = max(0, len(self._held) - _END_BYTES_MAX + 1)
         self._held += piece
         end = max((match.end() for match in _END.finditer(self._held, searched)), default=0)
@@ -76,7 +76,7 @@ def is_comment(events: bytes) -> bool:
     return all(not line or line.startswith(b":") for line in events.splitlines())
 
 
-JSON_EVENT_BYTES_MAX = 1024 * 1024  # trioserve's own events have 14 KB
+JSON_EVENT_BYTES_MAX = 1024 * 1024  # For comparison, trioserve's own events have up to 14 KB.
 
 Event = TypeVar("Event")
 
@@ -108,7 +108,7 @@ class EventLines(Generic[Event]):
         Raises:
             BrokenEvents: An event has another type or is longer than JSON_EVENT_BYTES_MAX.
         """
-        searched = max(0, len(self._held) - 1)  # bytes of earlier pieces are not searched again
+        searched = max(0, len(self._held) - 1)  # The bytes of earlier pieces are not searched again.
         self._held += piece
         end = self._held.rfind(b"\n\n", searched) + 2
         blocks = []
@@ -126,13 +126,13 @@ class EventLines(Generic[Event]):
 
 
 class LineSplitter:
-    """Splitter that cuts the stream of an endpoint that sends lines itself into complete lines.
+    """Splitter for the stream of an endpoint that sends lines. It cuts the stream into complete lines.
 
     The router can insert a line of its own after complete lines at any time.
     """
 
     def __init__(self) -> None:
-        self._held = bytearray()  # empty, or the beginning of a line that is not blank
+        self._held = bytearray()  # The buffer is empty, or has the beginning of a line that is not blank.
 
     def feed(self, piece: bytes) -> bytes:
         """Add bytes and return the lines that are complete now.
@@ -158,5 +158,5 @@ class LineSplitter:
         return whole
 
     def end(self) -> bytes:
-        """Return the bytes that are left when the response has ended."""
+        """Return the bytes that remain when the response has ended."""
         return bytes(self._held)

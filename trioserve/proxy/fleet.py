@@ -25,7 +25,7 @@ __all__ = ["EndpointSpec", "Fleet"]
 
 logger = logging.getLogger(__name__)
 
-MODELS_BYTES_MAX = 8 * 1024 * 1024  # enough for thousands of adapters
+MODELS_BYTES_MAX = 8 * 1024 * 1024  # This is enough for a list of thousands of adapters.
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,8 +37,8 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         api_key: Key that the router sends as a bearer token. None: no key.
         models: Served models: the endpoint's names by the names at this router. None: the endpoint's own list.
         leases_max: Limit of sequences that run at the endpoint at a time. None: the router's setting.
-        role: Part of disaggregated requests that the endpoint computes. None: the role that the endpoint reports, or no
-            role if it reports none.
+        role: Stage of disaggregated requests that the endpoint computes. None: the role that the endpoint reports, or
+            no role if it reports none.
     """
 
     url: str
@@ -61,7 +61,7 @@ class _Member:
         self.watch: trio.CancelScope | None = None
         self.reported_role: EngineRole | None = None
         self.is_vllm = False
-        # digests by adapter name; None: the endpoint does not report the digest
+        # Maps the name of an adapter to its digest. None if the endpoint does not report the digest.
         self.adapters: dict[str, str | None] = {}
 
     def note_adapters(self, adapters: dict[str, str | None]) -> None:
@@ -100,9 +100,9 @@ class Fleet:
         self.dispatch = dispatch
         self.on_silent: Callable[[str], None] = lambda reason: None
         self._silence = silence or SilenceSettings()
-        # clients of endpoints that were added again, as long as their responses are read
+        # These are the old clients of endpoints that were added again. They are kept while their responses are read.
         self._left: list[RemoteEndpoint] = []
-        self._reads = trio.Event()  # set while a response is being read
+        self._reads = trio.Event()  # This event is set while a response is being read.
         self.aliases = dict(aliases or {})
         self._watch_settings = watch or WatchSettings()
         self._ssl_context = ssl_context
@@ -130,7 +130,7 @@ class Fleet:
             for member in self._members.values():
                 member.remote.close()
 
-    # --- members ---
+    # --- methods for members ---
 
     def add(
         self, spec: EndpointSpec, *, source: str = "configured", remote: RemoteEndpoint | None = None
@@ -149,7 +149,7 @@ class Fleet:
         remote = remote or self._connect(spec)
         self.dispatch.add_endpoint(id, spec.models or (), leases_max=spec.leases_max, role=spec.role)
         known = self._members.get(id)
-        if known is not None:  # the endpoint returns while it is being drained
+        if known is not None:  # The endpoint returns while it is being drained.
             known.remote.close()
             self._left.append(known.remote)
         self._listen_to(remote)
@@ -162,9 +162,9 @@ class Fleet:
 
         Args:
             id: Endpoint to drain.
-            move_seconds: Time to move streams that can resume to other endpoints, as these have free capacity. Then the
-                other requests are restarted elsewhere if their clients have not received output yet. None: all requests
-                stay.
+            move_seconds: Time in which streams that can resume are moved to other endpoints with free slots. After
+                that, each remaining request is restarted at another endpoint if its client has not received output yet.
+                None: all requests stay.
 
         Returns:
             False if there is no such endpoint.
@@ -181,8 +181,8 @@ class Fleet:
     def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
         """Replace all endpoints of one source.
 
-        The requests at a removed endpoint are moved to others. An endpoint with a changed configuration is added again,
-        and its requests continue.
+        The requests at a removed endpoint are moved to other endpoints. An endpoint with a changed configuration is
+        added again, and its requests continue.
 
         Args:
             specs: All endpoints that the source knows now.
@@ -238,7 +238,7 @@ class Fleet:
         return self._members[id].is_vllm
 
     def uses_own_key(self, id: EndpointId, *, passes_clients: bool) -> bool:
-        """Return True if requests to the endpoint carry a key of the router or none, instead of the client's key.
+        """Return True if requests to the endpoint carry the router's key or no key, instead of the client's key.
 
         Args:
             id: Endpoint of the fleet.
@@ -249,7 +249,7 @@ class Fleet:
     def specs(self) -> dict[EndpointId, EndpointSpec]:
         return {id: member.spec for id, member in self._members.items()}
 
-    # --- state ---
+    # --- methods for the state ---
 
     def unready_reason(self) -> str | None:
         """Return the reason why the router accepts no requests, as one word. None: it accepts requests."""
@@ -281,7 +281,7 @@ class Fleet:
             for state in self.dispatch.endpoints
         ]
 
-    # --- models ---
+    # --- methods for models ---
 
     def models(self) -> list[str]:
         """Return all model names that clients may use, sorted."""
@@ -306,7 +306,8 @@ class Fleet:
                     reason="no_endpoint",
                     retry_after_seconds=1,
                 )
-            # Endpoints list adapters beside their base model. A request without a model name means the base model.
+            # Endpoints list adapters together with their base model. A request without a model name means the base
+            # model.
             own = served - {name for member in self._members.values() for name in member.adapters}
             if len(own) == 1:
                 return next(iter(own))
@@ -391,7 +392,7 @@ class Fleet:
             member.note_adapters(served.adapters)
             self.dispatch.set_models(id, served.names)
 
-    # --- private ---
+    # --- private methods ---
 
     def _listen_to(self, remote: RemoteEndpoint) -> None:
         """Subscribe to the events of an endpoint's connections."""
@@ -412,7 +413,9 @@ class Fleet:
         self._reads.set()
 
     async def _look_for_silence(self) -> None:
-        """Give up lost responses until cancelled, also at endpoints that are being drained and no longer checked."""
+        """Give up lost responses until cancelled. This includes endpoints that are being drained and are no longer
+        checked.
+        """
         while True:
             await self._reads.wait()
             await trio.sleep(LOOK_SECONDS)
@@ -437,7 +440,8 @@ class Fleet:
     def _begin_watch(self, member: _Member) -> None:
         if self._nursery is not None:
             member.watch = trio.CancelScope()
-            # An empty context: the watch outlives the request that added the endpoint, and does not log its id.
+            # The context is empty, because the watch outlives the request that added the endpoint, and must not log the
+            # id of that request.
             contextvars.Context().run(self._nursery.start_soon, self._watch, member, member.watch)
 
     async def _watch(self, member: _Member, scope: trio.CancelScope) -> None:
@@ -469,7 +473,7 @@ class Fleet:
                 )
 
     def _begin_move(self, admission: AdmissionScope) -> None:
-        """Move a request that has got a lease elsewhere away from its endpoint."""
+        """Move a request away from its endpoint, because it has a lease at another endpoint."""
         if self._nursery is None or admission.id is None or admission.endpoint is None:
             admission.withdraw()
         else:

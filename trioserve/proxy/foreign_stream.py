@@ -1,8 +1,9 @@
-"""Stream of a server of another make that reports token ids (vLLM's `return_token_ids`), and resuming it. No I/O.
+"""Streams of other servers that report token ids (vLLM's `return_token_ids`), and how these streams resume. This module
+performs no I/O.
 
-Such a stream resumes with a request to /v1/completions, whose prompt consists of all token ids so far. This works for
-plain text only. The known output counts as prompt there, so penalties and seeds restart, and the tokens may differ from
-those of an undisturbed stream. Requests that need more than text do not resume.
+Such a stream resumes with a request to /v1/completions. The prompt of that request consists of all token ids so far.
+This works for plain text only. The new endpoint counts the known output as prompt. So penalties and seeds restart, and
+the tokens may differ from the tokens of an uninterrupted stream. Requests that need more than text do not resume.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 TOKEN_IDS = "return_token_ids"
 
-# Fields of the original request that the completion gets.
+# The completion gets these fields of the original request.
 _TAKEN_OVER = frozenset(
     [
         "model",
@@ -48,8 +49,8 @@ _TAKEN_OVER = frozenset(
         "cache_salt",
     ]
 )
-# A request with one of these fields does not resume: its state is not in its tokens, or it holds back text, or its
-# values have another form.
+# A request with one of these fields does not resume. Either the request's state is not in its tokens, or the field
+# holds back text, or its values have another format in a completion.
 _HINDRANCES = frozenset(
     [
         "stop",
@@ -78,11 +79,12 @@ _HINDRANCES = frozenset(
     ]
 )
 _NOTHING = frozenset({b"null", b"false", b"[]", b'"none"'})
-_ZERO_IS_NOTHING = frozenset({"min_tokens", "top_logprobs"})  # logprobs of 0 asks for those of the tokens themselves
+# logprobs is missing in this set, because logprobs=0 requests the log probabilities of the sampled tokens.
+_ZERO_IS_NOTHING = frozenset({"min_tokens", "top_logprobs"})
 
 
 def foreign_body(path: str, raw: bytes, *, choice_count: int) -> dict[str, msgspec.Raw] | None:
-    """Return the fields of a request that can resume as a completion, or None if it cannot.
+    """Return the fields of a request that can resume as a completion, or None if the request cannot resume.
 
     Args:
         path: Path of the request.
@@ -124,11 +126,11 @@ class ForeignStream:
         self._splitter = EventSplitter()
         self._prompt_ids: array[int] | None = None
         self._ids = array("I")
-        self._shown_count = 0  # number of ids whose text the client has
+        self._shown_count = 0  # The number of ids whose text the client has.
         self._head: dict[str, object] = {}
-        self._known_count = 0  # number of ids that the current endpoint counts as prompt
+        self._known_count = 0  # The number of ids that the current endpoint counts as prompt.
         self._is_done = False
-        self._was_answered = False  # before the last `feed` or `end`
+        self._was_answered = False  # The value before the last `feed` or `end`.
 
     def begin(self) -> None:
         """Prepare for the stream of the next endpoint."""
@@ -186,7 +188,7 @@ class ForeignStream:
         body["add_special_tokens"] = False
         body[TOKEN_IDS] = True
         tokens_max = self._tokens_max()
-        # None asks for as many tokens as fit. Without the field, a completion would have 16.
+        # None requests as many tokens as fit. Without the field, a completion would have 16 tokens.
         body["max_tokens"] = None if tokens_max is None else max(1, tokens_max - self._shown_count)
         return body
 
@@ -195,7 +197,7 @@ class ForeignStream:
         """Reason why the stream cannot resume, in one word. None if it can."""
         return self._why_not or (WhyNot.NOT_RESUMABLE if self._prompt_ids is None else None)
 
-    # --- private ---
+    # --- private methods ---
 
     def _tokens_max(self) -> int | None:
         for name in ("max_completion_tokens", "max_tokens"):
@@ -217,7 +219,7 @@ class ForeignStream:
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
         except msgspec.DecodeError:
-            return whole  # EventCheck refuses this event, so the client does not get it
+            return whole  # EventCheck refuses this event, so the client does not get it.
         if chunk.error is not None:
             self.is_answered = bool(self._ids)
             self.failure, self.failure_code = whole, str(chunk.error.get("type") or chunk.error.get("code"))
@@ -243,9 +245,9 @@ class ForeignStream:
             delta = choice.delta
             has_text = bool(choice.text or (delta is not None and delta.content))
             if delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls):
-                self._why_not = WhyNot.NOT_RESUMABLE  # the tokens of reasoning and tool calls do not become plain text
+                self._why_not = WhyNot.NOT_RESUMABLE  # The tokens of reasoning and tool calls do not become plain text.
             if has_text and not choice.token_ids:
-                self._why_not = WhyNot.NOT_RESUMABLE  # the server does not report the ids
+                self._why_not = WhyNot.NOT_RESUMABLE  # The server does not report the token ids.
             self._ids.extend(choice.token_ids or [])
             if has_text or choice.finish_reason is not None:
                 self._shown_count = len(self._ids)

@@ -17,15 +17,17 @@ __all__ = ["KEY_HEADERS", "owner_of", "request_headers", "response_headers", "en
 
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
-CROSS_ORIGIN_PREFIX = "access-control-"  # the router itself answers web pages of other origins
-BROWSER_PREFIX = "sec-"  # the router has already checked what a browser reports about the page
+# The router itself handles web pages of other origins, so it does not forward the headers of an endpoint.
+CROSS_ORIGIN_PREFIX = "access-control-"
+# The router has already checked what a browser reports about the page, so it does not forward these headers.
+BROWSER_PREFIX = "sec-"
 SESSION_HEADER = "x-session-id"
 STAGE_HEADER = "x-trioserve-stage"
 """Distinguishes the two requests with one id that a disaggregated request consists of: "prefill" or "decode"."""
 
 KEY_HEADERS = ("authorization", "x-api-key")
 TRACE_HEADERS = frozenset(["traceparent", "tracestate"])
-# Headers that concern one connection only (RFC 9110, 7.6.1), or that the router sets itself, in both directions.
+# These headers concern one connection only (RFC 9110, 7.6.1), or the router sets them itself in both directions.
 OF_ONE_CONNECTION = frozenset(
     [
         "connection",
@@ -39,7 +41,7 @@ OF_ONE_CONNECTION = frozenset(
         HEARTBEAT_HEADER,
     ]
 )
-# Further headers that the router sets itself or has processed.
+# The router sets or has processed these further headers itself.
 NOT_FORWARDED = OF_ONE_CONNECTION | {
     "accept-encoding",
     "authorization",
@@ -96,7 +98,8 @@ def request_headers(context: RouterContext, stage: Stage | None, *, with_body: b
         with_body: Whether the client's body is forwarded. False for a request that the router makes itself.
     """
     tenant_header = context.services.rules.tenant_header
-    trace = context.leg.headers() or context.span.headers()  # without a trace, the client's trace headers are forwarded
+    # Without a trace, the client's trace headers are forwarded.
+    trace = context.leg.headers() or context.span.headers()
     headers = [
         (name, endpoint_session(context, value) if name == SESSION_HEADER else value)
         for name, value in context.exchange.headers.items()

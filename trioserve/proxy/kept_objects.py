@@ -1,6 +1,7 @@
-"""Stored responses, files and batches: which endpoint has each, who owns it, and the requests about them.
+"""Stored responses, files and batches: the endpoint and the owner of each object, and the requests about these objects.
 
-An endpoint that the router calls with its own key cannot distinguish callers. Only the router knows the owners then.
+If the router sends its own key to an endpoint, the endpoint cannot distinguish callers. Then only the router knows the
+owners.
 
 The requests need no lease and do not wait in the queue, because they compute nothing. The router knows the endpoint of
 an object whose creation it has seen. Otherwise it asks the endpoints in turn. However, if the router has keys of its
@@ -47,9 +48,9 @@ __all__ = [
     "object_id_in",
 ]
 
-OBJECTS_MAX = 100_000  # at about 300 bytes each; the oldest are forgotten, as endpoints forget them too
+OBJECTS_MAX = 100_000  # Each entry takes about 300 bytes. The router forgets the oldest objects, and so do endpoints.
 RESPONSES_PATH = "/v1/responses"
-SEARCHED_BYTES_MAX = 4096  # an object begins with its id
+SEARCHED_BYTES_MAX = 4096  # An object begins with its id, so the search can stop early.
 _ID = re.compile(rb'"id"\s*:\s*"((?:resp|file|batch|msgbatch)[-_][\w-]{1,128})"')
 _MAY_BE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
@@ -93,7 +94,7 @@ def object_id_in(body: bytes) -> str | None:
 
 
 def may_be_id(text: str) -> bool:
-    """Return True if the text has the form of an id. Any other text could change the path that contains it.
+    """Return True if the text is a valid id. Any other text could change the path that contains it.
 
     Args:
         text: Text from a client.
@@ -189,8 +190,8 @@ async def forward_stream(context: RouterContext) -> None:
 async def forward_control(context: RouterContext) -> None:
     """Forward a control request to the endpoint that runs the controlled request.
 
-    Clients cannot hand over requests: an endpoint that hands over is taken for one that leaves, and gets no new
-    requests for a while. Only the router does so.
+    Clients cannot hand over requests. The router treats an endpoint that hands over a request as leaving, and sends no
+    new requests there for a while. So only the router may request a hand-over.
 
     Args:
         context: Request of the router's API.
@@ -205,7 +206,8 @@ async def forward_control(context: RouterContext) -> None:
     for admission in context.services.fleet.dispatch.live_admissions(owner=context.owner):
         if admission.id == id and not admission.is_queued and admission.endpoint is not None:
             if await _relay(context, admission.endpoint, body) < 300:
-                admission.note_reasoning_ended()  # an endpoint that resumes the response must know
+                # An endpoint that later resumes the response must get this information.
+                admission.note_reasoning_ended()
             return
     raise refusal("request_not_found", f'no running request has the id "{id}"')
 
@@ -244,7 +246,7 @@ async def endpoint_of_response(context: RouterContext, id: str) -> EndpointId:
     return await _endpoint_of(context, id, "/v1/responses/")
 
 
-# --- private ---
+# --- private functions ---
 
 
 async def _known_object(context: RouterContext, id: str) -> KeptObject | None:
@@ -266,18 +268,20 @@ async def _known_object(context: RouterContext, id: str) -> KeptObject | None:
     if kept is None and _is_unknown_to_endpoints(context):
         raise _not_found(id)
     if kept is not None and kept.endpoint not in context.services.fleet.specs():
-        return None  # the endpoint has left; another one may have its stored objects now
+        return None  # The endpoint has left the fleet. Another endpoint may store its objects now.
     return kept
 
 
 def _is_unknown_to_endpoints(context: RouterContext) -> bool:
-    """Return True if endpoints cannot distinguish this caller from others, because only the router knows its key."""
+    """Return True if endpoints cannot distinguish this caller from other callers, because only the router knows the
+    caller's key.
+    """
     is_everybody = context.owner is None or context.caller.kind is CallerKind.ADMIN
     return not is_everybody and not context.services.rules.passes_authorization
 
 
 async def _endpoint_of(context: RouterContext, id: str, path: str) -> EndpointId:
-    if not may_be_id(id):  # a text from a body could change the path
+    if not may_be_id(id):  # The id may come from a body. An invalid id could change the path of the request.
         raise _not_found(id)
     kept = await _known_object(context, id)
     if kept is not None:
@@ -303,7 +307,8 @@ async def _ask_all(context: RouterContext, id: str, body: bytes, *, has_endpoint
         try:
             status = await _relay(context, candidate, body, gives_up_at_404=True)
             if status != 404:
-                if status < 400 and not has_endpoint_name:  # an error does not prove that the object is there
+                if status < 400 and not has_endpoint_name:
+                    # An error does not prove that the endpoint stores the object.
                     context.services.kept.remember(id, KeptObject(candidate, owner_of(context)))
                 return
         except EndpointLost as error:
@@ -326,7 +331,7 @@ def _candidates(context: RouterContext) -> list[EndpointId]:
 def _home_endpoint(context: RouterContext) -> EndpointId:
     """Choose the caller's home endpoint by rendezvous hashing.
 
-    When an endpoint comes or leaves, only callers whose home is this endpoint get another home.
+    When an endpoint joins or leaves the fleet, only the callers of this endpoint get another home endpoint.
     """
     usable = [state.id for state in context.services.fleet.dispatch.endpoints if state.accepts_requests]
     if not usable:

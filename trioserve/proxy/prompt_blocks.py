@@ -1,7 +1,7 @@
 """Block names of the prompt in a request body, equal to the names that an engine computes.
 
-Names only improve the choice of an endpoint. A prompt that cannot be named in time is routed without names. A body that
-an engine would refuse has no names: the endpoint reports the error to the client.
+The names only improve the choice of an endpoint. A prompt that cannot be named in time is routed without names. A body
+that an engine would refuse has no names: the endpoint reports the error to the client.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "PROMPT_TOKENS_MAX", "PromptBlocks", "block_names", "named_blocks"]
 
-PROMPT_TOKENS_MAX = 262_144  # about a second of tokenizing; a longer prompt gets no names
-# leading tokens that get names: 100 KB of names for blocks of 16; later blocks hardly influence the choice
+PROMPT_TOKENS_MAX = 262_144  # Tokenizing so many tokens takes about a second. A longer prompt gets no names.
+# Only this many leading tokens get names. With 16 tokens in a block, the names take 100 KB. Later blocks hardly
+# influence the choice of an endpoint.
 NAMED_TOKENS_MAX = 32_768
-NAMING_SECONDS_MAX = 1.0  # includes waiting for the texts of others: a cache hit seldom saves more
-INLINE_TOKENS_MAX = 4096  # naming this many tokens takes a quarter of a millisecond
+# This limit includes the wait for the texts of other requests. A cache hit seldom saves more time.
+NAMING_SECONDS_MAX = 1.0
+INLINE_TOKENS_MAX = 4096  # Naming the blocks of this many tokens takes a quarter of a millisecond.
 
 
 class PromptBlocks:
@@ -80,7 +82,7 @@ class PromptBlocks:
 
     async def _token_ids(self, prompt: Prompt, texts: TextRunner, *, add_special_tokens: bool) -> Sequence[int]:
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-            return prompt  # not checked: a token id that the model lacks matches no block
+            return prompt  # The ids are not checked, because a token id that the model lacks matches no block.
         return await self._encoder.within(texts).encode(prompt, add_special_tokens=add_special_tokens)
 
 
@@ -152,7 +154,7 @@ async def named_blocks(
             return {}
     except InvalidRequest:
         return {}
-    # prompt log probabilities need every token computed, also cached ones
+    # Prompt log probabilities require that every token is computed, even tokens in the prefix cache.
     if prompt is None or body.prompt_logprobs is not None:
         return {}
     salt = adapter_salt(body.cache_salt, adapter_digest)

@@ -1,7 +1,8 @@
-"""Path of a request through the router: queue, endpoint, another endpoint after a failure, and back to the client.
+"""Path of a request through the router: the queue, an endpoint, another endpoint after a failure, and the response to
+the client.
 
-All resources belong to the scope of the handler. When the client leaves, the place or lease is returned and the
-connection to the endpoint is closed, in this order and at once.
+All resources belong to the scope of the handler. When the client leaves, the handler first releases the queue position
+or lease, and then closes the connection to the endpoint. Neither step waits.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ HAS_NO_BLOCKS = frozenset(
 )
 """Forwarded paths whose requests have no KV blocks, and therefore no salt."""
 
-PARTIAL_SECONDS_MAX = 1.0  # time in which an endpoint can return a partial result after the deadline
+PARTIAL_SECONDS_MAX = 1.0  # After the deadline, an endpoint has this time to return a partial result.
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ logger = logging.getLogger(__name__)
 async def forward(context: RouterContext) -> None:
     """Send the request to an endpoint and its response to the client.
 
-    Each frame between here and the wait for an event is entered again for every event. So there are few.
+    Few function calls lie between this coroutine and the wait for an event, because Python re-enters each of their
+    frames for every event.
 
     Args:
         context: Request of the router's API.
@@ -130,7 +132,8 @@ class _Asked(msgspec.Struct, frozen=True):
         body: Fields of `raw`.
         model: Model name that endpoints use.
         clock: Deadlines of the request.
-        before: Endpoint that stores the response which this request continues. None: the request continues none.
+        before: Endpoint that stores the response which this request continues. None: the request does not continue a
+            response.
     """
 
     said: bytes
@@ -174,8 +177,8 @@ async def _is_left_to_send(context: RouterContext, asked: _Asked) -> bool:
     """Decide which events the client gets. Return False if the client has the whole response."""
     body, path = asked.body, context.exchange.path
     if body.stream and wants_lines(path, context.exchange.headers):
-        context.client_events = ClientLines()  # a client that reads lines cannot report its position in a stream
-    elif body.stream and path not in IMAGE_PATHS:  # image events have no ids from which a client could resume
+        context.client_events = ClientLines()  # A client that reads lines cannot report its position in a stream.
+    elif body.stream and path not in IMAGE_PATHS:  # Image events have no ids, so a client could not resume from them.
         choice_count = max(1, body.n or 1) * body.prompt_count
         stream = await context.services.peers.stream_of(context, asked.said, asked.model, choice_count=choice_count)
         if stream is None:
@@ -215,14 +218,14 @@ def _for_caller(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[b
 async def _with_block_names(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:
     """Add the names of the prompt's blocks to the request, if the routing policy needs them.
 
-    Naming costs time, so the request counts as being prepared meanwhile.
+    Naming costs time. Meanwhile, the request counts as being prepared.
     """
     dispatch, naming = context.services.fleet.dispatch, context.services.naming
     block_sizes = dispatch.block_sizes(request)
     if naming is None or not block_sizes or request.pinned is not None:
         return request
     is_adapter, digest = context.services.fleet.adapter_digest(request.model)
-    if is_adapter and digest is None:  # the digest that is part of the block names is unknown
+    if is_adapter and digest is None:  # The digest is part of the block names, and it is unknown.
         return request
     with dispatch.preparing(request):
         blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes, digest, tenant=request.tenant)
@@ -269,7 +272,7 @@ def _routed(context: RouterContext, asked: _Asked) -> RoutedRequest:
     pinned = asked.before if named is None else EndpointId(named)
     content = body.content
     prompt_tokens = len(content) // 4 + 1
-    # First check whether two endpoints exist for it, because parsing the rest of the body costs time.
+    # First check whether two endpoints exist for the request, because parsing the rest of the body costs time.
     is_disaggregated = (
         prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.services.fleet.dispatch.is_pair_there(model)
     )
@@ -333,7 +336,7 @@ class RequestClock:
         Raises:
             Refusal: The deadline for the first token or for the whole request has passed.
         """
-        if not self._moments:  # most requests have no deadlines and need no scope
+        if not self._moments:  # Most requests have no deadlines and need no cancel scope.
             yield
             return
         self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL)) + self._grace_seconds

@@ -1,14 +1,14 @@
 """Reports that an endpoint pushes: its load, and the blocks in its prefix cache.
 
-A load report includes the requests that had arrived when the endpoint made it. The report does not cover requests that
-are still on their way. Therefore a router that asks for a load notes which requests it has sent before, and relies on
-the report only for these.
+A load report includes the requests that had arrived when the endpoint made the report. The report does not cover
+requests that are still on their way. Therefore a router that requests a report notes which requests it has sent before.
+The router relies on the report only for these requests.
 
-A pushed load is treated as the answer to an imaginary question. Its time is computed as follows: the router once asks
-for a load, and later loads carry the endpoint's own clock, which gives the time since then. So a pushed load counts
-exactly as much as a requested one. The two clocks may drift apart, so CLOCK_DRIFT of the passed time is subtracted, and
-the router asks again after ANCHOR_SECONDS. A restarted server has another clock: its pushed loads are ignored until the
-router has asked again.
+A pushed report is treated as the response to an imaginary request. The time of this request is computed as follows. The
+router requests a report once. Each later report has a time of the endpoint's own clock, which gives the time since the
+requested report. So a pushed report is used exactly like a requested report. The two clocks may drift apart, so
+CLOCK_DRIFT of the passed time is subtracted, and the router requests a report again after ANCHOR_SECONDS. A restarted
+server has another clock. Its pushed reports are ignored until the router has requested a report again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOAD_EVENTS_PATH = "/kv_events?load=only"
-SILENT_SECONDS = 1.5  # an endpoint always pushes its load once a second; after a longer silence, the router asks
-BROKEN_SECONDS = 10.0  # after this silence, the connection is closed and a new one is opened
+# An endpoint always pushes its load once a second. After a longer silence, the router requests the load.
+SILENT_SECONDS = 1.5
+BROKEN_SECONDS = 10.0  # After this silence, the router closes the connection and opens a new connection.
 ANCHOR_SECONDS = 30.0
-CLOCK_DRIFT = 0.001  # twice the maximum slew rate of clocks
+CLOCK_DRIFT = 0.001  # This is twice the maximum slew rate of clocks.
 RETRY_SECONDS_MIN = 0.5
 RETRY_SECONDS_MAX = 60.0
 
@@ -86,7 +87,7 @@ class PushedLoad:
         return self._asked_at + seconds - CLOCK_DRIFT * abs(seconds)
 
     def is_pushing(self, now: float) -> bool:
-        """Return True if pushed loads arrive, so that the router need not ask now.
+        """Return True if pushed loads arrive, so that the router need not request the load now.
 
         Args:
             now: Current time.
@@ -147,8 +148,9 @@ class PushedLoad:
 
 
 KV_EVENTS_PATH = "/kv_events"
-STALE_SECONDS = 7.0  # an endpoint sends at least an empty event every two seconds
-# also the interval of attempts at a server without these events (vLLM), in case it starts to send them
+STALE_SECONDS = 7.0  # An endpoint sends at least an empty event every two seconds.
+# The router also tries again at this interval if a server does not send these events (vLLM), in case it starts to send
+# them.
 RESIDENCY_RETRY_SECONDS_MAX = 10.0
 
 
@@ -182,7 +184,7 @@ class _Watch:
         self._remote = remote
         self._policy = policy
         self._snapshot: list[BlockHash] = []
-        self._sequence: int | None = None  # number of the next change; None while a snapshot is incomplete
+        self._sequence: int | None = None  # The number of the next change. None while a snapshot is incomplete.
         self._reason_logged = ""
 
     async def listen(self) -> None:
@@ -230,7 +232,7 @@ class _Watch:
         if part.hash_scheme != HASH_SCHEME or part.block_size < 1:
             raise BrokenEvents(f'the endpoint names blocks by "{part.hash_scheme}", and this router by "{HASH_SCHEME}"')
         if self._sequence is not None:
-            self._sequence = None  # changes before the new snapshot were missed
+            self._sequence = None  # The stream missed the changes before the new snapshot.
             self.lose()
         self._snapshot += part.hashes[: BLOCKS_MAX - len(self._snapshot)]
         if part.left:
@@ -245,7 +247,7 @@ class _Watch:
         self._snapshot, self._sequence = [], part.sequence
 
     def _say(self, reason: str) -> None:
-        if reason != self._reason_logged:  # log a lasting reason once
+        if reason != self._reason_logged:  # A reason that lasts is logged only once.
             logger.info(
                 "residency unknown endpoint=%s reason=%s", self._remote.id, msgspec.json.encode(reason).decode()
             )

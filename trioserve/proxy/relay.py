@@ -1,4 +1,4 @@
-"""One attempt of a request at one endpoint: the request to the endpoint, and the response to the client."""
+"""One attempt to serve a request at one endpoint: the request to the endpoint, and the response to the client."""
 
 from __future__ import annotations
 
@@ -70,23 +70,25 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-WHOLE_BYTES_MAX = 256 * 1024  # a response up to this size is sent in one piece when it is complete
+WHOLE_BYTES_MAX = 256 * 1024  # A response up to this size is sent in one piece when it is complete.
 ERROR_BYTES_MAX = 64 * 1024
-NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # 529 is the status of Anthropic's API for 503
+NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # Anthropic's API uses status 529 instead of 503.
 BROKEN = frozenset({500, 502, 504})
-# reasons of a server that refuses because it stops, not because it is busy
+# A server gives these reasons if it refuses because it stops, not because it is busy.
 STOPPING = frozenset({"draining", "server_stopping"})
 CLIENTS_FAULT = frozenset({400, 413, 422})
-# A gateway in front of an inference server also sends these, with an error text of its own.
+# A gateway in front of an inference server also sends these statuses, with an error text of its own.
 TOO_LARGE = frozenset({408, 413, 414, 431})
 KEY_REFUSED = frozenset({401, 403})
-# A server of another kind answers every request like this. An inference server may do so for a reason. Then other
-# endpoints answer the same.
+# A server of another kind sends these statuses for every request. An inference server may have a reason for them. In
+# the second case, other endpoints send the same status.
 DOUBTFUL = KEY_REFUSED | {404, 405, 410, 421}
-DOUBTFUL_IN_A_ROW = frozenset({400, 422})  # treated like DOUBTFUL if the endpoint gives no other answers
-KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})  # one API key has too many requests; other keys are served
+# These statuses are treated like DOUBTFUL if the endpoint gives no other answers.
+DOUBTFUL_IN_A_ROW = frozenset({400, 422})
+# One API key has too many requests. Requests with other keys are served.
+KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})
 BUSY_SECONDS_MAX = 5.0
-# Error codes in a stream that somebody ended on purpose. No other endpoint resumes it.
+# These error codes mean that the stream was ended on purpose. No other endpoint resumes it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
 
 
@@ -148,7 +150,8 @@ async def attempt(
         clock.stop_first_token()
         on_begin()
 
-    # Each frame between here and the wait for an event is entered again for every event. So there are few.
+    # Few function calls lie between this line and the wait for an event, because Python re-enters each of their frames
+    # for every event.
     try:
         with context.asking(id, admission.stage), admission.attempt():
             request = _request(context, admission, id, body)
@@ -189,7 +192,7 @@ async def handle_failure(
         clock: Deadlines of the request.
 
     Returns:
-        False if the request waits for another endpoint. True if the client has got the endpoint's error.
+        False if the request waits for another endpoint. True if the client has received the endpoint's error.
 
     Raises:
         EndpointLost: No endpoint takes over the request, and there is no error of the endpoint for the client.
@@ -233,7 +236,7 @@ def _may_be_served_elsewhere(context: RouterContext, admission: AdmissionScope, 
         fault = Fault.REFUSED
     if fault is Fault.REFUSED:
         if context.refused is not None and context.refused.response.status == status:
-            return False  # a second endpoint confirms the refusal
+            return False  # A second endpoint has confirmed the refusal.
         context.refused = refused
     return fault is not None and admission.failed(
         fault, busy_seconds=_busy_seconds(refused.response), is_certain=True, reason=f"status_{status}"
@@ -241,7 +244,9 @@ def _may_be_served_elsewhere(context: RouterContext, admission: AdmissionScope, 
 
 
 async def _resume_or_end(context: RouterContext, admission: AdmissionScope, failure: Refused | EndpointLost) -> bool:
-    """Decide how a request continues whose client has received a token. Returns like `handle_failure`."""
+    """Decide how a request continues if its client has already received a token. The return value has the same meaning
+    as in `handle_failure`.
+    """
     fault = failure.fault or Fault.BUSY if isinstance(failure, Refused) else fault_of(failure)
     lost = failure
     if isinstance(failure, Refused):
@@ -274,7 +279,8 @@ async def lease(context: RouterContext, admission: AdmissionScope, clock: Reques
         clock: Deadlines of the request.
 
     Raises:
-        Refusal: The queue deadline has passed, or an endpoint had refused the request and no other is available.
+        Refusal: The queue deadline has passed, or an endpoint had refused the request and no other endpoint is
+            available.
         Overloaded: The queue refuses the request.
         EndpointLost: The stream has begun, and no endpoint is available to resume it.
         RequestPoisoned: The request has crashed several endpoints.
@@ -294,7 +300,7 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
         raise deadline_refusal(clock.first()[0], str(over)) from None
     except Overloaded as refusal:
         if context.refused is not None and not admission.has_token:
-            raise _as_refusal(context.refused) from None  # no other endpoint could be asked
+            raise _as_refusal(context.refused) from None  # No other endpoint is available for the request.
         if not admission.has_token or context.continuation is None or isinstance(refusal, Draining):
             raise
         context.continuation.note_not_continued(context, "no_endpoint", refusal)
@@ -372,16 +378,16 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
     said = await response.whole(ERROR_BYTES_MAX) or b""
     if _is_page(response.header("content-type")):
         raise InvalidAnswer(response.endpoint, "html", f"status {status} with a web page")
-    code = response.header(REASON_HEADER) or error_code(said)  # errors of other APIs have no code
+    code = response.header(REASON_HEADER) or error_code(said)  # The errors of other APIs have no code.
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.FAILED
     if fault is Fault.FAILED and code in DEATH_CODES:
-        fault = Fault.BROKE  # the error ends all requests of the endpoint
+        fault = Fault.BROKE  # The error ends all requests of the endpoint.
     if fault is Fault.BUSY and code in STOPPING:
         fault = Fault.LEAVING
     if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) in KEYS_OWN_REFUSALS:
-        fault = None  # a refusal for one API key says nothing about the endpoint's load
+        fault = None  # A refusal for one API key says nothing about the endpoint's load.
     elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
-        # The prefill endpoint got a shorter request, so it could not report this error of the client.
+        # The prefill endpoint got a shorter request, so it could not report this client error.
         is_clients = status in CLIENTS_FAULT and TRANSFER_PARAMS.encode() not in said
         fault = None if is_clients else Fault.TRANSFER
     elif stage is Stage.DECODE and code == "request_failed":
@@ -390,7 +396,8 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
 
 
 def model_field(context: RouterContext, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
-    """Return the body field `model` with the endpoint's own name, if the client uses another name. Otherwise nothing.
+    """Return the body field `model` with the endpoint's own name if the client uses another name. Otherwise, return no
+    field.
 
     Args:
         context: Request of the router's API.
@@ -470,7 +477,9 @@ async def _relay_whole(
     begin: Callable[..., None],
     request: EndpointRequest,
 ) -> None:
-    """Forward a response that is not a stream: in one piece, or in several if it is large."""
+    """Forward a response that is not a stream. A small response is sent in one piece, a large response in several
+    pieces.
+    """
     whole = await response.whole(WHOLE_BYTES_MAX)
     if whole is not None:
         check_whole(id, context.exchange.path, whole)
@@ -485,7 +494,7 @@ async def _relay_whole(
     while piece is not None:
         await context.exchange.send(piece)
         piece = await response.next_piece()
-    request.end()  # before the client has got everything
+    request.end()  # End the request to the endpoint first. Otherwise a slow client would keep the connection busy.
     await context.finish()
 
 
@@ -528,8 +537,8 @@ async def _head_of(context: RouterContext, admission: AdmissionScope, request: E
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(awaited.run)
-            # A comment that is being sent is completed after the head has arrived. Otherwise the client would get half
-            # of it.
+            # If a comment is being sent when the head arrives, the comment is completed first. Otherwise the client
+            # would get half of it.
             while not awaited.is_over.is_set():
                 with trio.move_on_after(context.services.access.keep_alive_seconds):
                     await awaited.is_over.wait()
@@ -566,11 +575,11 @@ class _AwaitedHead:
 
 
 def _remember_object(context: RouterContext, id: EndpointId, said: bytes) -> None:
-    """Remember where a stored response is and who owns it."""
+    """Remember the endpoint and the owner of a stored response."""
     if context.exchange.path != RESPONSES_PATH:
         return
     made, continuation = object_id_in(said), context.continuation
-    if continuation is not None:  # an endpoint that resumes does not repeat the id
+    if continuation is not None:  # An endpoint that resumes a response does not repeat the id.
         made = continuation.object_id = made or continuation.object_id
     if made is not None:
         context.services.kept.remember(made, KeptObject(id, owner_of(context)))
@@ -598,10 +607,11 @@ async def _relay_events(
         stream = continuation.stream
         if remark:
             await admission.tell(context.send_events(remark))
-    # The response to the client begins with the first valid event: the body might not be an event stream at all.
+    # The response to the client begins with the first valid event, because the body might not be an event stream at
+    # all.
     if not context.exchange.started and response.header(RESUME_HEADER) is not None:
         await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
-    # The code that runs for each event is most of the router's cost. Avoid every call that is not needed.
+    # The code that runs for each event is most of the router's cost. So calls that are not needed are avoided.
     send = context.exchange.send if context.client_events.takes_all else context.send_events
     has_begun = is_over = False
     has_started = context.exchange.started
@@ -612,7 +622,7 @@ async def _relay_events(
         except EndpointLost:
             if not stream.is_over:
                 raise
-            piece = None  # the stream was complete before
+            piece = None  # The stream was complete before the connection broke.
         if admission.withdrawn_for is not None:
             admission.check_withdrawn()
         is_over = piece is None
@@ -633,12 +643,12 @@ async def _relay_events(
                 continuation.note_groups(context)
         if events:
             if not has_started:
-                # The head of a resumed stream is held until the stream reaches the client's position.
+                # The head of a resumed stream is held back until the stream reaches the client's position.
                 has_started = context.exchange.started
                 if not has_started:
                     head = response_headers(context, response)
                     await admission.tell(context.start(response.status, head, is_events=True))
-            admission.is_telling = True  # as `tell` does it
+            admission.is_telling = True  # This assignment replaces a call of `tell`, to save the cost of the call.
             await send(events)
             admission.is_telling = False
             if admission.withdrawn_for is not None:
@@ -651,7 +661,7 @@ async def _relay_events(
 
 
 def _last_event(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream | ForeignStream) -> bytes:
-    """Return the event that ends a stream which the endpoint no longer continues.
+    """Return the last event of a stream that the endpoint no longer continues.
 
     Raises:
         StreamFailed: The endpoint failed, and another endpoint may resume the stream.

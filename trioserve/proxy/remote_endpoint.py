@@ -1,8 +1,8 @@
 """HTTP/1.1 client for an endpoint that is another server.
 
 Leaving a request closes its connection, which cancels the request at the endpoint. HTTP/1.1 is used instead of HTTP/2
-for two reasons: every server understands at once that a connection was closed, and requests on separate connections
-cannot block each other.
+for two reasons: every server notices at once that a connection was closed, and requests on separate connections cannot
+block each other.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ __all__ = [
 ]
 
 CONNECT_SECONDS_MAX = 5.0
-IDLE_CONNECTIONS_MAX = 128  # covers the connections of a burst; each costs a socket at both ends
-IDLE_SECONDS_MAX = 4.0  # shorter than the keep-alive of common servers (uvicorn 5 s), so that they seldom close first
-CLOSE_RACE_SECONDS = 0.5  # longer than a server's close takes to arrive
+# This number covers the connections of a burst. Each connection costs a socket at both ends.
+IDLE_CONNECTIONS_MAX = 128
+# This time is shorter than the keep-alive of common servers (uvicorn 5 s), so that they seldom close first.
+IDLE_SECONDS_MAX = 4.0
+CLOSE_RACE_SECONDS = 0.5  # This time is longer than a server's close takes to arrive.
 RECEIVE_BYTES = 65536
-SEND_BYTES = 65536  # bytes of a request per send; each send shows that the connection is alive
-LEFT_SILENT_BEATS = 1.5  # beats without a byte; after that a close of the connection may not arrive at the endpoint
+# One send call gets at most this many bytes of a request. Each send shows that the connection is alive.
+SEND_BYTES = 65536
+# After this many heartbeat intervals without a byte, a close of the connection may not arrive at the endpoint.
+LEFT_SILENT_BEATS = 1.5
 UNACKNOWLEDGED = "unacknowledged"
 LOSSES = {
     "silent": "sends no heartbeat over an open connection",
@@ -52,10 +56,10 @@ LOSSES = {
     "stalled": "has sent nothing for very long in the middle of a response",
 }
 """Message for each reason to give up a response."""
-# The kernel got no acknowledgement for too long, or has no route to the machine.
+# With these errors, the kernel got no acknowledgement for too long, or has no route to the machine.
 VANISHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
-PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # characters that a path may contain unescaped (RFC 3986, 3.3)
+PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # A path may contain these characters unescaped (RFC 3986, 3.3).
 _TARGET = re.compile(r"[!-~]+")
 _FIELDS = re.compile(r"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]+: [^\0\r\n]*\r\n)*")
 
@@ -207,8 +211,8 @@ class RemoteEndpoint:
     Attributes:
         watch: Decides which responses are lost although their connection is open.
         on_silent: Called with the reason when a response is given up.
-        on_left_silent: Called when a request ends whose connection is silent, since the close may not arrive. The
-            arguments are the headers of the request and the seconds of silence.
+        on_left_silent: Called when a request ends although its connection is silent, because the close may not arrive.
+            The arguments are the headers of the request and the seconds of silence.
         on_read: Called when reading begins while no other response is being read.
     """
 
@@ -229,7 +233,8 @@ class RemoteEndpoint:
         if address.scheme == "https" and ssl_context is None:
             self._ssl_context = ssl.create_default_context()
         self._open_stream = open_stream or self._open_tcp
-        self._idle: deque[tuple[float, _Connection]] = deque()  # (since when, connection), the oldest first
+        # Each entry is (time of the last use, connection). The oldest entry is first.
+        self._idle: deque[tuple[float, _Connection]] = deque()
         self._is_closed = False
         self._beat_seconds = 0.0 if silence is None else silence.beat_seconds
         self._awaited: dict[AwaitedResponse, _Connection] = {}
@@ -248,7 +253,7 @@ class RemoteEndpoint:
         computes: bool = False,
         tries_beat: bool = False,
     ) -> RemoteRequest:
-        """Make a request of any method but HEAD. The returned scope holds the response.
+        """Make a request with any method except HEAD. The returned scope holds the response.
 
         Leaving the scope before the end of the body closes the connection.
 
@@ -275,7 +280,7 @@ class RemoteEndpoint:
         lines = [f"{name}: {value}\r\n" for name, value in (*self._headers, *headers)]
         fields = "".join(lines)
         if _FIELDS.fullmatch(fields) is None or fields.count("\r\n") != len(lines):
-            # A line break could smuggle in a second request that nobody has checked.
+            # With a line break, a client could add a second request that is not checked.
             raise InvalidRequest("a header field has a line break or a character that no header can have")
         head = f"{method} {target} HTTP/1.1\r\n{fields}content-length: {len(body)}\r\n\r\n"
         try:
@@ -283,7 +288,7 @@ class RemoteEndpoint:
         except UnicodeEncodeError:
             raise InvalidRequest("a header field has a character beyond latin-1: leave it out") from None
 
-    # --- silence ---
+    # --- methods for silent connections ---
 
     @property
     def is_read(self) -> bool:
@@ -320,7 +325,8 @@ class RemoteEndpoint:
 
     def _begin(self, connection: _Connection, headers: list[tuple[str, str]], *, computes: bool) -> None:
         awaited = AwaitedResponse(trio.current_time(), computes=computes)
-        awaited.instance = connection.awaited.instance  # initial value: the process that sent the previous response
+        # Until the endpoint reports its process, assume the process that sent the previous response.
+        awaited.instance = connection.awaited.instance
         connection.awaited, connection.headers = awaited, headers
         self._awaited[awaited] = connection
         if len(self._awaited) == 1:
@@ -341,8 +347,8 @@ class RemoteEndpoint:
     ) -> tuple[_Connection, ResponseHead]:
         """Send a request over an idle connection, or over a new one.
 
-        A server may close an idle connection just when the router uses it again. If that happens at once and before a
-        byte of a response, the request is sent again over another connection.
+        A server may close an idle connection just when the router uses it again. If the connection closes at once and
+        before a byte of a response, the request is sent again over another connection.
 
         Args:
             data: Encoded request.
@@ -377,7 +383,8 @@ class RemoteEndpoint:
         connection.close()
 
     def give_back(self, connection: _Connection) -> None:
-        """Return a connection after its request. It is kept for later requests if possible, and closed otherwise.
+        """Return a connection after its request. The connection is kept for later requests if possible, and closed
+        otherwise.
 
         Args:
             connection: Connection whose request has ended.
@@ -390,7 +397,8 @@ class RemoteEndpoint:
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:
-            since, connection = self._idle.pop()  # the newest idle connection is the least likely to be closed
+            # The newest idle connection is the one that the server has least likely closed.
+            since, connection = self._idle.pop()
             if trio.current_time() - since <= IDLE_SECONDS_MAX:
                 return connection
             connection.close()
@@ -404,7 +412,7 @@ class RemoteEndpoint:
             raise Unreachable(
                 f'the endpoint "{self.id}" ({self.address}) accepted no connection within {CONNECT_SECONDS_MAX:g} s'
             ) from None
-        # ValueError: the host name is invalid for every resolver
+        # A ValueError means that the host name is invalid for every resolver.
         except (OSError, ValueError, trio.BrokenResourceError) as error:
             raise Unreachable(
                 f'the endpoint "{self.id}" ({self.address}) cannot be reached: {error.__cause__ or error}'
@@ -478,7 +486,7 @@ class _Connection:
         self._endpoint = endpoint
         self.id = endpoint.id
         self._reader = ResponseReader()
-        self._is_sent = True  # True if the whole last request was sent
+        self._is_sent = True  # True if the whole last request was sent.
         self._unread = b""
         self._loss: Loss | None = None
         self.heard = False
@@ -505,13 +513,13 @@ class _Connection:
         self._unread = b""
         try:
             if self._tcp is not None:
-                # Other tasks run while this task waits for the response. No wait is needed before.
+                # No checkpoint is needed here, because other tasks run while this task waits for the response.
                 data = data[self._tcp.try_send(data) :]
             if data:
                 await self._send_rest(data)
             self._is_sent = True
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the server may have answered before it read the whole request
+            pass  # The server may have responded before it read the whole request.
         try:
             while (head := self._reader.next_head()) is None:
                 await self._receive()
@@ -549,7 +557,7 @@ class _Connection:
             return held
         try:
             while reader.is_drained or (piece := reader.next_piece()) is None:
-                # As in _receive. Each frame between here and the event loop is entered again for every event.
+                # This code repeats _receive, because Python re-enters each frame above the event loop for every event.
                 awaited.is_waiting = True
                 try:
                     data = bytes(await self._stream.receive_some(RECEIVE_BYTES))

@@ -1,8 +1,9 @@
 """Parser for the responses of an HTTP/1.1 server (RFC 9112). It gets bytes and performs no I/O.
 
-A general parser would take half of the router's time for a small request. This parser accepts less than h11: it refuses
-what real servers never send (folded header lines, lines without CR, codings other than chunked). It reuses a connection
-only if the end of the response is unambiguous. tests/proxy/test_response_reader.py compares it with h11.
+A general parser would take half of the router's time for a small request. This parser accepts less than h11. It refuses
+input that real servers never send (folded header lines, lines without CR, codings other than chunked). The router
+reuses a connection only if the end of the response is unambiguous. tests/proxy/test_response_reader.py compares it with
+h11.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from trioserve.trio_tools.http_client import INTERIM_RESPONSES_MAX
 __all__ = ["BadResponse", "IncompleteResponse", "ResponseHead", "ResponseReader"]
 
 HEAD_BYTES_MAX = 65536
-TRAILERS_MAX = 256  # lines after the last chunk
-CHUNK_LINE_BYTES_MAX = 4096  # a size and optional extensions
+TRAILERS_MAX = 256  # This is the maximum number of lines after the last chunk.
+CHUNK_LINE_BYTES_MAX = 4096  # A chunk line has a size and optional extensions.
 
 _STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\0\r\n]*)?")
 _FIELDS = re.compile(r"(?:\r\n[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\0\r\n]*)*")
@@ -61,7 +62,7 @@ class _Stage(enum.Enum):
 
 
 class ResponseReader:
-    """Parser for the responses on one connection, one after another. None of them answers a HEAD request.
+    """Parser for the consecutive responses on one connection. No response may belong to a HEAD request.
 
     Attributes:
         interim: Last interim response (1xx) before the head of the current response. None if there was none.
@@ -71,7 +72,7 @@ class ResponseReader:
     def __init__(self) -> None:
         self._stage = _Stage.ENDED
         self._held = b""
-        self._left_bytes = 0  # bytes left of the body, or of the chunk
+        self._left_bytes = 0  # The number of bytes that are missing from the body, or from the current chunk.
         self._at_end = False
         self._is_persistent = True
         self._interim_count = 0
@@ -103,7 +104,8 @@ class ResponseReader:
             data: Bytes from the connection. Empty at its end.
         """
         self.is_drained = False
-        self._interim_count = 0  # heartbeats arrive every few seconds for as long as a response takes
+        # The count restarts here, because heartbeats arrive every few seconds until the response is complete.
+        self._interim_count = 0
         if not data:
             self._at_end = True
         else:
@@ -154,7 +156,7 @@ class ResponseReader:
         return ResponseHead(status, headers)
 
     def next_piece(self) -> bytes | None:
-        """Return the part of the body that has arrived since the last call.
+        """Return the bytes of the body that have arrived since the last call.
 
         Returns:
             Bytes. Empty at the end of the body. None if more bytes are needed.
@@ -165,7 +167,7 @@ class ResponseReader:
         """
         stage, held = self._stage, self._held
         if stage is _Stage.CHUNK_LINE:
-            # Fast path for nearly all pieces of an event stream: one whole chunk.
+            # This is the fast path for nearly all pieces of an event stream: one whole chunk.
             line_end = held.find(b"\r\n", 0, CHUNK_LINE_BYTES_MAX)
             size = _CHUNK_SIZE.fullmatch(held, 0, max(0, line_end))
             if size is not None:
@@ -191,8 +193,8 @@ class ResponseReader:
         options = [
             part.strip(" \t").lower() for name, value in headers if name == "connection" for part in value.split(",")
         ]
-        # With two lengths, another server on the way may believe the other length (RFC 9112, 6.3). The connection is
-        # not reused.
+        # If a response has two lengths, a server between router and endpoint may use the other length (RFC 9112, 6.3).
+        # So the connection is not reused.
         self._is_persistent = is_1_1 and "close" not in options and not (codings and lengths)
         if status in _BODILESS:
             self._stage = _Stage.ENDED

@@ -1,8 +1,9 @@
-"""Checks that a response comes from an inference server. No I/O.
+"""Checks that a response comes from an inference server. This module performs no I/O.
 
-Another program may have taken the address of an endpoint, or stand in front of it: a web server, a captive portal, a
-gateway. Such a program answers fast, so the router would send it most of the traffic. Therefore a response that no
-OpenAI-compatible server sends counts as a failure of the endpoint (InvalidAnswer), and the client never gets it.
+Another program may use the address of an endpoint, or may be a proxy in front of the endpoint. Examples are a web
+server, a captive portal and a gateway. Such a program responds fast, so the router would send most of the traffic to
+it. Therefore a response that no OpenAI-compatible server sends counts as a failure of the endpoint (InvalidAnswer), and
+the client never gets it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ LINES_TYPE = "application/x-ndjson"
 
 _CHOICES = ("choices",)
 _DATA = ("data",)
-# Each response has at least one of these fields. Paths that are not listed have no field that all servers send.
+# Each response has at least one of these fields. For a path that is not listed, there is no field that all servers
+# send.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": _CHOICES,
     "/v1/completions": _CHOICES,
@@ -75,7 +77,8 @@ def is_error(content_type: str | None, said: bytes) -> bool:
         return False
     if not isinstance(body, dict):
         return False
-    is_list = isinstance(body.get("detail"), list)  # FastAPI's error about a field; its "Not Found" is a string
+    # FastAPI's error about a field has a list. Its "Not Found" error has a string.
+    is_list = isinstance(body.get("detail"), list)
     return (
         is_list or body.get("object") == "error" or (isinstance(body.get("error"), dict | str) and bool(body["error"]))
     )
@@ -183,7 +186,7 @@ class EventCheck:
         path: Path of the request.
 
     Attributes:
-        is_over: True after an event that ends such a stream.
+        is_over: True after an event that ends a stream of this path.
     """
 
     def __init__(self, id: EndpointId, path: str) -> None:
@@ -217,7 +220,7 @@ class EventCheck:
                 continue
             if not data:
                 continue
-            # The end of an event with data.
+            # An event with data ends here.
             try:
                 event = _decode_event(data)
             except (msgspec.DecodeError, UnicodeDecodeError):

@@ -33,18 +33,22 @@ __all__ = [
     "without_transfer_params",
 ]
 
-TOKEN_BYTES = 4  # average for English text and JSON: the router does not tokenize
+# This is the average for English text and JSON. The router needs an estimate, because it does not tokenize.
+TOKEN_BYTES = 4
 PREFIX_BLOCK_BYTES = PREFIX_BLOCK_TOKENS * TOKEN_BYTES
 LINE_PATHS = frozenset({"/api/chat", "/api/generate"})
 """Paths whose streams are lines of JSON."""
-PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; later blocks do not influence the choice of an endpoint
+# These blocks cover 128 KiB of the prompt. Later blocks do not influence the choice of an endpoint.
+PREFIX_BLOCKS_MAX = 1024
 TRANSFER_PARAMS = "kv_transfer_params"
 
 _NOTHING = msgspec.Raw()
 
 
 class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that decide which endpoint gets a request and how long it may take. The endpoint checks the others."""
+    """Fields that decide which endpoint gets a request and how long the request may take. The endpoint checks all other
+    fields.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -68,22 +72,24 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> bytes:
-        """JSON text of the prompt, with its parts in the order in which they become tokens."""
+        """JSON text of the prompt. The parts of the text have the same order as their tokens."""
         said = bytes(self.messages) or bytes(self.prompt) or bytes(self.input) or bytes(self.documents)
         before = bytes(self.system) or bytes(self.instructions) or bytes(self.query)
         return before + said if before else said
 
     @property
     def known_token_count(self) -> int:
-        """Estimated number of known tokens in a request that resumes a response. They are computed like a prompt."""
+        """Estimated number of known tokens in a request that resumes a response. The endpoint computes known tokens
+        like a prompt.
+        """
         return bytes(self.resume).count(b",")
 
     @property
     def prompt_count(self) -> int:
-        """Number of prompts: a list of texts, or a list of lists of token ids, has several."""
+        """Number of prompts. A list of texts, or a list of token id lists, counts as several prompts."""
         if bytes(memoryview(self.prompt)[:1]) != b"[":
             return 1
-        # The first item tells what the list contains. Any amount of white space may come before the first item.
+        # The first item shows which type the list has. Any amount of white space may come before the first item.
         if not bytes(self.prompt)[1:].lstrip().startswith((b'"', b"[")):
             return 1
         return max(1, len(msgspec.json.decode(self.prompt, type=list[msgspec.Raw])))
@@ -145,7 +151,7 @@ def without_transfer_params(raw: bytes, body: RoutedBody, fields: dict[str, obje
 EDITS_PATH = "/v1/images/edits"
 PROMPT = "prompt"
 READ = frozenset({PROMPT, "model", "stream", "n", "priority", "queue_timeout", "ttft_timeout", "timeout"})
-TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # bytes of a prompt in UTF-8, as an image engine accepts it
+TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # This is the longest prompt in UTF-8 that an image engine accepts.
 
 
 class RoutedForm:
@@ -183,7 +189,7 @@ class RoutedForm:
             if part.name in READ:
                 parts[part.name] = part
         texts = {name: text_of(part, TEXT_BYTES_MAX) for name, part in parts.items()}
-        # Every value of a form is text. An empty value means that the field was not filled in.
+        # Every value of a form is text. An empty value means that the user did not fill in the field.
         fields: dict[str, Any] = {name: text for name, text in texts.items() if text and name != PROMPT}
         try:
             body = msgspec.convert(fields, RoutedBody, strict=False)
@@ -237,9 +243,9 @@ class _Named(msgspec.Struct):
 
 
 def ollama_body(path: str, raw: bytes, body: RoutedBody, served: list[str]) -> RoutedBody:
-    """Complete the fields of a body of Ollama's API, as other APIs would have them.
+    """Complete the fields of a body of Ollama's API, so that they have the defaults of the other APIs.
 
-    A stream is the default there, and a model name may have a tag.
+    In Ollama's API, a stream is the default, and a model name may have a tag.
 
     Args:
         path: Path of the request. Bodies of other APIs are returned unchanged.
@@ -250,7 +256,7 @@ def ollama_body(path: str, raw: bytes, body: RoutedBody, served: list[str]) -> R
     if not path.startswith(OLLAMA_PATH):
         return body
     model = body.model
-    if model is None and path == "/api/show":  # older field name of this path
+    if model is None and path == "/api/show":  # This path also accepts an older name of the field.
         model = decode_body(raw, _Named).name
     stream = body.stream is not False if path in LINE_PATHS else None
     return msgspec.structs.replace(body, model=untagged(model, served), stream=stream)

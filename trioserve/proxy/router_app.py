@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "RouterApp"]
 
-FORMS_MAX = 2  # large forms that are parsed at a time, each in a thread
+FORMS_MAX = 2  # At most this many large forms are parsed at the same time, each in a thread.
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
 """The rest of the path is the endpoint's id, which may contain slashes."""
@@ -197,7 +197,7 @@ async def _respond_as(context: RouterContext, decided: Answer) -> None:
 
 
 async def drain_endpoint(context: RouterContext) -> None:
-    """Drain an endpoint: it gets no more requests, and is removed when its last request has ended.
+    """Drain an endpoint. The endpoint gets no more requests, and is removed when its last request has ended.
 
     With `move=true` in the query, its requests are moved to other endpoints, within `seconds`.
 
@@ -371,7 +371,7 @@ OWN_HANDLERS: dict[tuple[str, str], Handler[RouterContext]] = {
 
 
 def _as_in_engines(operations: Iterable[Operation[Any]]) -> Iterator[Operation[RouterContext]]:
-    """Yield the operations of engines that a router has too, with the handlers of the router."""
+    """Yield the engine operations that a router also has, with the router's handlers."""
     for operation in operations:
         own = OWN_HANDLERS.get((operation.method, operation.path))
         if operation.forwarding is not None:

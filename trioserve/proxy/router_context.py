@@ -126,7 +126,7 @@ class RouterContext(Responder):
         endpoint_path: Path that endpoints see. None: the path of the request.
         prefill_endpoint: Endpoint that computed the prompt of a disaggregated request.
         refused: Refusal of an endpoint. It is kept while another endpoint may accept the request.
-        stream: State of the response that survives the end of this router.
+        stream: Stream of the response. Another router may resume it after the end of this router.
     """
 
     def __init__(self, exchange: Exchange, services: RouterServices) -> None:
@@ -167,7 +167,8 @@ class RouterContext(Responder):
 
     @contextmanager
     def asking(self, id: EndpointId, stage: Stage | None) -> Iterator[None]:
-        """Trace the block as a request to an endpoint. The spans of the endpoint are children of its span.
+        """Trace the block as a request to an endpoint. The endpoint's spans become children of the span of this
+        request.
 
         Args:
             id: Endpoint that gets the request.
@@ -224,7 +225,8 @@ class RouterContext(Responder):
         if is_events:
             headers = self.client_events.head(headers)
         if is_events and self.client_events.is_behind:
-            self._held_head = status, headers  # the stream may turn out to be another response than the client has
+            # The head is held back, because the stream may differ from the response of which the client has a part.
+            self._held_head = status, headers
             return
         self.status = status
         await self.exchange.start(status, headers)

@@ -23,7 +23,7 @@ from trioserve.proxy.fleet import Fleet
 
 __all__ = ["RouterFeed"]
 
-GAUGES_SECONDS = 1.0  # time between two updates of the metrics that are computed on demand
+GAUGES_SECONDS = 1.0  # This is the time between two updates of the metrics that are computed on demand.
 HISTORY_SERIES = ("requests_per_second", "queue_wait_p50", "queue_wait_p95", "queue", "running")
 SHARES = (0.5, 0.95)
 
@@ -49,9 +49,9 @@ class RouterFeed:
         self._metrics = metrics
         self._started_at: float | None = None
         self._watchers = Watchers(self._forget)
-        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # requests of the last snapshot
+        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # These are the requests of the last snapshot.
         self._ended: dict[str, tuple[str | None, RequestShown]] = {}
-        # health and the time since it lasts; None: the change was not seen
+        # For each endpoint, its health and the time of the last change. The time is None if the change was not seen.
         self._health: dict[str, tuple[str, float | None]] = {}
         self._gauges_at = 0.0
         self._history: History | None = None
@@ -169,7 +169,7 @@ class RouterFeed:
             admission, shown = self._seen[key]
             if admission.end_reason is not None:
                 outcome = "cancelled"
-            else:  # the router does not know whether the client received the whole response
+            else:  # The router does not know whether the client received the whole response.
                 outcome = "finished" if admission.refusal is None else "error"
             ended = msgspec.structs.replace(shown, state="finished", outcome=outcome, ended_at=round(now, 4))
             self._ended[key] = admission.owner, ended

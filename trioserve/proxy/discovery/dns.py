@@ -16,8 +16,8 @@ __all__ = ["DnsSource"]
 logger = logging.getLogger(__name__)
 
 LOOKUP_SECONDS_MAX = 10.0
-# DNS answers have a lifetime (TTL). Asking before its end is useless, and asking much later keeps dead endpoints
-# listed.
+# DNS answers have a lifetime (TTL). A lookup before the end of the TTL brings nothing new. A lookup much later keeps
+# dead endpoints listed.
 AGAIN_SECONDS_MIN = 1.0
 AGAIN_SECONDS_MAX = 30.0
 FAILED_SECONDS = 5.0
@@ -64,7 +64,7 @@ class DnsSource:
             await trio.sleep(min(AGAIN_SECONDS_MAX, max(AGAIN_SECONDS_MIN, seconds)))
 
     async def _look_up(self, resolver: dns.asyncresolver.Resolver) -> tuple[set[str], float]:
-        """Return the URLs and their lifetime in seconds."""
+        """Return the URLs, and the lifetime of the DNS answer in seconds."""
         if self._query.startswith("_"):
             answer = await resolver.resolve(self._query, "SRV", search=True, lifetime=LOOKUP_SECONDS_MAX)
             records = [(str(record.target).rstrip("."), record.port) for record in answer]

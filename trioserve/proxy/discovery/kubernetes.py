@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SLICES_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 4 * 1024 * 1024
-# duration of a watch at the server; it may be silent for that long, so it also limits the time on a dead connection
+# This is the duration of a watch at the server. A watch may be silent for its whole duration. So this value also limits
+# the time for which a dead connection is kept.
 WATCH_SECONDS = 60
-SILENCE_SECONDS_MAX = 30.0  # time limit of a response
+SILENCE_SECONDS_MAX = 30.0  # This is the time limit of a response.
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 
 
@@ -41,7 +42,7 @@ class _Metadata(msgspec.Struct):
 
 
 class _Conditions(msgspec.Struct, frozen=True):
-    ready: bool | None = None  # null means yes
+    ready: bool | None = None  # The API defines that null means true.
     serving: bool | None = None
     terminating: bool | None = None
 

@@ -1,9 +1,9 @@
 """Endpoints from Ray: the engines of a group that `trioserve ray up` has placed.
 
 A separate process (trioserve/commands/ray_watch.py) asks Ray and writes the endpoints as lines of JSON. There are two
-reasons. Ray's client ends its own process when the cluster's head has been gone for a minute. And its calls block
-threads that cannot be cancelled. If the process ends, the router keeps the known endpoints and starts the process
-again.
+reasons. First, Ray's client ends its own process when the cluster's head has been gone for a minute. Second, the calls
+of Ray's client block threads that cannot be cancelled. If the process ends, the router keeps the known endpoints and
+starts the process again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ __all__ = ["SIGN_SECONDS", "GroupReport", "RaySource", "check_ray_is_installed"]
 
 logger = logging.getLogger(__name__)
 
-SIGN_SECONDS = 2.0  # maximum time between two lines, also without changes
-FIRST_SECONDS_MAX = 60.0  # time to the first line: importing Ray and finding the cluster on a busy machine
-SILENCE_SECONDS_MAX = 15.0  # longer silence means that the process hangs in a call of Ray
+SIGN_SECONDS = 2.0  # This is the maximum time between two lines, even if nothing has changed.
+# This is the time limit for the first line. Importing Ray and finding the cluster takes long on a busy machine.
+FIRST_SECONDS_MAX = 60.0
+SILENCE_SECONDS_MAX = 15.0  # A longer silence means that the process hangs in a call of Ray.
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 LINE_BYTES_MAX = 4 * 1024 * 1024
 RECEIVE_BYTES = 65536
-REMARK_BYTES_MAX = 2000  # kept end of Ray's messages when its process ends
+REMARK_BYTES_MAX = 2000  # When the process ends, this many bytes from the end of Ray's messages are kept.
 REMARK_SECONDS_MAX = 1.0
 
 
@@ -83,7 +84,7 @@ class RaySource:
             failed_seconds = min(FAILED_SECONDS_MAX, 2 * failed_seconds)
 
     async def _follow(self, fleet: EndpointReceiver) -> tuple[int, str]:
-        """Pass on the reports of one process until it ends or is silent.
+        """Forward the reports of one process to the fleet until the process ends or is silent.
 
         Returns:
             Number of valid lines, and the reason for the end.
@@ -101,12 +102,12 @@ class RaySource:
                 partial(
                     trio.run_process,
                     self._command,
-                    stdin=subprocess.PIPE,  # the process ends when its stdin is closed, however this process ends
+                    stdin=subprocess.PIPE,  # The process ends when its stdin is closed, even if the router was killed.
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     check=False,
                     deliver_cancel=_kill,
-                    start_new_session=True,  # Ctrl-C in a terminal must reach only the router
+                    start_new_session=True,  # In a new session, Ctrl-C in a terminal reaches only the router.
                 )
             )
             assert process.stdout is not None
@@ -151,7 +152,8 @@ class RaySource:
                 return line_count, f"the output of the process that asks Ray is invalid: {error}"
 
     def _report(self, fleet: EndpointReceiver, urls: tuple[str, ...]) -> None:
-        # Report only changes: an endpoint that an operator drains must stay drained while the group is the same.
+        # Report only changes. Otherwise an endpoint that an operator drains would be added again although the group is
+        # unchanged.
         if urls != self._reported:
             self._reported = urls
             report_endpoints(fleet, self.name, [self._template(url) for url in urls])

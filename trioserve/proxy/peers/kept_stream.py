@@ -1,7 +1,7 @@
-"""Streamed request of a router that has peers: its endpoint keeps the stream, so that another router can resume it.
+"""Streamed requests of a router that has peers. The endpoint keeps each stream, so that another router can resume it.
 
-When a client leaves, the router notifies the endpoint, so that no other router resumes the stream. A router that dies
-sends no notice. An endpoint that misses a notice ends the stream by itself some seconds later.
+When a client leaves, the router sends a notice to the endpoint, so that no other router resumes the stream. A router
+that dies sends no notice. An endpoint that gets no notice ends the stream by itself some seconds later.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PENDING_MAX = 4096  # more notices are dropped, and endpoints notice by themselves
-AT_ONCE_MAX = 64  # notices that are sent at a time
-SECONDS_MAX = 2.0  # later, the endpoint ends the stream by itself
+PENDING_MAX = 4096  # Further notices are dropped. The endpoints then notice by themselves that the client left.
+AT_ONCE_MAX = 64  # The router sends at most this many notices at the same time.
+SECONDS_MAX = 2.0  # A later notice is useless, because the endpoint ends the stream by itself.
 RESPONSE_BYTES_MAX = 4096
 
 
@@ -52,7 +52,7 @@ class ClientLeftNotice(msgspec.Struct, frozen=True):
     Attributes:
         endpoint: Client of the endpoint that keeps the stream.
         name: Name of the stream, see stream_name.
-        reader: Number of this router's reader. The notice counts only if it is the last reader of the stream.
+        reader: Number of this router's reader. The notice counts only if this reader is the last reader of the stream.
         headers: Headers that identify the caller.
     """
 
@@ -106,7 +106,7 @@ class ClientLeftNotices:
         """Send a notice in the background. This never waits.
 
         Args:
-            notice: Notice.
+            notice: The notice.
         """
         if self._nursery is None or self._pending_count >= PENDING_MAX:
             self.dropped_total += 1
@@ -224,7 +224,7 @@ class KeptStream(Stream):
             read = self._scope(found.request, endpoint, headers, begun=found.response)
             if found.endpoint == endpoint.id:
                 return read
-            read.end()  # this request will not run at that endpoint
+            read.end()  # This request will not run at the endpoint that has the stream.
         admission = self._context.admission
         assert admission is not None
         known = self._known
@@ -254,7 +254,7 @@ class KeptStream(Stream):
         *,
         begun: RemoteResponse | None = None,
     ) -> KeptRequest:
-        own = [(name, value) for name, value in headers if name in KEY_HEADERS]  # headers that identify the caller
+        own = [(name, value) for name, value in headers if name in KEY_HEADERS]  # These headers identify the caller.
         reader = None if begun is None else reader_in(begun.header(KEPT_HEADER))
         notice = ClientLeftNotice(endpoint, self.name, reader or 1, own)
         return KeptRequest(request, notice, self._notices, self._context, begun=begun)
@@ -298,8 +298,8 @@ class KeptRequest:
         self._notices = notices
         self._context = context
         self._response = begun
-        # Before the head arrives, it is unknown whether the endpoint keeps the stream. An endpoint that has kept others
-        # may have begun to keep this one.
+        # Before the head of the response arrives, the router does not know whether the endpoint keeps the stream. An
+        # endpoint that has kept other streams may have begun to keep this stream too.
         self._is_kept = notices.has_kept(notice.endpoint.id)
 
     async def begin(self) -> RemoteResponse:

@@ -1,7 +1,7 @@
-"""The other routers in front of the same endpoints: the list of them, and checks of each.
+"""The other routers in front of the same endpoints: the list of these routers, and regular checks of each router.
 
 The list comes from the command line, a watched file or DNS. The checks decide this router's share of each endpoint's
-leases. Endpoints report which routers ask them for their load. router/peer_shares computes the shares.
+leases. Each endpoint reports which routers request its load. router/peer_shares computes the shares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trioserve.router.peer_shares import PeerShares
 
 __all__ = ["PEERS_MAX", "PEER_PATH", "Greeting", "Peer", "PeerList", "PeerSettings", "PeerWatch", "parse_peers"]
 
-PEERS_MAX = 64  # every router checks every other router twice a second
+PEERS_MAX = 64  # The number is limited, because every router checks every other router twice a second.
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ def parse_peers(texts: Sequence[str]) -> tuple[list[EndpointSpec], list[Source]]
         texts: Each is [NAME=]URL, file:PATH or dns:NAME[:PORT].
 
     Returns:
-        Configured routers, and sources of further ones.
+        Configured routers, and sources of further routers.
 
     Raises:
         StartupError: A value is invalid.
@@ -123,7 +123,8 @@ def _dns_source(text: str, rest: str) -> Source:
     name, colon, port = rest.partition(":")
     if not name or (colon and not (port.isdecimal() and 0 < int(port) < 65536)):
         raise StartupError(f'--router-peers is "{text}", it must be dns:NAME or dns:NAME:PORT')
-    from trioserve.proxy.discovery.dns import DnsSource  # takes a third of a second to import
+    # This import takes a third of a second, so it is made only if needed.
+    from trioserve.proxy.discovery.dns import DnsSource
 
     return DnsSource(name, port=int(port or 80), template=lambda url: EndpointSpec(url=url))
 
@@ -132,9 +133,11 @@ logger = logging.getLogger(__name__)
 
 PEER_PATH = "/peer"
 RESPONSE_BYTES_MAX = 4096
-JITTER = 0.25  # random part of the time between two checks, so that routers that started together do not check together
-SHARES_SECONDS = 0.5  # time between two updates of the shares, which also depend on time
-LOST_LATELY_SECONDS = 15.0  # time after a router's death in which its clients ask again
+# This fraction of the time between two checks is random, so that routers that started together do not check together.
+JITTER = 0.25
+SHARES_SECONDS = 0.5  # This is the time between two updates of the shares, because the shares also depend on time.
+# For this time after a router's death, its clients may repeat their requests at this router.
+LOST_LATELY_SECONDS = 15.0
 
 Connect = Callable[[Peer], RemoteEndpoint]
 
@@ -145,7 +148,7 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         check_seconds: Time between two checks.
         response_seconds_max: Time limit of a response.
-        failures_max: Failures in a row after which a router counts as gone. With the defaults, this takes 2 to 5
+        failures_max: Failures in a row after which a router counts as dead. With the defaults, this takes 2 to 5
             seconds.
     """
 
@@ -182,7 +185,7 @@ class PeerWatch:
     Attributes:
         shares: Shares of all routers.
         instance: Random id of this router, new at each start.
-        lost_total: Number of routers that were found gone.
+        lost_total: Number of times that a router was found dead.
     """
 
     def __init__(
@@ -233,7 +236,7 @@ class PeerWatch:
             finally:
                 self._nursery = None
 
-    # --- requests of others ---
+    # --- methods for requests of other routers ---
 
     def greeting(self) -> Greeting:
         return Greeting(self.shares.own, self.instance)
@@ -255,11 +258,11 @@ class PeerWatch:
         return sum(is_well for name, is_well in self._well.items() if name != self.shares.own)
 
     def is_lost_lately(self) -> bool:
-        """Return True if a router has failed lately, so that its clients may ask this router."""
+        """Return True if a router has failed lately, so that its clients may repeat their requests at this router."""
         lost_at = self._lost_at
         return lost_at is not None and trio.current_time() < lost_at + LOST_LATELY_SECONDS
 
-    # --- reports of endpoints ---
+    # --- methods for reports of endpoints ---
 
     @property
     def own_name(self) -> str | None:
@@ -283,7 +286,7 @@ class PeerWatch:
         for state in states:
             self._share_out_at(state.id, now)
 
-    # --- private ---
+    # --- private methods ---
 
     def _share_out_at(self, id: EndpointId, now: float) -> None:
         state = self._dispatch.endpoint(id)

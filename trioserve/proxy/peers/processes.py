@@ -38,7 +38,7 @@ DECIDE_HEADER = "x-trioserve-decide"
 """Header that asks the first process to make a change in all processes."""
 KEPT_PATH = "/process/kept/"
 ANSWER_SECONDS_MAX = 2.0
-ANSWER_BYTES_MAX = 32 * 1024 * 1024  # enough for a metrics page of many endpoints
+ANSWER_BYTES_MAX = 32 * 1024 * 1024  # This is enough for a metrics page of many endpoints.
 FORWARDED_HEADERS = ("authorization", "x-api-key", "content-type")
 
 
@@ -98,7 +98,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class OneProcess:
-    """The processes of a router that has only one: there are no others to ask."""
+    """Replaces OtherProcesses in a router that has only one process."""
 
     number = 1
     count = 1
@@ -116,7 +116,7 @@ class OneProcess:
         return []
 
     def is_asking(self, context: RouterContext) -> bool:
-        """Return True if the request comes from another process, which wants the answer of this process alone.
+        """Return True if the request comes from another process. Then this process responds only for itself.
 
         Args:
             context: Request of the router's API.
@@ -124,7 +124,7 @@ class OneProcess:
         return context.exchange.headers.get(PROCESS_HEADER) is not None
 
     async def change(self, context: RouterContext, body: bytes, apply: Callable[[], object]) -> Answer | None:
-        """Make a change in all processes. Concurrent changes happen in the same order in each.
+        """Make a change in all processes. Each process makes concurrent changes in the same order.
 
         Args:
             context: Request for the change.
@@ -189,7 +189,7 @@ class OtherProcesses(OneProcess):
                 return Answer(number, response.status, await response.whole(ANSWER_BYTES_MAX) or b"")
         async with self._changing:
             apply()
-            # From here on, a client that leaves must not stop the change in the other processes.
+            # After this point, the change continues in the other processes even if the client leaves.
             with trio.move_on_after(2 * ANSWER_SECONDS_MAX, shield=True):
                 for answer in await self._ask_all(method, target, headers, body):
                     if answer.status >= 400:
@@ -236,7 +236,7 @@ def _target(context: RouterContext) -> str:
 def _headers(context: RouterContext) -> list[tuple[str, str]]:
     headers = context.exchange.headers
     forwarded = [(name, value) for name in FORWARDED_HEADERS if (value := headers.get(name)) is not None]
-    return [*forwarded, ("x-request-id", context.request_id)]  # the shared id connects the log lines of all processes
+    return [*forwarded, ("x-request-id", context.request_id)]  # The shared id connects the log lines of all processes.
 
 
 class ProcessPeers(NoPeers):

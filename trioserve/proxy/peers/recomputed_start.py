@@ -1,9 +1,10 @@
-"""Resuming a stream that no endpoint has any more: its beginning is computed again and compared with the client's part.
+"""Resumes a stream that no endpoint has any more. An endpoint computes the beginning again, and the router compares it
+with the client's part.
 
-The client only knows how many tokens it has and their checksum. So an endpoint computes the response from its
-beginning, and the client does not see it. If the tokens match the checksum, the endpoint is asked for the rest, as for
-any stream that resumes (`resume`). Prompt and tokens are in its prefix cache then. The seed is the same as before,
-because all routers derive it from the stream's name.
+The client only knows the number and the checksum of its tokens. So an endpoint computes the response from its
+beginning, and the router does not forward it to the client. If the tokens match the checksum, the router requests the
+rest from the endpoint, as for any stream that resumes (`resume`). At that time, the endpoint's prefix cache has the
+prompt and the tokens. The seed is the same as before, because all routers derive it from the stream's name.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Start:
         """Record events.
 
         Raises:
-            Refusal: The response does not reach the client's position, or differs.
+            Refusal: The response does not reach the client's position, or differs from the client's part.
         """
         for match in _ID.finditer(events):
             choice = int(match[1])

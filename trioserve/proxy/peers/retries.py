@@ -1,4 +1,6 @@
-"""Streams that clients ask for again: the router finds where a stream runs, and resumes at the client's position."""
+"""Streams whose requests are repeated by clients. The router finds where the stream runs, and resumes it at the
+client's position.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,19 @@ __all__ = ["NoPeers", "PeerStreams", "show_peers"]
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients that counts their retries."""
-SEARCHED_MAX = 1024  # endpoints that are asked for one stream, in the order of their scores for the stream's name
-AT_ONCE_MAX = 32  # endpoints that are asked at a time
-# concurrent searches of this router; each asks every endpoint, and many clients ask again after an overload
+# The router asks at most this many endpoints for one stream, in the order of their scores for the stream's name.
+SEARCHED_MAX = 1024
+AT_ONCE_MAX = 32  # The router asks at most this many endpoints at the same time.
+# This is the limit of concurrent searches. Each search asks every endpoint, and many clients repeat their requests
+# after an overload.
 SEARCHES_MAX = 64
 ANSWER_SECONDS_MAX = 1.0
 READER_MAX = 2**31 - 1
-GONE = 410  # status of a stream that runs, but whose beginning is not kept
+GONE = 410  # An endpoint sends this status for a stream that runs, but whose beginning is not kept.
 
 
 class NoPeers:
-    """Peers of a router that is alone. No other router can resume its streams."""
+    """Replaces PeerStreams in a router without peers. No other router can resume its streams."""
 
     def greeting(self) -> Greeting:
         """Return the response to a check of another router."""
@@ -118,7 +122,7 @@ class PeerStreams(NoPeers):
         """
         headers = context.exchange.headers
         if headers.get(RESUMABLE_HEADER) is not None:
-            return Stream()  # the client resumes by itself; it may be another router
+            return Stream()  # The client resumes the stream by itself. The client may be another router.
         last_seen = headers.get(LAST_EVENT_ID)
         if choice_count > CHOICES_NUMBERED_MAX:
             if last_seen is not None:
@@ -144,7 +148,8 @@ class PeerStreams(NoPeers):
             found = await self._find(context, name, model, takes_over=last_seen is not None)
             self.found_total += found is not None
             self.recomputed_total += found is None and known is not None
-        # A stream that is computed again begins at the client's position.
+        # The client gets all events of a stream that is computed again, because that stream begins at the client's
+        # position.
         is_whole = found is not None or known is None or known.is_empty
         context.client_events = NumberedEvents(known if is_whole else None)
         return KeptStream(context, name, self._notices, known=known, found=found, choice_count=choice_count)
@@ -152,7 +157,7 @@ class PeerStreams(NoPeers):
     def _may_be_retry(self, context: RouterContext) -> bool:
         headers = context.exchange.headers
         if headers.get("x-request-id") is None:
-            return False  # the client does not know the id of its request, so it cannot repeat the id
+            return False  # The client does not know the id of its request, so it cannot repeat the id.
         return headers.get(RETRY_COUNT_HEADER) not in (None, "0") or self._watch.is_lost_lately()
 
     async def _find(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
@@ -162,8 +167,8 @@ class PeerStreams(NoPeers):
             context: Request of the router's API.
             name: Name of the stream.
             model: Model name that endpoints use.
-            takes_over: Whether the client knows that the stream exists. Otherwise, the search is skipped when too many
-                run.
+            takes_over: Whether the client knows that the stream exists. Otherwise, the search is skipped if too many
+                searches run.
         """
         if takes_over:
             async with self._searches:
@@ -231,7 +236,7 @@ class _Search:
         try:
             response = await request.begin()
             if response.status == GONE:
-                # Otherwise the old stream would run beside the new one.
+                # Without this notice, the old stream would run at the same time as the new stream.
                 self._notices.send(ClientLeftNotice(endpoint, self._name, READER_MAX, self._headers))
             elif response.status == 200 and self.found is None:
                 self.found, is_taken = Found(id, request, response), True
@@ -252,7 +257,7 @@ def show_peers(metrics: Metrics, watch: PeerWatch, streams: PeerStreams, notices
     Args:
         metrics: Metrics of the router.
         watch: State of the other routers.
-        streams: Streams that clients asked for again.
+        streams: Streams whose requests clients repeated.
         notices: Sender of client-left notices.
     """
     shown: dict[str, int] = {}
