@@ -142,7 +142,7 @@ EngineEvent = TokensReady | PromptLogprobs | PoolingReady | RequestFinished
 
 
 class AbortOutcome(enum.Enum):
-    """Outcome of aborting the requests with one id."""
+    """Outcome of aborting an id."""
 
     ABORTED = "aborted"
     ALREADY_FINISHED = "already_finished"
