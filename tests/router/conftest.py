@@ -1,4 +1,4 @@
-"""A router core with a manual clock, and shortcuts for adding endpoints and requests."""
+"""Fixtures of a router core with a manual clock, and shortcuts that add endpoints and requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.memory_router import SEED
 
 
 class Router:
-    """A router core with its clock. It records the calls of `on_change` and `on_move`, in order."""
+    """Router core with its clock. This class records the calls of `on_change` and `on_move`, in order."""
 
     def __init__(self, *, policy: str = "least_loaded", seed: int = SEED, **settings: object) -> None:
         self.changed: list[Ticket] = []

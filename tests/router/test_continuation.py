@@ -1,4 +1,4 @@
-"""Streams that break off: where they resume, in which order, how often, and what ends them."""
+"""Tests streams whose endpoints fail: where they resume, in which order, how often, and what ends them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_stream_waits_at_most_continuation_seconds_max(make_router):
     assert first.refusal.reason == "continuation_wait_over"
 
 
-def test_stream_returns_to_the_endpoint_that_failed_it_once_healthy(make_router):
+def test_stream_returns_to_the_endpoint_that_failed_it_once_that_endpoint_is_healthy(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -134,7 +134,7 @@ def test_stream_with_progress_resumes_each_time(make_router):
 
 
 @pytest.mark.parametrize("fault", [Fault.UNREACHABLE, Fault.BUSY, Fault.LEAVING])
-def test_faults_that_a_request_cannot_cause_do_not_count_against_it(make_router, fault):
+def test_faults_that_a_request_cannot_cause_do_not_count_against_the_request(make_router, fault):
     router = make_router(breaks_max=1)
     router.endpoint("a")
     router.endpoint("b")
@@ -170,7 +170,7 @@ def test_resumed_streams_per_second_are_limited(make_router):
     assert leases(router)["b"] == 10 + 1
 
 
-def test_streams_are_served_before_newcomers_but_do_not_starve_them(make_router):
+def test_streams_are_served_before_newcomers_but_do_not_starve_newcomers(make_router):
     router = make_router(continuations_in_a_row_max=2, failures_max=100)
     router.endpoint("a", leases_max=4)
     streams = [streaming(router) for _ in range(4)]
@@ -192,7 +192,7 @@ def test_streams_are_served_before_newcomers_but_do_not_starve_them(make_router)
     assert [ticket.state for ticket in newcomers] == [TicketState.ENDED, TicketState.LEASED]
 
 
-def test_newcomer_of_better_priority_is_served_before_streams(make_router):
+def test_newcomer_with_better_priority_is_served_before_streams(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     stream = streaming(router, priority=1)
@@ -262,7 +262,7 @@ def test_stream_of_a_disaggregated_request_resumes_at_one_endpoint(make_router):
     assert ticket.endpoint == prefilled_by, "this endpoint has the prompt"
 
 
-def test_failure_of_an_endpoint_with_hundreds_of_streams_needs_few_searches(make_router, monkeypatch):
+def test_router_searches_few_times_when_an_endpoint_with_hundreds_of_streams_fails(make_router, monkeypatch):
     router = make_router(failures_max=10_000, continuations_per_second_max=1e6)
     router.endpoint("a", leases_max=200)
     tickets = [streaming(router) for _ in range(200)]
@@ -344,7 +344,7 @@ def report_load(router, id, clock):
 
 
 def on_trial(make_router, *, clocks="abc", fault=Fault.BROKE, is_certain=False, **settings):
-    """Return a router, and a stream that was served by two endpoints when they failed. A third endpoint is healthy."""
+    """Return a router, and a stream that was at two endpoints when they failed. A third endpoint is healthy."""
     router = make_router(breaks_max=2, failures_max=100, **settings)
     for id, clock in zip("abc", clocks, strict=True):
         router.endpoint(id)
@@ -436,7 +436,7 @@ def test_trial_ends_if_an_endpoint_is_removed(make_router):
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_stream_put_on_trial_loses_its_next_lease(make_router):
+def test_stream_that_is_put_on_trial_loses_its_next_lease(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)

@@ -1,4 +1,4 @@
-"""Leases, queues and refusals of the router core, and that everything is released exactly once."""
+"""Tests leases, queues and refusals of the router core. Each lease and queue position must be released exactly once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_released_lease_goes_to_the_oldest_waiter_in_the_same_call(make_router):
     assert leases(router) == {"a": 1}
 
 
-def test_leaving_twice_releases_once(make_router):
+def test_leaving_twice_releases_the_lease_once(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     first, second = router.enter(), router.enter()
@@ -86,7 +86,7 @@ def test_lease_ends_at_the_first_token_if_configured_and_only_once(make_router):
 # --- the queue ---
 
 
-def test_request_of_better_priority_is_served_before_earlier_requests(make_router):
+def test_request_with_better_priority_is_served_before_earlier_requests(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder = router.enter()
@@ -118,7 +118,8 @@ def test_tenants_share_the_queue_by_prompt_tokens(make_router):
     for _ in range(12):
         router.leave(router.changed[-1])
     served = router.changed[:12]
-    assert sum(ticket in long for ticket in served) == 2  # a request costs 1000 tokens, against 100
+    # The cost of a request is 1000 tokens for one tenant, and 100 tokens for the other tenant.
+    assert sum(ticket in long for ticket in served) == 2
     assert sum(ticket in short for ticket in served) == 10
 
 
@@ -133,7 +134,8 @@ def test_tenants_share_the_queue_by_sequences_of_their_requests(make_router):
     for index in range(6):
         router.leave(router.changed[index])
     served = router.changed[:6]
-    assert sum(ticket in several for ticket in served) == 2  # a request costs 256 tokens, against 64
+    # The cost of a request is 256 tokens for one tenant, and 64 tokens for the other tenant.
+    assert sum(ticket in several for ticket in served) == 2
     assert sum(ticket in single for ticket in served) == 4
 
 
@@ -153,7 +155,7 @@ def test_returning_tenant_gets_no_credit_for_its_absence(make_router):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_full_queue_refuses_with_a_reason_and_a_retry_time(make_router, count):
-    """S13, S42: the queue is bounded by default, and a refusal says when to retry."""
+    """S13, S42: the queue is bounded by default, and each refusal has a time for the retry."""
     router = make_router(queue_requests_max=count)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -221,7 +223,7 @@ def test_request_is_refused_when_its_queue_deadline_passes(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_request_whose_own_deadline_passes_gets_a_different_error(make_router):
+def test_request_whose_own_queue_deadline_passes_gets_a_different_error(make_router):
     router = make_router(queue_seconds_max=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -251,7 +253,7 @@ def test_tenants_that_were_served_leave_no_state(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     waiting = [router.enter(tenant="first"), router.enter(tenant="second")]
-    for index in range(12_000):  # the queue is never empty
+    for index in range(12_000):  # The queue is never empty.
         waiting.append(router.enter(tenant=f"tenant {index}"))
         router.leave(waiting.pop(0))
     assert len(router.core._queues.models["m"].queues[None].newcomers._classes[0]._turn_of) < 9_000
@@ -278,7 +280,7 @@ def test_waiting_request_is_served_when_a_starting_endpoint_is_healthy(make_rout
     assert router.changed == [waiting]
 
 
-def test_a_pinned_request_is_admitted_or_refused_at_once(make_router):
+def test_pinned_request_is_admitted_or_refused_at_once(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -368,7 +370,7 @@ def test_sequences_waiting_inside_an_endpoint_are_limited(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_requests_sent_after_a_report_was_requested_are_added_to_it(make_router):
+def test_requests_sent_after_a_load_report_was_requested_are_added_to_the_report(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     asked = router.core.sent_total
@@ -377,18 +379,18 @@ def test_requests_sent_after_a_report_was_requested_are_added_to_it(make_router)
     assert router.enter().state is TicketState.WAITING
 
 
-def test_request_sent_during_a_report_counts_even_if_another_request_ended(make_router):
+def test_request_sent_during_a_load_report_counts_even_if_another_request_ended(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     ends = router.sent()
     asked = router.core.sent_total
-    router.leave(ends)  # at this moment the endpoint creates its report, which says that it is idle
+    router.leave(ends)  # At this moment, the endpoint creates its report. The report says that the endpoint is idle.
     router.sent()
     router.core.note_load(a, EndpointLoad(running=0, waiting=0, max_num_seqs=1), router.now, sent_when_asked=asked)
     assert router.enter().state is TicketState.WAITING
 
 
-def test_unsent_request_with_a_lease_is_added_to_the_report(make_router):
+def test_unsent_request_with_a_lease_is_added_to_the_load_report(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     router.enter()
@@ -401,14 +403,14 @@ def test_slot_count_is_learned_from_load_reports_if_not_reported(make_router):
     a = router.endpoint("a")
     router.core.note_load(a, EndpointLoad(running=3, waiting=0), router.now, sent_when_asked=0)
     assert [router.sent().state, router.enter().state] == [TicketState.LEASED, TicketState.WAITING]
-    # The report includes the new request, so there is one more slot than was known.
+    # The report includes the new request, so the endpoint has one more slot than was known.
     router.core.note_load(a, EndpointLoad(running=4, waiting=0), router.now, sent_when_asked=1)
     assert router.core.stats().waiting == 0
     router.core.note_load(a, EndpointLoad(running=4, waiting=1), router.now, sent_when_asked=2)
     assert router.enter().state is TicketState.WAITING
 
 
-def test_stale_report_is_ignored(make_router):
+def test_stale_load_report_is_ignored(make_router):
     router = make_router(waiting_depth_max=0, load_seconds_max=2)
     a = router.endpoint("a")
     router.core.note_load(a, EndpointLoad(running=4, waiting=4, max_num_seqs=4), router.now, sent_when_asked=0)
@@ -439,7 +441,7 @@ def test_failed_request_waits_for_another_endpoint_before_newcomers(make_router)
     first, second = router.sent(), router.sent()
     waiting = router.enter()
     assert router.core.failed(first, Fault.BROKE, router.now)
-    assert waiting.state is TicketState.LEASED  # it got the slot of the failed request
+    assert waiting.state is TicketState.LEASED  # The waiting request got the slot of the failed request.
     behind = router.enter()
     router.leave(second)
     assert first.endpoint == "b"
@@ -473,7 +475,7 @@ def test_retries_avoid_failed_endpoints_and_are_limited(make_router):
     assert set(leases(router).values()) == {0}
 
 
-def test_retries_have_a_budget(make_router):
+def test_retries_are_limited_by_a_budget(make_router):
     router = make_router(retry_share_max=0.0, retries_per_second_min=0.2, failures_max=1000)
     router.endpoint("a")
     router.endpoint("b")
@@ -551,7 +553,7 @@ def test_requests_wait_for_an_endpoint_to_recover_if_all_have_failed(make_router
     router.after(15)
     assert {ticket.state for ticket in tickets} == {TicketState.WAITING}
     with pytest.raises(NoEndpoint):
-        router.enter()  # newcomers are refused while all endpoints are ejected
+        router.enter()  # Newcomers are refused while all endpoints are ejected.
     for id in ids:
         router.core.note_health(id, True, router.now)
     assert {ticket.state for ticket in tickets} == {TicketState.LEASED}
@@ -591,7 +593,7 @@ def test_request_leased_after_its_queue_deadline_is_retried_or_refused_after_a_f
     router = make_router()
     router.endpoint("a", leases_max=1)
     first, late = router.sent(), router.enter(queue_deadline=router.now + 3)
-    router.now += 4  # a busy router has not ticked meanwhile
+    router.now += 4  # A busy router has not called tick meanwhile.
     router.leave(first)
     router.core.sent(late)
     if has_other:
@@ -604,7 +606,7 @@ def test_request_leased_after_its_queue_deadline_is_retried_or_refused_after_a_f
         assert isinstance(late.refusal, QueueWaitOver)
 
 
-def test_lost_requests_are_served_before_newcomers_but_do_not_starve_them(make_router):
+def test_requests_of_a_lost_endpoint_are_served_before_newcomers_but_do_not_starve_newcomers(make_router):
     router = make_router(continuations_in_a_row_max=3)
     router.endpoint("a", leases_max=8)
     lost = [router.sent(priority=1) for _ in range(8)]
@@ -659,7 +661,7 @@ def test_requests_that_lost_endpoints_together_get_more_tries(make_router):
     assert isinstance(first.refusal, RequestPoisoned)
 
 
-def test_failure_of_an_endpoint_with_hundreds_of_requests_needs_few_searches(make_router, monkeypatch):
+def test_router_searches_few_times_when_an_endpoint_with_hundreds_of_requests_fails(make_router, monkeypatch):
     router = make_router(queue_requests_max=1000)
     router.endpoint("a", leases_max=300)
     tickets = [router.sent() for _ in range(300)]
@@ -735,7 +737,7 @@ def test_busy_endpoints_are_retried_within_the_budget(make_router):
     assert router.core.endpoints[a].health is EndpointHealth.HEALTHY
 
 
-def test_failures_in_a_row_eject_and_a_passed_probe_restores(make_router):
+def test_failures_in_a_row_eject_an_endpoint_and_a_passed_probe_restores_it(make_router):
     router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30)
     a = router.endpoint("a")
     for _ in range(3):
@@ -762,7 +764,7 @@ def ejected_by_requests(router):
     return a, router.core.endpoints[a]
 
 
-def test_endpoint_that_served_a_probe_is_healthy_after_next_check_without_requests(make_router):
+def test_endpoint_that_served_a_probe_is_healthy_after_the_next_check_even_without_requests(make_router):
     router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30, sends_probes=True)
     a, state = ejected_by_requests(router)
     router.core.note_health(a, True, router.now)
@@ -778,7 +780,7 @@ def test_probed_endpoint_with_a_clients_request_stays_probing_until_its_first_to
     router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30, sends_probes=True)
     a, state = ejected_by_requests(router)
     router.core.note_probe(a, is_served, router.now)
-    if is_served is None:  # the probe was refused: a passed check shows nothing about requests
+    if is_served is None:  # The endpoint refused the probe, so a passed check shows nothing about requests.
         router.core.note_health(a, True, router.now)
     ticket = router.sent()
     router.core.note_health(a, True, router.now)
@@ -825,7 +827,7 @@ def test_probe_request_does_not_exceed_the_limit_of_the_endpoint(make_router):
     a = router.endpoint("a", leases_max=2)
     failing, still_there = router.sent(), router.sent(sequences=2)
     router.core.failed(failing, Fault.UNREACHABLE, router.now)
-    router.core.add_endpoint(EndpointId("b"), ["m"], router.now)  # still starting, so requests wait
+    router.core.add_endpoint(EndpointId("b"), ["m"], router.now)  # This endpoint is still starting, so requests wait.
     waiting = [router.enter(), router.enter()]
     router.after(1)
     assert router.core.endpoints[a].health is EndpointHealth.PROBING
@@ -846,7 +848,7 @@ def test_probe_answered_as_busy_pauses_the_endpoint(make_router):
     assert waiting.state is TicketState.LEASED
 
 
-def test_the_longest_of_several_busy_responses_counts(make_router):
+def test_longest_pause_of_several_busy_responses_applies(make_router):
     router = make_router()
     router.endpoint("a")
     first, second = router.sent(), router.sent()
@@ -859,7 +861,7 @@ def test_the_longest_of_several_busy_responses_counts(make_router):
     assert waiting.state is TicketState.LEASED
 
 
-def test_passed_check_restores_an_endpoint_that_checks_ejected(make_router):
+def test_passed_check_restores_an_endpoint_that_failed_checks(make_router):
     router = make_router(failures_max=2, ejection_seconds=20)
     a = router.endpoint("a")
     for _ in range(2):
@@ -877,7 +879,7 @@ def test_passed_check_does_not_restore_an_endpoint_that_failed_requests(make_rou
     assert router.core.endpoints[a].health is EndpointHealth.EJECTED
 
 
-def test_waiting_requests_keep_their_place_while_all_endpoints_are_ejected(make_router):
+def test_waiting_requests_keep_their_queue_positions_while_all_endpoints_are_ejected(make_router):
     router = make_router(failures_max=1, ejection_seconds=1)
     router.endpoint("a", leases_max=1)
     failing = router.sent()
@@ -888,7 +890,7 @@ def test_waiting_requests_keep_their_place_while_all_endpoints_are_ejected(make_
     assert waiting.state is TicketState.LEASED
 
 
-def test_endpoint_added_to_others_starts_slowly(make_router):
+def test_new_endpoint_starts_slowly_if_other_endpoints_run(make_router):
     router = make_router(slow_start_seconds=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -907,7 +909,7 @@ def test_endpoint_added_to_others_starts_slowly(make_router):
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.1, 2.3])
 @pytest.mark.parametrize("began_at", [100.1, 1000.1, 54321.7, 1e7 + 0.1])
-def test_expired_report_opens_the_endpoint_despite_rounding(make_router, began_at, seconds):
+def test_endpoint_gets_requests_when_its_load_report_expires_despite_rounding(make_router, began_at, seconds):
     router = make_router(waiting_depth_max=0, load_seconds_max=seconds)
     router.now = began_at
     a = router.endpoint("a")
@@ -933,7 +935,7 @@ def test_slow_start_reaches_each_next_limit_despite_rounding(make_router, began_
 # --- shutdown ---
 
 
-def test_drain_refuses_unsent_requests_and_keeps_the_others(make_router):
+def test_drain_refuses_unsent_requests_and_keeps_sent_requests(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     running, granted, waiting = router.sent(), router.enter(), router.enter()
@@ -948,7 +950,7 @@ def test_drain_refuses_unsent_requests_and_keeps_the_others(make_router):
     assert leases(router) == {"a": 0}
 
 
-def test_an_idle_router_has_no_tick(make_router):
+def test_idle_router_has_no_next_tick(make_router):
     router = make_router()
     router.endpoint("a")
     router.leave(router.enter())
@@ -988,12 +990,13 @@ def test_queues_of_an_unloaded_adapter_are_deleted(make_router):
     router.core.leave(router.enter(model="z"), router.now)
     queues = router.core._queues.models["z"]
     router.core.set_models(endpoint, ["m", "z"], router.now)
-    assert router.core._queues.models["z"] is queues  # models set again: the drain rate is kept
+    # The models were set again without a change, so the queues and their drain rate are kept.
+    assert router.core._queues.models["z"] is queues
     router.core.set_models(endpoint, ["m"], router.now)
     assert "z" not in router.core._queues.models
 
 
-def test_burst_in_a_full_queue_takes_places_from_its_own_tenant(make_router):
+def test_burst_in_a_full_queue_displaces_only_requests_of_its_own_tenant(make_router):
     router = make_router(queue_requests_max=4)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -1002,7 +1005,7 @@ def test_burst_in_a_full_queue_takes_places_from_its_own_tenant(make_router):
     assert steady.state is TicketState.WAITING
     assert [ticket.state.value for ticket in burst] == ["waiting", "waiting", "waiting", "ended"]
     assert burst[3].refusal.reason == "queue_full"
-    router.enter(tenant="steady")  # both tenants have two requests, so neither has more
+    router.enter(tenant="steady")  # Both tenants have two requests, so neither tenant has more than the other.
     with pytest.raises(Overloaded, match="4 requests wait"):
         router.enter(tenant="steady")
     with pytest.raises(Overloaded, match="4 requests wait"):

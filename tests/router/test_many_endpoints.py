@@ -1,4 +1,4 @@
-"""Many endpoints and many routers.
+"""Tests routers with many endpoints, and many routers with the same endpoints.
 
 For each request, a router looks at a bounded number of endpoints. Independent routers choose different endpoints.
 """
@@ -44,15 +44,17 @@ def request(**fields) -> RoutedRequest:
 # --- independent routers ---
 
 
-def test_routers_that_see_the_same_idle_endpoints_spread_over_them():
-    """64 routers choose at the same moment. If ties were broken by position, all would choose the first endpoint."""
+def test_routers_that_see_the_same_idle_endpoints_choose_different_endpoints():
+    """64 routers choose at the same moment. If ties were broken by position, all routers would choose the first
+    endpoint.
+    """
     routers = [router_of(LOOKS_MAX, seed=seed) for seed in range(ROUTERS)]
     taken = Counter(router.enter(request(), NOW).endpoint for router in routers)
     assert max(taken.values()) <= 12
     assert len(taken) == LOOKS_MAX
 
 
-def test_tie_breaking_order_of_a_router_is_constant():
+def test_router_always_uses_the_same_tie_breaking_order():
     router = router_of(8, seed=3)
     first = router.enter(request(), NOW)
     router.leave(first, NOW)
@@ -78,14 +80,14 @@ def test_routers_do_not_all_choose_the_least_loaded_endpoint_of_a_report(policy,
     assert len(taken) > LOOKS_MAX / 2
 
 
-def test_two_choices_are_drawn_from_all_of_a_few_endpoints():
+def test_both_random_candidates_are_drawn_from_all_endpoints_if_there_are_few():
     router = router_of(6, policy=POLICIES["power_of_two"])
     taken = Counter()
     for _ in range(300):
         ticket = router.enter(request(), NOW)
         taken[ticket.endpoint] += 1
         router.leave(ticket, NOW)
-    assert len(taken) == 5  # ties are broken by a fixed order, in which the last endpoint is never preferred
+    assert len(taken) == 5  # Ties are broken by a fixed order. In this order, the last endpoint is never preferred.
 
 
 def test_single_router_finds_the_least_loaded_endpoint():
@@ -100,7 +102,7 @@ def test_work_of_other_routers_counts_as_load():
     assert {router.enter(request(), NOW).endpoint for _ in range(5)} == {"e1"}
 
 
-def test_the_same_seed_makes_the_same_choices():
+def test_policy_with_the_same_seed_makes_the_same_choices():
     def choices(seed: int) -> list[str | None]:
         router = router_of(40, seed=seed)
         return [router.enter(request(), NOW).endpoint for _ in range(100)]
@@ -142,7 +144,7 @@ def leases_of(router: RouterCore, count: int, now: float = NOW) -> int:
     return sum(router.enter(request(), now).state is TicketState.LEASED for _ in range(count))
 
 
-def test_routers_that_see_the_same_free_slots_share_them():
+def test_routers_that_see_the_same_free_slots_divide_these_slots():
     """The endpoint has three free slots, and requests wait at each of 16 routers. Without sharing, the routers would
     grant 48 leases.
     """
@@ -163,7 +165,7 @@ def test_single_router_uses_all_free_slots():
     assert leases_of(router, 4) == 3
 
 
-def test_free_slots_that_no_router_used_may_be_used_by_all_after_a_random_time():
+def test_any_router_may_use_unused_free_slots_after_a_random_time():
     """The next report of an unchanged endpoint may be a second away."""
     routers = [router_beside(63, running=18, seed=seed) for seed in range(64)]
     waiting = [(router, router.enter(request(), NOW)) for router in routers]
@@ -172,7 +174,7 @@ def test_free_slots_that_no_router_used_may_be_used_by_all_after_a_random_time()
     moments = [router.next_tick(NOW) for router, _ in left]
     assert min(moments) >= NOW + 0.3
     assert max(moments) < NOW + 0.6
-    assert len(set(moments)) > len(left) / 2  # not all at the same time
+    assert len(set(moments)) > len(left) / 2  # The routers do not all use the free slots at the same time.
     for (router, ticket), moment in zip(left, moments, strict=True):
         router.tick(moment)
         assert ticket.state is TicketState.LEASED
@@ -198,12 +200,12 @@ def test_router_reuses_the_slots_of_its_own_ended_requests_at_once():
     assert following.endpoint == "e0"
 
 
-# --- what a request costs ---
+# --- the cost of a request ---
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("leases_max", [1, 64])
-def test_number_of_endpoints_looked_at_is_bounded(policy, leases_max, monkeypatch):
+def test_router_looks_at_a_bounded_number_of_endpoints_for_each_request(policy, leases_max, monkeypatch):
     looks = 0
     has_room = EndpointState.has_room
 
@@ -215,7 +217,7 @@ def test_number_of_endpoints_looked_at_is_bounded(policy, leases_max, monkeypatc
     router = router_of(1000, policy=POLICIES[policy], leases_max=leases_max)
     monkeypatch.setattr(EndpointState, "has_room", counted)
     tickets = []
-    for index in range(1100):  # more requests than leases, so some wait
+    for index in range(1100):  # There are more requests than leases, so some requests wait.
         asked = request(session=f"s{index % 300}", prefix=(b"system prompt", b"%d" % (index % 7)))
         tickets.append(router.enter(asked, NOW))
     for ticket in tickets:
@@ -234,13 +236,13 @@ def test_last_free_endpoint_of_many_is_found():
     assert router.enter(request(), NOW).state is TicketState.WAITING
 
 
-def test_session_whose_endpoints_are_full_goes_elsewhere():
+def test_session_whose_endpoints_are_full_goes_to_another_endpoint():
     router = router_of(300, policy=POLICIES["session"], leases_max=1)
     tickets = [router.enter(request(session="one and the same"), NOW) for _ in range(300)]
     assert all(ticket.state is TicketState.LEASED for ticket in tickets)
 
 
-# --- a third-party policy ---
+# --- third-party policies ---
 
 
 class Watching(Policy):
@@ -278,10 +280,10 @@ def test_policy_may_call_another_policy_with_a_plain_list():
     assert {router.enter(request(), NOW).endpoint for _ in range(20)} == {"e1", "e3", "e5", "e7", "e9"}
 
 
-# --- the ring ---
+# --- the hash ring ---
 
 
-def test_adding_or_removing_an_endpoint_keeps_the_order_of_the_others():
+def test_adding_or_removing_an_endpoint_keeps_the_ring_order_of_the_other_endpoints():
     ring = Ring()
     for id in ids(50):
         ring.add(id)
@@ -294,7 +296,7 @@ def test_adding_or_removing_an_endpoint_keeps_the_order_of_the_others():
         assert after == [id for id in order if id != "e13"]
 
 
-def test_keys_are_spread_evenly():
+def test_ring_spreads_keys_evenly_over_endpoints():
     ring = Ring()
     for id in ids(100):
         ring.add(id)
@@ -305,7 +307,7 @@ def test_keys_are_spread_evenly():
     assert max(seconds.values()) < 100
 
 
-def test_empty_ring_yields_nothing():
+def test_empty_ring_yields_no_endpoint():
     assert list(Ring().around("a")) == []
 
 
@@ -313,7 +315,7 @@ def test_empty_ring_yields_nothing():
 
 
 class NoChoice(LeastLoaded):
-    """A policy that must not be asked."""
+    """Policy that fails the test if the router calls it."""
 
     def choose(self, request, candidates):
         raise AssertionError("a policy was asked although there is one endpoint")
@@ -327,7 +329,7 @@ def test_policy_is_not_asked_if_one_endpoint_serves_the_model():
     assert tickets[2].state is TicketState.LEASED
 
 
-def test_large_request_gets_the_only_endpoint_with_one_free_slot_and_keeps_the_next_ones():
+def test_large_request_gets_the_only_endpoint_with_one_free_slot():
     router = router_of(1, policy=NoChoice, leases_max=4)
     first = router.enter(request(sequences=3), NOW)
     large = router.enter(request(sequences=3), NOW)
@@ -337,7 +339,7 @@ def test_large_request_gets_the_only_endpoint_with_one_free_slot_and_keeps_the_n
     assert small.state is TicketState.LEASED
 
 
-def test_only_endpoint_is_tried_again_when_it_is_no_longer_busy():
+def test_only_endpoint_of_a_model_is_tried_again_when_it_is_no_longer_busy():
     router = router_of(1, policy=NoChoice)
     endpoint = router.endpoints[ids(1)[0]]
     endpoint.note_busy(NOW, 5.0)

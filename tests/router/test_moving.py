@@ -1,5 +1,5 @@
-"""Streams that leave an endpoint on purpose: they first get a lease at another endpoint, or leave without a lease at
-the deadline.
+"""Tests streams that leave an endpoint on purpose. A stream first gets a lease at another endpoint, or leaves without a
+lease at the deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def arrive(router, ticket):
     router.core.first_token(ticket, router.now, can_resume=True)
 
 
-def test_stream_has_its_next_lease_before_it_leaves(make_router):
+def test_stream_has_its_next_lease_before_it_leaves_its_endpoint(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -69,7 +69,7 @@ def test_stream_keeps_running_if_no_other_endpoint_has_a_free_slot(make_router):
     assert ticket.next_lease.endpoint == "b"
 
 
-def test_stream_that_ends_before_it_leaves_releases_both_leases(make_router):
+def test_stream_that_ends_before_it_leaves_its_endpoint_releases_both_leases(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -103,7 +103,7 @@ def test_stream_that_must_not_resume_releases_both_leases(make_router):
     assert leases(router) == {"b": 0}
 
 
-def test_stream_without_a_lease_has_one_at_its_next_endpoint_until_it_resumes(make_router):
+def test_stream_whose_lease_has_ended_holds_a_lease_at_its_next_endpoint_until_it_resumes(make_router):
     router = make_router(lease_until="first_token")
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -116,7 +116,7 @@ def test_stream_without_a_lease_has_one_at_its_next_endpoint_until_it_resumes(ma
     assert router.core.endpoints[b].in_flight == 1
 
 
-def test_streams_that_move_at_once_are_limited(make_router):
+def test_number_of_streams_that_move_at_the_same_time_is_limited(make_router):
     router = make_router(moves_at_once_max=2)
     a = router.endpoint("a")
     tickets = [streaming(router) for _ in range(5)]
@@ -131,7 +131,7 @@ def test_streams_that_move_at_once_are_limited(make_router):
     assert router.to_move == tickets[:4], "the stream still moves"
 
 
-def test_stream_that_begins_at_an_emptied_endpoint_moves_too(make_router):
+def test_stream_that_begins_at_an_endpoint_that_is_being_emptied_moves_too(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = router.sent()
@@ -143,7 +143,7 @@ def test_stream_that_begins_at_an_emptied_endpoint_moves_too(make_router):
 
 
 @pytest.mark.parametrize("how", ["cannot go on", "pinned"])
-def test_request_that_cannot_move_stays(make_router, how):
+def test_request_that_cannot_move_stays_at_its_endpoint(make_router, how):
     router = make_router()
     a = router.endpoint("a")
     streaming(router, can_resume=how != "cannot go on", pinned="a" if how == "pinned" else None)
@@ -198,7 +198,7 @@ def test_requests_stay_at_the_deadline_if_no_other_endpoint_serves_the_model(mak
     assert router.to_move == []
 
 
-def test_endpoint_added_again_keeps_its_requests(make_router):
+def test_endpoint_that_is_added_again_keeps_its_requests(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=2)
     tickets = [streaming(router), streaming(router)]
@@ -226,7 +226,7 @@ def test_streams_that_wait_to_resume_are_served_before_streams_that_wait_to_move
     assert moving.next_lease.endpoint == "b"
 
 
-def test_an_endpoint_that_is_drained_already_can_be_emptied(make_router):
+def test_draining_endpoint_can_be_emptied_later(make_router):
     router = make_router()
     a = router.endpoint("a")
     ticket = streaming(router)
@@ -297,18 +297,18 @@ def moved(router, id):
 
 
 @pytest.mark.parametrize("way", ["moved", "broke_off_on_the_way", "broke_off_and_waited"])
-def test_each_endpoint_counts_streams_that_left_and_arrived(make_router, way):
+def test_each_endpoint_counts_the_streams_that_left_and_the_streams_that_arrived(make_router, way):
     router = make_router()
     a = router.endpoint("a", leases_max=2)
     ticket, other = streaming(router), streaming(router)
     if way == "broke_off_and_waited":
         assert router.core.failed(ticket, Fault.BROKE, router.now, token_count=20)
-        assert moved(router, a) == (0, 0)  # the stream has not resumed yet
+        assert moved(router, a) == (0, 0)  # The stream has not resumed yet.
         b = router.endpoint("b", leases_max=1)
     else:
         b = router.endpoint("b", leases_max=1)
         empty(router, a)
-        assert moved(router, b) == (0, 0)  # the stream only has a lease there
+        assert moved(router, b) == (0, 0)  # The stream has only a lease at this endpoint, and has not moved yet.
         if way == "moved":
             router.core.moved(ticket, router.now)
         else:

@@ -1,5 +1,5 @@
-"""Requests whose prompt and response are computed at different endpoints: their queues, and what happens if they cannot
-be split.
+"""Tests requests whose prompt and response are computed at different endpoints: their queues, and the fallback to one
+endpoint.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def test_request_with_a_computed_prompt_is_served_before_newcomers(pair):
     assert leases(router) == {"p": 0, "d": 0}
 
 
-def test_whole_requests_use_a_prefill_endpoint_if_no_other_is_free(pair):
+def test_whole_requests_use_a_prefill_endpoint_if_no_other_endpoint_has_a_free_slot(pair):
     router = pair()
     assert [router.enter().endpoint for _ in range(2)] == ["d", "p"]
 
 
-def test_no_prompt_starts_while_too_many_requests_wait_for_decode(pair):
+def test_no_prompt_starts_while_too_many_requests_wait_for_a_decode_endpoint(pair):
     router = pair(handover_waiting_max=2)
     holder = router.enter()
     first, second = computed(router), computed(router)
@@ -104,7 +104,7 @@ def test_no_prompt_starts_while_too_many_requests_wait_for_decode(pair):
 
 
 @pytest.mark.parametrize("outcome", [PairOutcome.NOT_HELD, PairOutcome.FINISHED])
-def test_prefill_endpoint_does_the_rest_if_it_holds_no_blocks(pair, outcome):
+def test_prefill_endpoint_computes_the_rest_of_the_request_if_it_holds_no_blocks(pair, outcome):
     router = pair(prefill="p q")
     ticket = split(router)
     prefilled_by = ticket.endpoint
@@ -114,7 +114,7 @@ def test_prefill_endpoint_does_the_rest_if_it_holds_no_blocks(pair, outcome):
     assert outcomes(router) == {outcome: 1}
 
 
-def test_request_is_not_split_any_more_if_its_blocks_are_lost_in_the_queue(pair):
+def test_request_runs_at_one_endpoint_if_its_blocks_are_lost_while_it_waits_for_decode(pair):
     router = pair()
     holder = router.enter()
     ticket = computed(router)
@@ -125,7 +125,7 @@ def test_request_is_not_split_any_more_if_its_blocks_are_lost_in_the_queue(pair)
     router.leave(holder)
 
 
-def test_lease_is_released_if_the_blocks_are_lost_before_sending(pair):
+def test_lease_is_released_if_the_blocks_are_lost_before_the_request_is_sent(pair):
     router = pair()
     ticket = computed(router)
     assert ticket.endpoint == "d"
@@ -133,7 +133,7 @@ def test_lease_is_released_if_the_blocks_are_lost_before_sending(pair):
     assert (ticket.stage, ticket.endpoint, leases(router)) == (None, "p", {"p": 1, "d": 0})
 
 
-def test_lost_blocks_are_ignored_after_sending(pair):
+def test_loss_of_blocks_is_ignored_after_the_request_was_sent(pair):
     router = pair()
     ticket = computed(router)
     router.core.sent(ticket)
@@ -157,7 +157,7 @@ def test_failed_decode_endpoint_is_replaced_and_finally_by_the_prefill_endpoint(
     assert leases(router) == {"p": 1, "d": 0, "e": 0}
 
 
-def test_failed_transfer_counts_against_no_endpoint(pair):
+def test_failed_transfer_does_not_count_as_a_failure_of_any_endpoint(pair):
     router = pair(failures_max=1)
     ticket = computed(router)
     router.core.sent(ticket)
@@ -236,7 +236,7 @@ def test_reported_roles_count_for_later_requests(make_router):
 
 @pytest.mark.parametrize("moment", ["leased", "sent", "waiting", "leased again", "sent again", "answering"])
 def test_leaving_releases_the_leases_and_held_blocks_exactly_once(pair, moment):
-    """S10: at every moment there is at most one lease, and none after leaving."""
+    """S10: at every moment the request has at most one lease. After the request has left, it has no lease."""
     router = pair()
     holder = router.enter() if moment == "waiting" else None
     ticket = split(router)

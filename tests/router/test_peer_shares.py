@@ -1,4 +1,4 @@
-"""The routers that share an endpoint, as each router sees them: failures, returns and partitions."""
+"""Tests how each router finds the routers that share an endpoint, after failures, returns and partitions."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def test_single_router_has_the_whole_limit_at_once():
     assert shares.share(E, LIMIT, 0.1) == LIMIT
 
 
-def test_new_router_gives_one_lease():
+def test_new_router_grants_only_one_lease():
     shares = shares_of("a", "b")
     assert shares.share(E, LIMIT, SETTLE_SECONDS - 0.1) == 1
     assert shares.share(E, LIMIT, SETTLE_SECONDS) > 1
 
 
-def test_router_without_a_known_name_gives_one_lease():
+def test_router_without_a_known_name_grants_only_one_lease():
     shares = PeerShares(None)
     shares.set_peers(["a", "b"])
     shares.share(E, LIMIT, 0.0)
     assert shares.share(E, LIMIT, 100.0) == 1
 
 
-def test_share_of_a_dead_router_is_freed_if_the_endpoint_has_not_heard_from_it_for_a_while():
+def test_dead_router_loses_its_share_after_the_endpoint_has_not_heard_from_it_for_a_while():
     shares = settled("a", "b")
     shares.note_report(E, {"a": 0.0, "b": 0.2}, 10.0)
     shares.note_alive("b", False)
@@ -57,7 +57,7 @@ def test_share_of_a_dead_router_is_freed_if_the_endpoint_has_not_heard_from_it_f
     assert shares.share(E, LIMIT, last_heard + HEARD_SECONDS) == LIMIT
 
 
-def test_routers_that_cannot_see_each_other_share_common_endpoints():
+def test_routers_that_cannot_see_each_other_share_endpoints_that_both_reach():
     a, b = settled("a", "b"), settled("b", "a")
     for moment in range(1, 100):
         for shares, other in ((a, "b"), (b, "a")):
@@ -74,13 +74,13 @@ def test_partitioned_router_gets_the_whole_limit_of_an_endpoint_that_only_it_rea
     assert a.share(E, LIMIT, 3.0) == LIMIT
 
 
-def test_returned_router_counts_at_once_and_gives_one_lease_itself():
+def test_returned_router_counts_at_once_and_grants_only_one_lease_itself():
     a, b = settled("a", "b"), settled("b", "a")
     a.note_alive("b", False)
     a.note_report(E, {"b": 60.0}, 100.0)
     assert a.share(E, LIMIT, 100.0) == LIMIT
     a.note_report(E, {"b": 0.1}, 101.0)
-    b.note_report(E, {"a": 0.1, "b": 0.0}, 101.0)  # the first report to b in a hundred seconds
+    b.note_report(E, {"a": 0.1, "b": 0.0}, 101.0)  # This is the first report to router b in a hundred seconds.
     assert b.share(E, LIMIT, 101.0 + SETTLE_SECONDS - 0.1) == 1
     assert a.share(E, LIMIT, 103.0) + b.share(E, LIMIT, 103.0) == LIMIT
 
@@ -92,7 +92,7 @@ def test_unknown_router_names_do_not_count():
     assert shares.share(E, LIMIT, 3.0) == LIMIT
 
 
-def test_removed_endpoints_are_forgotten():
+def test_state_of_removed_endpoints_is_deleted():
     shares = settled("a", "b")
     shares.note_report(E, {"b": 0.0}, 3.0)
     shares.forget([])

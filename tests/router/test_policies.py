@@ -1,4 +1,4 @@
-"""The endpoint that each policy chooses, and the state that it keeps."""
+"""Tests the endpoint that each policy chooses, and the state that each policy keeps."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_policy_chooses_only_endpoints_with_a_free_slot(name):
         policy.note_stored(chosen, [b"q"])
 
 
-def test_round_robin_takes_turns_and_skips_full_endpoints():
+def test_round_robin_chooses_endpoints_in_turn_and_skips_full_endpoints():
     policy = make("round_robin")
     assert [policy.choose(request(), candidates(a=0, b=0, c=0)) for _ in range(4)] == ["a", "b", "c", "a"]
     assert policy.choose(request(), candidates(a=0, b=None, c=0)) == "c"
 
 
-def test_least_loaded_chooses_the_least_loaded():
+def test_least_loaded_chooses_the_least_loaded_endpoint():
     assert make("least_loaded").choose(request(), candidates(a=0.5, b=0.2, c=None)) == "b"
 
 
-def test_power_of_two_never_chooses_the_busiest_and_spreads_the_rest():
+def test_power_of_two_never_chooses_the_busiest_endpoint_and_spreads_requests_over_the_others():
     policy = make("power_of_two")
     counts = Counter(policy.choose(request(), candidates(a=0.9, b=0.5, c=0.1)) for _ in range(600))
     assert counts["a"] == 0
@@ -63,7 +63,7 @@ def test_power_of_two_never_chooses_the_busiest_and_spreads_the_rest():
     assert 350 < counts["c"] < 450
 
 
-def test_power_of_two_repeats_itself_from_a_seed():
+def test_power_of_two_repeats_its_choices_with_the_same_seed():
     def run() -> list[str]:
         policy = make("power_of_two", seed=7)
         return [policy.choose(request(), candidates(a=0, b=0, c=0, d=0)) for _ in range(50)]
@@ -90,7 +90,7 @@ def test_session_moves_if_its_endpoint_is_far_above_the_average_load():
     assert policy.choose(request(session="s"), candidates(**{home: 0.9, other: 0.1})) == other
 
 
-def test_requests_without_a_session_go_to_the_least_loaded():
+def test_requests_without_a_session_go_to_the_least_loaded_endpoint():
     assert make("session").choose(request(), candidates(a=0.5, b=0.1)) == "b"
 
 
@@ -169,7 +169,7 @@ def test_kv_aware_compares_a_guess_with_a_report():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1", b"2", b"3"])
     asked = request(prefix=(b"p",), blocks={16: (b"1", b"2", b"3")})
-    policy.note_sent(asked, B)  # estimated as 32 tokens
+    policy.note_sent(asked, B)  # The prefix is estimated as 32 tokens.
     assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
     policy.note_removed(A, [b"2"])
     assert policy.choose(asked, candidates(a=0.0, b=0.2)) == "b"
@@ -184,12 +184,12 @@ def test_kv_aware_follows_an_equal_prefix_that_is_still_computed():
     assert policy.choose(asked, candidates(a=0.1, b=0.0)) == "a"
 
 
-def test_kv_aware_forgets_unknown_residency():
+def test_kv_aware_forgets_the_blocks_of_an_endpoint_that_stopped_reporting():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1"])
     policy.note_unknown(A)
     assert policy.block_sizes() == frozenset()
-    policy.note_stored(A, [b"1"])  # a change without a known list is ignored
+    policy.note_stored(A, [b"1"])  # A change is ignored if no complete list was reported before.
     assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=0.2, b=0.0)) == "b"
 
 
@@ -213,7 +213,7 @@ def test_prefix_index_is_bounded_and_removes_the_first_block_of_a_prefix_last():
 def test_retry_budget_allows_a_share_of_the_requests_plus_a_minimum_rate():
     budget = RetryBudget(0.1, 1.0)
     taken = sum(budget.take(0.0) for _ in range(100))
-    assert taken == 10  # the retries that were saved
+    assert taken == 10  # These are the retries that the budget has saved.
     for _ in range(20):
         budget.note_request()
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""A request is counted while it is read before it enters. If its client leaves, nothing remains of the request."""
+"""Tests that the router counts a request while its body is read, and forgets the request if the client leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def prepare(router, count: int = 1) -> None:
         router.core.prepare(REQUEST, router.now)
 
 
-def test_requests_being_read_are_limited_by_queue_and_free_slots(make_router):
+def test_number_of_requests_being_read_is_limited_by_queue_and_free_slots(make_router):
     router = make_router(queue_requests_max=2)
     router.endpoint("a", leases_max=3)
     router.endpoint("b", leases_max=1)
@@ -31,7 +31,7 @@ def test_requests_being_read_are_limited_by_queue_and_free_slots(make_router):
     prepare(router)
 
 
-def test_waiting_requests_count_with_those_being_read(make_router):
+def test_limit_counts_waiting_requests_and_requests_that_are_being_read(make_router):
     router = make_router(queue_requests_max=2)
     router.endpoint("a", leases_max=1)
     _holder, _waiter = router.enter(), router.enter()

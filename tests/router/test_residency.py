@@ -1,4 +1,4 @@
-"""The index of blocks that endpoints report."""
+"""Tests the index of blocks that endpoints report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def names(text: str) -> list[bytes]:
 
 
 def matched(index: ResidencyIndex, endpoint: EndpointId, text: str) -> int | None:
-    """Return the number of matched blocks of 1 token."""
+    """Return the number of matched blocks. Each block has one token."""
     return index.matched_tokens(endpoint, {1: names(text)})
 
 
@@ -38,7 +38,7 @@ def test_empty_and_unknown_residency_are_different():
     assert matched(index, A, "a") is None
 
 
-def test_changes_update_a_snapshot_and_a_new_snapshot_replaces_them():
+def test_changes_update_a_snapshot_and_a_new_snapshot_replaces_all_blocks():
     index = ResidencyIndex()
     index.replace(A, 1, names("ab"))
     index.add(A, names("c"))
@@ -56,16 +56,16 @@ def test_index_bounds_the_blocks_of_an_endpoint_and_never_adds_unreported_blocks
     assert index.block_count(A) == 3
     index.add(A, names("e"))
     assert matched(index, A, "e") == 0
-    index.remove(A, names("ad"))  # the second block is not in the index
+    index.remove(A, names("ad"))  # The second block is not in the index.
     index.add(A, names("fg"))
     assert index.block_count(A) == 3
     assert [matched(index, A, letter) for letter in "abcdefg"] == [0, 1, 1, 0, 0, 1, 0]
     assert matched(index, B, "xy") == 2
 
 
-def test_match_with_a_window_needs_only_the_blocks_within_it():
+def test_match_with_an_attention_window_needs_only_the_blocks_within_the_window():
     index = ResidencyIndex()
-    index.replace(A, 1, names("defg"), 4)  # a token attends to itself and three earlier tokens
+    index.replace(A, 1, names("defg"), 4)  # A token attends to itself and to three earlier tokens.
     index.replace(B, 1, names("defg"))
     assert matched(index, A, "abcdefgx") == 7
     assert matched(index, A, "abcdefx") == 6

@@ -1,6 +1,6 @@
-"""Requests of several sequences.
+"""Tests requests with several sequences.
 
-They do not block other requests from slots that they do not use, and no request overtakes them.
+Such a request does not block slots that it does not use, and later requests do not overtake it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def test_large_request_goes_to_an_endpoint_with_one_free_slot(make_router):
     holders = [router.enter() for _ in range(3)]
     large = router.enter(sequences=4)
     assert large.state is LEASED
-    assert leases(router) == {"a": 4}  # three of its sequences wait for slots there
+    assert leases(router) == {"a": 4}  # Three sequences of the request wait for slots at this endpoint.
     assert router.core.endpoints[a].in_flight == 7
     router.leave(large, *holders)
     assert leases(router) == {"a": 0}
@@ -107,7 +107,7 @@ def test_large_request_that_failed_at_another_endpoint_needs_one_free_slot(make_
     assert (large.state, large.endpoint, small.endpoint) == (LEASED, "b", "a")
 
 
-def test_large_request_goes_where_one_more_sequence_may_wait_inside(make_router):
+def test_large_request_goes_to_an_endpoint_where_one_more_sequence_may_wait(make_router):
     router = make_router(waiting_depth_max=1)
     a = router.endpoint("a", leases_max=20)
     router.core.note_load(a, EndpointLoad(running=2, waiting=0, max_num_seqs=2), router.now, sent_when_asked=0)
@@ -126,7 +126,7 @@ def test_request_with_too_many_sequences_is_refused_with_the_allowed_number(make
     assert router.enter(sequences=8).state is LEASED
 
 
-def test_requests_that_wait_again_are_served_in_order_in_every_stage(make_router):
+def test_requests_that_wait_again_are_served_in_the_same_order_in_every_stage(make_router):
     """Requests with computed prompts keep arriving. A request that can use only one endpoint must not wait for all of
     these requests.
     """

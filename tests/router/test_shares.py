@@ -1,4 +1,4 @@
-"""How several routers divide an endpoint's leases without communicating."""
+"""Tests how several routers divide an endpoint's leases without communicating."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shares(routers: set[str] | list[str], endpoint: EndpointId, leases_max: int)
 
 
 @given(routers=names, endpoint=st.text(max_size=6), leases_max=st.integers(1, 100))
-def test_shares_add_up_to_the_limit_or_are_one_each(routers, endpoint, leases_max):
+def test_shares_add_up_to_the_limit_or_each_share_is_one(routers, endpoint, leases_max):
     given_out = shares(routers, EndpointId(endpoint), leases_max)
     assert sum(given_out.values()) == max(leases_max, len(routers))
     assert max(given_out.values()) - min(given_out.values()) <= 1
@@ -34,11 +34,11 @@ def test_no_share_becomes_smaller_when_a_router_ends(routers, leases_max):
         assert all(lease_share(own, left, E, leases_max) >= before[own] for own in left)
 
 
-def test_share_is_the_same_if_the_router_is_among_its_peers():
+def test_share_is_the_same_if_the_router_is_in_its_own_list_of_peers():
     assert lease_share("a", ["b", "c"], E, 7) == lease_share("a", ["c", "b", "a"], E, 7)
 
 
-def test_remainder_goes_to_different_routers_at_different_endpoints():
+def test_remaining_leases_go_to_different_routers_at_different_endpoints():
     routers = [f"r{index}" for index in range(4)]
     extra = Counter(
         router

@@ -1,4 +1,4 @@
-"""When the router treats a response as lost although its connection is open, and when it does not."""
+"""Tests when the router treats a response as lost although the connection is open."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_response_whose_promised_heartbeats_stop_is_lost(is_begun):
     assert endpoint.lost == [(silent, "silent")]
 
 
-def test_slow_prompt_is_not_lost_without_promised_heartbeats():
+def test_response_to_a_slow_prompt_is_not_lost_if_no_heartbeats_were_promised():
     endpoint = Endpoint()
     endpoint.read()
     endpoint.wait(3600, running=1)
@@ -113,7 +113,7 @@ def test_all_responses_of_a_process_are_lost_when_another_process_answers():
     old = [endpoint.read(beats=True, has_body=True, instance="a") for _ in range(20)]
     unknown = endpoint.read()
     endpoint.now += 1
-    endpoint.report(instance="a")  # requests that were sent before this report are at process a
+    endpoint.report(instance="a")  # Requests that were sent before this report are at process a.
     endpoint.now += 1
     endpoint.report(instance="b")
     new = endpoint.read(beats=True, instance="b")
@@ -121,7 +121,7 @@ def test_all_responses_of_a_process_are_lost_when_another_process_answers():
     assert endpoint.lost == [(response, "replaced") for response in [*old, unknown]]
 
 
-def test_a_request_that_may_be_at_the_new_process_is_not_lost():
+def test_response_that_may_come_from_the_new_process_is_not_lost():
     endpoint = Endpoint()
     endpoint.report(instance="a")
     endpoint.now += 1
@@ -132,7 +132,7 @@ def test_a_request_that_may_be_at_the_new_process_is_not_lost():
     assert endpoint.lost == []
 
 
-def test_head_of_a_response_reports_another_process():
+def test_response_head_can_reveal_that_another_process_answers():
     endpoint = Endpoint()
     endpoint.report(instance="a")
     old = endpoint.read(beats=True, instance="a")
@@ -184,17 +184,17 @@ def test_response_is_lost_if_the_endpoint_reports_no_requests():
     assert endpoint.reasons == ["not_running"]
 
 
-def test_stream_without_tokens_is_lost_if_other_streams_get_thousands():
+def test_stream_without_new_tokens_is_lost_if_other_streams_get_thousands_of_tokens():
     endpoint = Endpoint()
     slow, other = endpoint.read(has_body=True), endpoint.read(has_body=True)
     tokens = 0
-    for _ in range(90):  # 100 tokens a second for each of two sequences
+    for _ in range(90):  # Each of the two sequences gets 100 tokens a second.
         tokens += 200
         endpoint.wait(1, alive=(other,), running=2, generated=tokens)
     assert endpoint.lost == [(slow, "overtaken")]
 
 
-def test_response_before_its_first_token_is_not_lost_if_other_streams_get_thousands():
+def test_response_before_its_first_token_is_not_lost_if_other_streams_get_thousands_of_tokens():
     endpoint = Endpoint()
     endpoint.read()
     for second in range(300):
@@ -212,17 +212,17 @@ def test_stream_without_heartbeats_is_lost_after_stalled_seconds_max(seconds_max
     assert endpoint.reasons == reasons
 
 
-def test_router_that_was_suspended_treats_no_response_as_lost_at_the_smallest_limit():
+def test_router_that_was_suspended_treats_no_response_as_lost_with_the_smallest_time_limit():
     endpoint = Endpoint(beat_seconds=0.25, silent_seconds_max=1.5)
     endpoint.read(beats=True, has_body=True)
-    endpoint.look()  # a byte arrived just before
+    endpoint.look()  # A byte arrived just before this look.
     endpoint.now += 10_000
     endpoint.look()
     assert endpoint.lost == []
 
 
 @pytest.mark.parametrize(("beat_seconds", "least"), [(10, 30), (0.25, 1.5), (0, 1)])
-def test_silence_limit_below_a_normal_pause_is_refused(beat_seconds, least):
+def test_silence_limit_below_the_normal_pause_between_heartbeats_is_refused(beat_seconds, least):
     SilenceSettings(beat_seconds=beat_seconds, silent_seconds_max=least)
     with pytest.raises(StartupError, match=f"allowed are {least} to 86400 s"):
         SilenceSettings(beat_seconds=beat_seconds, silent_seconds_max=least - 0.01)
