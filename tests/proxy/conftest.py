@@ -1,4 +1,4 @@
-"""Fixtures: a router in front of two servers without weights, or of scripted endpoints, all in memory."""
+"""Fixtures of a router in memory. Its endpoints are two servers without weights, or scripted endpoints."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Setup:
 
 @pytest.fixture
 def read_cut() -> Callable[..., Any]:
-    """Return a function that reads a response whose endpoint breaks after a number of steps.
+    """Return a function that reads a response. The endpoint of the response breaks after a number of steps.
 
-    The function returns the response, and whether it had ended by then.
+    The function returns the response, and True if the response was complete before the break.
     """
 
     async def read(setup: Setup, path: str, body: object, *, step: int) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""Requests at a router are listed and aborted by id: in the queue, at an endpoint, or in another process."""
+"""Tests that a router lists requests and aborts them by id, in its queue, at an endpoint, or in another process."""
 
 from __future__ import annotations
 
@@ -113,9 +113,10 @@ async def test_request_aborted_while_its_endpoint_fails_is_not_retried(autojump_
     assert not any(dispatch.core.stats().leases.values())
 
 
-async def test_abort_in_the_queue_returns_the_place_at_once():
+async def test_abort_releases_the_queue_position_at_once():
     dispatch = Dispatch(RouterSettings(), RoundRobin)
-    dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # not checked yet, so it gets no requests
+    # No health check has passed yet, so this endpoint gets no requests.
+    dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())
     with dispatch.enter(RoutedRequest(model="m"), id="mine") as admission:
         assert dispatch.core.stats().waiting == 1
         assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}

@@ -1,4 +1,6 @@
-"""A router in front of engines with different LoRA adapters sends a request to an endpoint with its adapter."""
+"""Tests a router in front of engines with different LoRA adapters. A request goes to an endpoint that has the request's
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from trioserve.testing.byte_tokenizer import byte_tokenizer
 PATH = "/v1/completions"
 LONG = "a prompt of several blocks, the same for all"
 ASKED = WatchSettings(health_seconds=2.0)
-HEALTH_SECONDS = 2.5  # time in which the router asks an endpoint for its models again
+HEALTH_SECONDS = 2.5  # The router asks an endpoint for its models again within this time.
 
 
 async def ask(setup, model: str | None, **body: object) -> tuple[int, str | None, str]:
@@ -23,7 +25,7 @@ async def ask(setup, model: str | None, **body: object) -> tuple[int, str | None
     return response.status, response.headers.get("x-trioserve-endpoint"), text
 
 
-async def test_request_goes_to_an_endpoint_with_its_adapter(open_setup, autojump_clock):
+async def test_request_goes_to_an_endpoint_that_has_its_adapter(open_setup, autojump_clock):
     async with open_setup("ab", watch=ASKED) as setup:
         await setup.servers["a"].engine.load_adapter("only-a", "/one")
         await setup.servers["b"].engine.load_adapter("only-b", "/two")
@@ -45,11 +47,11 @@ async def test_request_goes_to_an_endpoint_with_its_adapter(open_setup, autojump
         assert (await ask(setup, "only-a"))[0] == 404
         await setup.router.assert_all_free()
         for server in setup.servers.values():
-            server.engine.assert_all_free()  # the router still reads the load stream
+            server.engine.assert_all_free()  # This check works although the router still reads the load stream.
 
 
 @pytest.mark.parametrize("home", ["a", "b"])
-async def test_prompt_goes_to_the_endpoint_that_cached_it_with_this_adapter(open_setup, home, autojump_clock):
+async def test_prompt_goes_to_the_endpoint_that_cached_it_with_the_same_adapter(open_setup, home, autojump_clock):
     engine = {"kv_events_max": 1000, "lora_modules": ("x=/one", "y=/two")}
     async with open_setup("ab", engine=engine, policy="kv_aware", tokenizer=byte_tokenizer()) as setup:
         await trio.sleep(HEALTH_SECONDS)
@@ -73,7 +75,7 @@ async def text_of(response) -> str:
     return "".join([choice["text"] async for event in response for choice in event.get("choices", ())])
 
 
-async def test_stream_resumes_at_another_endpoint_with_its_adapter(open_setup, read_cut):
+async def test_stream_resumes_at_another_endpoint_that_has_its_adapter(open_setup, read_cut):
     texts = set()
     for step, is_cut in ((40, False), (8, True)):
         async with open_setup("ab", engine=PAUSED) as setup:

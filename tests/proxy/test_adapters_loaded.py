@@ -1,4 +1,6 @@
-"""LoRA adapters are loaded and unloaded through a router, at all or named endpoints, with a result for each."""
+"""Tests that a router loads and unloads LoRA adapters at all endpoints or at named endpoints, and reports a result for
+each endpoint.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ async def test_only_the_named_endpoint_loads_an_adapter(open_setup):
         assert (status, said["error"]["param"]) == (400, "id")
 
 
-async def test_failure_at_one_endpoint_is_reported_and_the_other_keeps_the_adapter(open_setup):
+async def test_load_failure_at_one_endpoint_is_reported_and_another_endpoint_keeps_the_adapter(open_setup):
     async with open_setup("ab", engine=LOADS) as setup:
         await setup.servers["a"].engine.load_adapter("sql", "/adapters/other")
         status, said = await post(setup, LOAD, SQL)
@@ -79,7 +81,7 @@ async def test_failure_at_one_endpoint_is_reported_and_the_other_keeps_the_adapt
         assert await where(setup, "more") == (200, "b")
 
 
-async def test_endpoints_with_fixed_adapters_refuse_to_load_one(open_setup):
+async def test_endpoints_with_fixed_adapters_refuse_to_load_another_adapter(open_setup):
     async with open_setup("ab", engine={"lora_modules": ("sql=/adapters/sql",)}) as setup:
         status, said = await post(setup, LOAD, {**SQL, "lora_name": "more"})
         assert (status, said["error"]["code"]) == (404, "adapter_failed")
@@ -109,7 +111,7 @@ async def test_adapter_that_is_being_unloaded_gets_no_new_requests(open_setup):
         assert [(status, statuses(said)) for status, said in answers] == [(200, {"a": 200, "b": 200})]
 
 
-async def test_unload_reports_a_result_for_an_endpoint_that_leaves_meanwhile(open_setup):
+async def test_unload_reports_a_result_for_an_endpoint_that_is_removed_meanwhile(open_setup):
     async with open_setup("ab", engine={**LOADS, "paused": True}) as setup, trio.open_nursery() as nursery:
         await setup.servers["b"].engine.load_adapter("sql", "/adapters/sql")
         engine = setup.servers["b"].engine
@@ -120,7 +122,8 @@ async def test_unload_reports_a_result_for_an_endpoint_that_leaves_meanwhile(ope
 
         async with engine.generate("x", SamplingParams(max_tokens=1), adapter="sql") as stream:
             nursery.start_soon(unload)
-            await wait_all_tasks_blocked()  # a has no such adapter, and b waits for its running request
+            # Endpoint a does not have the adapter. Endpoint b waits for its running request.
+            await wait_all_tasks_blocked()
             setup.router.fleet.drain(EndpointId("a"))
             assert "a" not in setup.router.fleet.specs()
             await engine.step()

@@ -1,4 +1,6 @@
-"""An invalid router configuration is refused with one sentence before the router accepts requests."""
+"""Tests the configuration of a router. An invalid configuration is refused with one sentence before the router accepts
+requests.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ async def test_flag_sets_the_prompt_length_from_which_requests_are_disaggregated
     assert routing.app()._services.rules.disaggregated_prompt_tokens_min == 500
 
 
-async def test_flag_limits_the_state_that_is_kept_of_a_stream():
+async def test_flag_limits_the_state_that_the_router_keeps_for_a_stream():
     routing = route.Routing(configured(*ENDPOINT, "--max-continuation-bytes", "5000"))
     assert routing.app()._services.rules.continuation_bytes_max == 5000
 

@@ -1,4 +1,6 @@
-"""Parser of resumable streams: which events are forwarded, and from which tokens another endpoint resumes."""
+"""Tests the parser of resumable streams: the events that the router forwards, and the tokens from which another
+endpoint resumes.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ TEXTS = st.text(alphabet='a\n"é\u2028: id:error', max_size=6)
 
 @st.composite
 def groups(draw) -> list[tuple[bytes, int, list[int], bool]]:
-    """Return event groups of two choices, with comments between them.
+    """Return event groups of two choices, with comments between the groups.
 
-    Each group has its bytes, the choice, the token ids, and whether the choice ends.
+    Each group has its bytes, its choice, its token ids, and True if it ends the choice.
     """
     made = []
     for _ in range(draw(st.integers(1, 6))):
@@ -60,7 +62,7 @@ def groups(draw) -> list[tuple[bytes, int, list[int], bool]]:
 
 
 @given(groups=groups(), data=st.data(), shows_ids=st.booleans())
-def test_stream_cut_anywhere_gives_whole_groups_and_a_matching_resume_field(groups, data, shows_ids):
+def test_stream_that_ends_at_any_byte_gives_whole_groups_and_a_matching_resume_field(groups, data, shows_ids):
     said = b"".join(group for group, *_ in groups) + END
     stop = data.draw(st.integers(0, len(said)))
     cuts = sorted({0, stop, *data.draw(st.lists(st.integers(0, stop), max_size=6))})
@@ -70,7 +72,7 @@ def test_stream_cut_anywhere_gives_whole_groups_and_a_matching_resume_field(grou
     count = next(n for n in range(len(groups), -1, -1) if len(b"".join(group for group, *_ in groups[:n])) <= stop)
     whole = b"".join(group for group, *_ in groups[:count])
     is_over = stop == len(said)
-    # A comment between two groups may be forwarded at once.
+    # The parser may forward a comment between two groups at once.
     expected = whole + END * is_over
     shown = expected if shows_ids else without_ids(expected)
     assert sent in (shown, shown + COMMENT)
@@ -94,8 +96,8 @@ def _plain(field):
 
 
 @given(groups=groups(), data=st.data())
-def test_two_endpoints_in_a_row_give_each_group_once(groups, data):
-    """The second endpoint begins after the last complete group, as its request tells it."""
+def test_client_gets_each_group_once_from_two_endpoints_in_a_row(groups, data):
+    """The request to the second endpoint contains the last complete group. The second endpoint begins after it."""
     said = [group for group, *_ in groups]
     stop = data.draw(st.integers(0, len(b"".join(said))))
     kept = stream(choice_count=2)
@@ -109,7 +111,7 @@ def test_two_endpoints_in_a_row_give_each_group_once(groups, data):
         assert kept.token_count() == sum(len(new) for _, _, new, _ in groups)
 
 
-def test_last_state_is_returned_unchanged():
+def test_resume_field_has_the_last_state_unchanged():
     kept = stream()
     kept.feed(event("a", id="0:1 41") + event("b", id="0:2"))
     assert kept.resume_field()["state"] == "41"
@@ -190,7 +192,7 @@ def test_group_without_end_counts_as_a_lost_endpoint():
             kept.feed(b"data: " + b"x" * 1_000_000 + b"\n\n")
 
 
-def test_tokens_from_an_earlier_request_count():
+def test_tokens_from_an_earlier_request_are_in_the_resume_field():
     known = {"token_ids": [[1, 2], []], "finished": [False, True], "seed": 3, "state": "9"}
     kept = ContinuedStream(choice_count=2, bytes_max=1000, known=json.dumps(known).encode())
     kept.begin(TOLD)

@@ -1,4 +1,6 @@
-"""Disaggregated requests: the requests to both endpoints, the response, and that failures and cancels leave nothing."""
+"""Tests disaggregated requests: the requests to both endpoints, the response, and the release of all resources after
+failures and cancels.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def body(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": PROMPT, "max_tokens": 5, **fields}
 
 
-# --- the normal case ---
+# --- requests without failures ---
 
 
 @pytest.mark.parametrize("http", [1, 2])
@@ -142,7 +144,7 @@ async def test_chat_is_disaggregated_and_its_response_arrives_whole(open_pair, n
             prefill.hold()
             decode = await pair.ask_of("d")
             assert decode.body == {**chat, "kv_transfer_params": pair["p"].params}
-            # The decode endpoint has read everything, so the blocks are no longer held.
+            # The decode endpoint has read all blocks, so the prefill endpoint releases them.
             prefill.finish()
             await wait_all_tasks_blocked()
             decode.respond(RESPONSE)
@@ -151,7 +153,7 @@ async def test_chat_is_disaggregated_and_its_response_arrives_whole(open_pair, n
         await pair.assert_all_free()
 
 
-async def test_server_of_another_make_does_not_stream_prefill_and_ends_its_hold_itself(open_pair):
+async def test_prefill_server_that_is_not_trioserve_sends_no_stream_and_ends_its_hold_by_itself(open_pair):
     async with open_pair("w1 w2", roles={"w1": "prefill", "w2": "decode"}) as pair:
         async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("w1")
@@ -166,7 +168,7 @@ async def test_server_of_another_make_does_not_stream_prefill_and_ends_its_hold_
         await pair.assert_all_free()
 
 
-async def test_client_cannot_choose_the_address_from_which_kv_is_fetched(open_pair):
+async def test_client_cannot_choose_the_address_from_which_an_engine_fetches_kv(open_pair):
     evil = {"do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80}
     for ids in ("w", "p d"):
         async with open_pair(ids) as pair:
@@ -217,7 +219,7 @@ async def test_request_is_not_disaggregated_without_two_endpoints(open_pair, ids
         await pair.assert_all_free()
 
 
-async def test_endpoint_with_role_both_can_be_part_of_a_pair(open_pair):
+async def test_endpoint_with_role_both_can_compute_one_stage_of_a_request(open_pair):
     async with open_pair("b1 b2") as pair, pair.client().ask(TEXT, body()) as response:
         await wait_all_tasks_blocked()
         [(first, prefill)] = [(id, ask) for id, endpoint in pair.endpoints.items() for ask in endpoint.open]
@@ -238,11 +240,13 @@ async def test_configured_role_overrides_the_reported_role(open_pair):
         assert {each["id"]: each["role"] for each in listed} == {"d1": "prefill", "d2": "decode"}
 
 
-# --- fallbacks ---
+# --- fallbacks to one endpoint ---
 
 
 async def responded_whole(pair: ScriptedEndpoints, response: Any, id: str, outcome: str) -> None:
-    """Check that the endpoint gets the client's own body, and answer it, streamed if the client asked for that."""
+    """Check that the endpoint gets the client's own body, and respond to it. The response is a stream if the client
+    requested a stream.
+    """
     ask = await pair.ask_of(id)
     assert "kv_transfer_params" not in ask.body
     assert ask.body["max_tokens"] == 5
@@ -275,7 +279,7 @@ async def test_response_of_one_token_is_finished_at_the_prefill_endpoint(open_pa
         await responded_whole(pair, response, "p", "finished")
 
 
-async def test_request_refused_by_a_prefill_endpoint_is_sent_again_as_the_client_sent_it(open_pair):
+async def test_request_refused_by_a_prefill_endpoint_is_sent_again_with_the_clients_own_body(open_pair):
     """The client then reads an error about its own request, not about the prefill request of the router."""
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(temperature=-1)) as response:
@@ -331,7 +335,7 @@ async def test_failed_prefill_is_retried_at_another_endpoint(open_pair, failure)
 
 
 @pytest.mark.parametrize("failure", [breaks, is_busy, fails, fails_in_an_event, ends_early, babbles])
-async def test_decode_endpoint_computes_all_without_another_prefill_endpoint(open_pair, failure):
+async def test_decode_endpoint_computes_the_whole_request_without_another_prefill_endpoint(open_pair, failure):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         failure(pair, await pair.ask_of("p"))
         await responded_whole(pair, response, "d", "prefill_failed")
@@ -358,7 +362,7 @@ async def test_unreachable_prefill_endpoint_is_replaced(open_pair):
     ],
 )
 async def test_prefill_endpoint_computes_all_if_the_decode_endpoint_fails(open_pair, failure, outcome):
-    """S07: the decode endpoint refuses, and no blocks of the prefill stay."""
+    """S07: the decode endpoint refuses the request, and the prefill endpoint releases all blocks."""
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
@@ -444,7 +448,7 @@ async def test_next_decode_endpoint_gets_the_held_blocks(open_pair):
         await pair.assert_all_free()
 
 
-async def test_blocks_whose_hold_ended_are_not_used_again(open_pair):
+async def test_next_decode_endpoint_does_not_use_blocks_whose_hold_has_ended(open_pair):
     async with open_pair("p d1 d2") as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
@@ -476,7 +480,7 @@ async def test_end_of_the_hold_ends_the_wait_for_a_decode_endpoint(open_pair, en
         await pair.assert_all_free()
 
 
-async def test_prefill_endpoint_computes_all_without_a_healthy_decode_endpoint(open_pair):
+async def test_prefill_endpoint_computes_the_whole_request_without_a_healthy_decode_endpoint(open_pair):
     async with open_pair(leases_max=1) as pair:
         async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as response:
             in_the_way = await pair.ask_of("d")
@@ -505,7 +509,7 @@ async def test_failure_after_the_first_token_is_reported_to_the_client(open_pair
         await pair.assert_all_free()
 
 
-async def test_attempts_of_both_stages_have_one_limit(open_pair):
+async def test_attempts_of_both_stages_share_one_limit(open_pair):
     async with open_pair("p1 p2 d1 d2", attempts_max=3) as pair, pair.client().ask(TEXT, body()) as response:
         for _ in range(3):
             await wait_all_tasks_blocked()
@@ -576,7 +580,7 @@ IN_THE_WAY = {queued_for_prefill: body(), queued_for_decode: body(n=2)}
 async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: object) -> AsyncIterator[Any]:
     """Open a request with the id "mine" and bring it to a moment.
 
-    Another request occupies what it waits for, if it waits.
+    If the moment is a wait in the queue, another request occupies the endpoint for which the request waits.
     """
     async with pair.client().ask(TEXT, IN_THE_WAY.get(moment, body()), headers={"x-request-id": "other"}) as other:
         if moment not in IN_THE_WAY:
@@ -610,7 +614,7 @@ async def test_client_that_leaves_ends_both_stages(open_pair, moment, http):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_an_abort_by_id_ends_both_stages(open_pair, moment):
+async def test_abort_by_id_ends_both_stages(open_pair, moment):
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment) as response:
             aborted = await pair.client().post("/v1/requests/abort", {"ids": ["mine"]})
@@ -736,7 +740,7 @@ async def test_prefill_at_a_hanging_endpoint_is_retried_when_its_checks_fail(ope
         await pair.assert_all_free()
 
 
-async def test_outcomes_of_pairs_are_counted(open_pair, autojump_clock):
+async def test_outcomes_of_disaggregated_requests_are_counted(open_pair, autojump_clock):
     async with open_pair() as pair:
         for stream in (False, True):
             async with pair.client().ask(TEXT, body(stream=stream)) as response:
@@ -816,7 +820,7 @@ async def test_client_cannot_set_the_stage_header(open_pair):
         assert "x-trioserve-stage" not in (await pair.ask_of("w")).headers
 
 
-async def test_too_long_prefill_response_is_not_read_completely(open_pair):
+async def test_router_stops_reading_a_prefill_response_that_is_too_long(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         for _ in range(18):

@@ -1,4 +1,6 @@
-"""Sources of endpoints: files, DNS and Kubernetes, each with the real thing or a small server of the test."""
+"""Tests the sources of endpoints: files, DNS and Kubernetes. The DNS server and the Kubernetes server are small servers
+of this test.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def known(fleet: Fleet) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a result of threads and sockets, which has no event. The test run limits the time."""
+    """Wait until a condition holds that depends on threads and sockets and has no event. The time limit of the test run
+    applies.
+    """
     while not condition():
         await trio.lowlevel.checkpoint()
 
@@ -55,14 +59,14 @@ async def until(condition: Callable[[], bool]) -> None:
 # --- repeated reports to a fleet ---
 
 
-async def test_a_source_replaces_its_own_endpoints_and_no_others(fleet):
+async def test_source_replaces_only_its_own_endpoints(fleet):
     fleet.add(EndpointSpec(url="http://mine:1"))
     fleet.set_all([template("http://a:1"), template("http://b:1")], source="x")
     fleet.set_all([template("http://b:1"), template("http://c:1")], source="x")
     assert known(fleet) == ["http://b:1", "http://c:1", "http://mine:1"]
 
 
-async def test_two_endpoints_with_one_id_change_nothing(fleet):
+async def test_report_with_two_endpoints_of_one_id_changes_nothing(fleet):
     fleet.set_all([template("http://a:1")], source="x")
     with pytest.raises(StartupError, match="two endpoints"):
         fleet.set_all([template("http://b:1"), template("http://b:1/v1")], source="x")
@@ -94,7 +98,7 @@ async def test_watch_of_an_endpoint_does_not_log_the_request_that_added_it(fleet
     assert seen == ["none"]
 
 
-# --- files ---
+# --- the source that reads a file ---
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ def test_json_and_toml_files_are_read(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("text", ["endpoints = 3", "[[endpoints]]\nurll = 'x'", "{", "\x00"])
-def test_error_names_an_invalid_file(tmp_path, text):
+def test_error_names_the_invalid_file(tmp_path, text):
     path = tmp_path / "a.toml"
     path.write_text(text)
     with pytest.raises(StartupError, match=r"a\.toml cannot be used"):
@@ -140,7 +144,7 @@ async def test_changed_file_is_read_again_and_an_invalid_file_changes_nothing(fl
         nursery.cancel_scope.cancel()
 
 
-# --- DNS ---
+# --- the source that asks DNS ---
 
 
 class NameServer:
@@ -180,7 +184,7 @@ class NameServer:
         return resolver
 
 
-async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_applied(fleet, mock_clock, caplog):
+async def test_every_dns_address_of_a_name_is_an_endpoint_and_changes_are_applied(fleet, mock_clock, caplog):
     async with trio.open_nursery() as nursery:
         server = NameServer()
         server.records = {("llm.test", "A"): ["10.0.0.1", "10.0.0.2"], ("llm.test", "AAAA"): ["fd00::1"]}
@@ -192,7 +196,7 @@ async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_applied(fl
         assert all(spec.api_key == "secret" for spec in fleet.specs().values())
         server.records = {("llm.test", "A"): ["10.0.0.2", "10.0.0.3"]}
         await wait_all_tasks_blocked()
-        mock_clock.jump(5)  # lifetime of the first answer
+        mock_clock.jump(5)  # This is the lifetime of the first DNS answer.
         await until(lambda: known(fleet) == ["http://10.0.0.2:8000", "http://10.0.0.3:8000"])
         server.records = {}
         with caplog.at_level(logging.WARNING):
@@ -203,20 +207,20 @@ async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_applied(fl
         nursery.cancel_scope.cancel()
 
 
-async def test_short_name_is_looked_up_with_the_search_list(fleet, mock_clock):
+async def test_short_dns_name_is_looked_up_with_the_search_list(fleet, mock_clock):
     async with trio.open_nursery() as nursery:
         server = NameServer()
         server.records = {("routers.ml.svc.cluster.test", "A"): ["10.0.0.1"]}
         await nursery.start(server.run)
         resolver = server.resolver()
         resolver.search = [dns.name.from_text(name) for name in ("ml.svc.cluster.test", "svc.cluster.test")]
-        resolver.ndots = 5  # as in a pod of Kubernetes
+        resolver.ndots = 5  # Pods in Kubernetes have the same setting.
         nursery.start_soon(DnsSource("routers", port=8000, template=template, resolver=resolver).run, fleet)
         await until(lambda: known(fleet) == ["http://10.0.0.1:8000"])
         nursery.cancel_scope.cancel()
 
 
-async def test_srv_records_set_the_ports(fleet, mock_clock):
+async def test_dns_srv_records_set_the_ports_of_endpoints(fleet, mock_clock):
     async with trio.open_nursery() as nursery:
         server = NameServer()
         server.records = {("_http._tcp.llm.test", "SRV"): ["0 5 8001 a.llm.test.", "0 5 8002 b.llm.test."]}
@@ -227,7 +231,7 @@ async def test_srv_records_set_the_ports(fleet, mock_clock):
         nursery.cancel_scope.cancel()
 
 
-# --- Kubernetes ---
+# --- the source that asks Kubernetes ---
 
 
 def endpoint_slice(name: str, *addresses: str, version: int = 1, ready: bool | None = True, **fields: object) -> dict:
@@ -241,7 +245,7 @@ def endpoint_slice(name: str, *addresses: str, version: int = 1, ready: bool | N
 
 
 class ApiServer:
-    """Server that lists and watches like the Kubernetes API server, as far as the source needs it."""
+    """Server that implements the list and watch requests of the Kubernetes API, as far as the source needs them."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.slices: list[dict] = []
@@ -266,7 +270,7 @@ class ApiServer:
             self._events.pop().close()
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
-        with contextlib.suppress(trio.BrokenResourceError):  # the client left
+        with contextlib.suppress(trio.BrokenResourceError):  # The client may have closed the connection.
             await self._respond(stream)
 
     async def _respond(self, stream: trio.abc.Stream) -> None:
@@ -295,7 +299,7 @@ class ApiServer:
         self._events.append(sender)
         await stream.send_all(http.send(h11.Response(status_code=200, headers=[("transfer-encoding", "chunked")])))
         async for line in receiver:
-            for part in (line[:7], line[7:]):  # an event may come in pieces
+            for part in (line[:7], line[7:]):  # Each line is sent in two pieces, because an event may arrive in pieces.
                 await stream.send_all(http.send(h11.Data(data=part)))
         await stream.send_all(http.send(h11.EndOfMessage()))
 
@@ -327,7 +331,7 @@ def cluster(nursery, fleet, tmp_path) -> Cluster:
     return Cluster(nursery, fleet, tmp_path)
 
 
-async def test_ready_addresses_of_a_service_are_endpoints_and_changes_are_applied(cluster, nursery, mock_clock):
+async def test_source_follows_the_ready_addresses_of_a_kubernetes_service(cluster, nursery, mock_clock):
     api, fleet = cluster.api, cluster.fleet
     api.slices = [
         endpoint_slice("one", "10.0.0.1", "10.0.0.2"),
@@ -347,7 +351,7 @@ async def test_ready_addresses_of_a_service_are_endpoints_and_changes_are_applie
     assert known(fleet) == ["http://10.0.0.9:8000", "http://[fd00::1]:8000"]
 
 
-async def test_ended_watch_resumes_at_its_version_with_the_current_token(cluster, nursery, mock_clock):
+async def test_ended_kubernetes_watch_resumes_at_its_version_with_the_current_token(cluster, nursery, mock_clock):
     api = cluster.api
     api.slices = [endpoint_slice("one", "10.0.0.1")]
     nursery.start_soon(cluster.source.run, cluster.fleet)
@@ -362,7 +366,7 @@ async def test_ended_watch_resumes_at_its_version_with_the_current_token(cluster
     assert known(cluster.fleet) == ["http://10.0.0.1:8000"]
 
 
-async def test_expired_resource_version_causes_a_new_list(cluster, nursery, mock_clock):
+async def test_expired_kubernetes_version_causes_a_new_list_request(cluster, nursery, mock_clock):
     api = cluster.api
     api.slices = [endpoint_slice("one", "10.0.0.1")]
     nursery.start_soon(cluster.source.run, cluster.fleet)

@@ -1,4 +1,4 @@
-"""Draining an endpoint with `move`: its requests continue at other endpoints, and no client notices."""
+"""Tests draining an endpoint with `move`: its requests continue at other endpoints, and no client notices the move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ BODY = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True}
 
 
 async def asks_of(pair, count: int = 1):
-    """Return the open requests of all endpoints with their endpoint ids, in the order of the endpoints."""
+    """Return the open requests of all endpoints. Each request comes with its endpoint id. The order is that of the
+    endpoints.
+    """
     await wait_all_tasks_blocked()
     found = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
     assert len(found) == count
@@ -38,7 +40,7 @@ def begin(ask, *groups: str) -> None:
         ask.group(group)
 
 
-async def test_stream_moves_to_another_endpoint_and_the_drained_one_is_removed(open_pair):
+async def test_stream_moves_to_another_endpoint_and_the_drained_endpoint_is_removed(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         [(first, ask)] = await asks_of(pair)
         begin(ask, "0:1")
@@ -104,7 +106,7 @@ async def test_stream_continues_until_an_unanswered_hand_over_times_out(open_pai
     await pair.assert_all_free()
 
 
-async def test_stream_stays_until_another_endpoint_has_free_capacity(open_pair):
+async def test_stream_stays_until_another_endpoint_has_a_free_slot(open_pair):
     async with open_pair("w1 w2", leases_max=1) as pair:  # noqa: SIM117
         async with pair.client().ask(TEXT, BODY) as response, pair.client().ask(TEXT, BODY) as other:
             [(first, ask), (_, held)] = await asks_of(pair, 2)
@@ -124,7 +126,7 @@ async def test_stream_stays_until_another_endpoint_has_free_capacity(open_pair):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_requests_without_output_restart_elsewhere_at_the_move_deadline(open_pair, autojump_clock, stream):
+async def test_requests_without_output_change_endpoint_at_the_move_deadline(open_pair, autojump_clock, stream):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "stream": stream}) as response:
         await trio.sleep(0.1)
         [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
@@ -222,7 +224,7 @@ async def a_stream(pair):
 
 
 @pytest.mark.parametrize("how", ["takes no connections", "says so"])
-async def test_streams_leave_a_stopping_server_which_returns_when_healthy(open_pair, autojump_clock, how):
+async def test_streams_leave_a_stopping_endpoint_that_returns_when_it_is_healthy(open_pair, autojump_clock, how):
     async with open_pair("w1 w2", watch=WATCH) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await a_stream(pair)
         if how == "takes no connections":

@@ -1,6 +1,6 @@
-"""An endpoint with a hanging step answers its checks.
+"""Tests an endpoint whose step hangs although it answers its health checks.
 
-It gets no new requests, and waiting ones are served elsewhere.
+The endpoint gets no new requests. Other endpoints serve its waiting requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
         engine = setup.servers["a"].engine
         engine.steps.hold()
-        # The router does not know of requests that are sent to the endpoint directly.
+        # The router does not see requests that are sent to the endpoint directly.
         async with setup.servers["a"].client().ask(CHAT, body()) as stuck, trio.open_nursery() as nursery:
             await engine.steps.entered()
             responses = []
@@ -43,7 +43,8 @@ async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_
             assert health(setup, "a") is EndpointHealth.HEALTHY
             await trio.sleep(5)
             assert health(setup, "a") is EndpointHealth.EJECTED
-            assert [response.status for response in responses] == [200] * 4  # moved before any output
+            # The requests moved to the other endpoint before any output.
+            assert [response.status for response in responses] == [200] * 4
             assert {response.headers["x-trioserve-endpoint"] for response in responses} == {"b"}
             assert (await setup.client().post(CHAT, body())).headers["x-trioserve-endpoint"] == "b"
             engine.steps.release()
@@ -55,7 +56,7 @@ async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_
         await setup.assert_all_free()
 
 
-async def test_request_refused_before_the_ejection_is_served_elsewhere(open_setup, autojump_clock):
+async def test_request_refused_before_the_ejection_is_served_by_another_endpoint(open_setup, autojump_clock):
     """The step is overdue, but no check has detected it yet."""
     seldom = WatchSettings(health_seconds=3600, load_seconds=3600, listens=False)
     async with open_setup(watch=seldom, policy="round_robin", engine=ENGINE) as setup:
@@ -73,7 +74,7 @@ async def test_request_refused_before_the_ejection_is_served_elsewhere(open_setu
         await setup.assert_all_free()
 
 
-async def test_stream_of_an_endpoint_with_a_hanging_step_resumes_elsewhere(open_setup, autojump_clock):
+async def test_stream_of_an_endpoint_with_a_hanging_step_resumes_at_another_endpoint(open_setup, autojump_clock):
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             id = response.headers["x-trioserve-endpoint"] if await response.head() == 200 else ""

@@ -1,4 +1,4 @@
-"""Splitter of server-sent events for pieces that are cut anywhere."""
+"""Tests the splitter of server-sent events. The pieces that it gets may end anywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\neven
 
 
 @given(events=st.lists(st.tuples(LINES, st.sampled_from(ENDS)), max_size=6), data=st.data())
-def test_events_cut_anywhere_come_out_whole(events, data):
+def test_splitter_returns_whole_events_for_pieces_that_end_anywhere(events, data):
     stream = "".join(line + end for line, end in events).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     whole, came = EventSplitter(), b""
@@ -36,7 +36,7 @@ def test_incomplete_event_is_kept_back():
     assert whole.rest == b"data: 3"
 
 
-def test_line_without_an_empty_line_is_not_an_event():
+def test_line_without_a_following_empty_line_is_not_an_event():
     whole = EventSplitter()
     assert whole.feed(b"data: 1\r\n") == b""
     assert whole.feed(b"data: 2\r\n") == b""

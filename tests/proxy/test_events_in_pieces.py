@@ -1,4 +1,6 @@
-"""Streams of other servers: their events are forwarded unchanged, and an error of the router is an event of its own."""
+"""Tests streams of other servers: the router forwards their events unchanged, and sends its own error as a separate
+event.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ async def test_error_of_the_router_is_separate_from_an_incomplete_event(open_pai
     await pair.assert_all_free()
 
 
-async def test_abort_in_the_middle_of_an_event_is_reported(open_pair):
+async def test_client_gets_an_error_event_if_the_stream_is_aborted_in_the_middle_of_an_event(open_pair):
     async with open_pair("w") as pair, pair.client().ask(TEXT, BODY, headers={"x-request-id": "mine"}) as response:
         ask = await pair.ask_of("w")
         ask.token("good ")
@@ -47,7 +49,7 @@ async def test_abort_in_the_middle_of_an_event_is_reported(open_pair):
 
 
 @pytest.mark.parametrize("comment", COMMENTS)
-async def test_comment_is_not_a_token_with_any_line_end(open_pair, comment):
+async def test_comment_with_any_line_end_does_not_count_as_a_token(open_pair, comment):
     async with open_pair("w w2", policy="round_robin") as pair, pair.client().ask(TEXT, BODY) as response:
         await wait_all_tasks_blocked()
         [(first, ask)] = [(id, endpoint.open[0]) for id, endpoint in pair.endpoints.items() if endpoint.open]
@@ -65,7 +67,7 @@ async def test_comment_is_not_a_token_with_any_line_end(open_pair, comment):
 @pytest.mark.parametrize("ids", ["w", "p d"])
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n", "\r\r"])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 1000])
-async def test_events_cut_anywhere_are_forwarded_unchanged(open_pair, ids, end, length, autojump_clock):
+async def test_events_in_pieces_that_end_anywhere_are_forwarded_unchanged(open_pair, ids, end, length, autojump_clock):
     stream = (
         f": ping{end}"
         + "".join(f'data: {{"choices":[],"t":{number}}}{end}' for number in range(3))

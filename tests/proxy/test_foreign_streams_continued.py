@@ -1,4 +1,6 @@
-"""A stream of vLLM resumes by token ids through /v1/completions. Scripted endpoints send events like vLLM."""
+"""Tests that a stream of vLLM resumes by token ids through /v1/completions. Scripted endpoints send the same events as
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ async def the_ask(pair):
 
 
 def chunk(path: str, text: str | None, token_ids: list[int], *, finish: str | None = None, **fields: Any) -> str:
-    """Make an event like vLLM's. If text is None, it is the first event of a chat, with the role."""
+    """Make an event in vLLM's format. If text is None, the event is the first event of a chat and has the role."""
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "token_ids": token_ids or None}
     if path == CHAT:
         choice["delta"] = {"role": "assistant", "content": ""} if text is None else {"content": text}
@@ -63,7 +65,7 @@ async def test_text_resumes_and_the_client_reads_one_response(open_pair, autojum
             begin(ask, path)
             ask.say(chunk(path, " one", [10]))
             ask.say(chunk(path, " and", [20]))
-            ask.say(chunk(path, "", [21]))  # a part of a character, which the client does not get
+            ask.say(chunk(path, "", [21]))  # The token is only a part of a character, so the client does not get it.
             await trio.sleep(0.1)
             ask.hang_up()
             second, again = await the_ask(pair)
@@ -119,7 +121,7 @@ async def test_stream_resumes_twice(open_pair, autojump_clock):
         await pair.assert_all_free()
 
 
-async def test_stream_that_breaks_after_its_finish_reason_is_whole(open_pair, autojump_clock):
+async def test_stream_that_breaks_after_its_finish_reason_counts_as_complete(open_pair, autojump_clock):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(TEXT, BODIES[TEXT]) as response:
@@ -145,7 +147,7 @@ async def test_stream_that_breaks_after_its_finish_reason_is_whole(open_pair, au
         {"guided_regex": "a+"},
     ],
 )
-async def test_request_with_more_than_text_does_not_resume(open_pair, autojump_clock, fields):
+async def test_request_that_needs_more_than_text_does_not_resume(open_pair, autojump_clock, fields):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(CHAT, {**BODIES[CHAT], **fields}) as response:
@@ -214,7 +216,7 @@ async def test_stream_without_token_ids_does_not_resume(open_pair, autojump_cloc
         await pair.assert_all_free()
 
 
-async def test_stream_does_not_resume_at_a_server_of_another_make(open_pair, autojump_clock):
+async def test_stream_does_not_resume_at_a_server_with_other_software(open_pair, autojump_clock):
     async with open_pair("v1 w1", watch=WATCH, policy="round_robin", continuation_seconds_max=20) as pair:
         await trio.sleep(2)
         async with pair.client().ask(f"{TEXT}", BODIES[TEXT]) as response:
@@ -235,7 +237,7 @@ async def test_stream_does_not_resume_at_a_server_of_another_make(open_pair, aut
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
-def test_events_can_be_cut_anywhere(end):
+def test_parser_accepts_events_in_pieces_that_end_anywhere(end):
     said = chunk(TEXT, " one", [10], prompt_token_ids=[7]) + ": ping\n\n" + chunk(TEXT, " two", [20])
     data = said.replace("\n\n", end).encode()
     wholes = []

@@ -1,4 +1,4 @@
-"""Chats with images through a router: bodies stay unchanged, and limits, affinity and cancels work as for text."""
+"""Tests chats with images through a router. Bodies stay unchanged. Limits, affinity and cancels work as for text."""
 
 from __future__ import annotations
 
@@ -62,12 +62,13 @@ async def test_router_forwards_responses_about_images(open_setup, policy):
         assert len(texts) == 2, "the model does not distinguish the images"
         await setup.router.assert_all_free()
         for server in setup.servers.values():
-            server.engine.assert_all_free()  # the router still reads the cache events
+            server.engine.assert_all_free()  # This check works although the router still reads the cache events.
 
 
 async def test_same_image_goes_to_the_same_endpoint_and_is_not_encoded_again(open_setup):
     async with open_setup("ab", engine=SEES, policy="prefix_aware") as setup:
-        large = png(90) + bytes(64 * 1024)  # the size of a photograph; bytes after the end of the PNG are ignored
+        # The image has the size of a photograph. Bytes after the end of the PNG are ignored.
+        large = png(90) + bytes(64 * 1024)
         _status, first, said = await ask(setup.client(), chat(large))
         for _ in range(3):
             status, where, again = await ask(setup.client(), chat(large))
@@ -77,7 +78,7 @@ async def test_same_image_goes_to_the_same_endpoint_and_is_not_encoded_again(ope
         await setup.assert_all_free()
 
 
-async def test_router_refuses_a_too_large_body_and_endpoint_a_too_large_image(open_setup):
+async def test_router_refuses_a_too_large_body_and_endpoint_refuses_a_too_large_image(open_setup):
     limits = FrontendLimits(body_bytes_max=20_000)
     engine = {**SEES, "image_limits": ImageLimits(image_bytes_max=6_000)}
     async with open_setup("ab", engine=engine, limits=limits) as setup:

@@ -1,4 +1,6 @@
-"""Endpoints that send responses like no inference server: clients never get them, and requests go elsewhere."""
+"""Tests endpoints that send responses that no inference server sends. Clients never get these responses, and other
+endpoints serve the requests.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,8 @@ class BlackHole:
             answer = response(b'{"object":"list","data":[{"id":"fake","object":"model"}]}')
         else:
             answer = response(b'{"ready":true}')
-        with suppress(trio.BrokenResourceError):  # the router stops reading when it has enough
+        with suppress(trio.BrokenResourceError):
+            # The router may close the connection, because it stops reading when it has enough bytes.
             if answer:
                 await end.send_all(answer)
         end.close()
@@ -147,7 +150,7 @@ async def test_clients_never_get_responses_that_no_inference_server_sends(kind, 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"kv_aware"}))
 @pytest.mark.parametrize("kind", ["a web page", "another API's 404", "half of an object"])
-async def test_endpoint_that_fails_fast_attracts_no_traffic_with_any_policy(policy, kind):
+async def test_endpoint_that_fails_fast_does_not_attract_requests_with_any_policy(policy, kind):
     async with black_hole(BLACK_HOLES[kind], policy=policy) as opened:
         statuses = []
 
@@ -201,7 +204,7 @@ async def test_failures_are_counted_by_reason():
         assert 'endpoint_failures_total{endpoint="a",reason="content_type"} 1.0' in page
 
 
-async def test_refusal_of_two_endpoints_reaches_the_client(open_pair):
+async def test_client_gets_a_refusal_that_two_endpoints_agree_on(open_pair):
     async with (
         open_pair("w1 w2") as pair,
         pair.client().ask("/v1/completions", {"model": "fake", "prompt": "a"}) as got,
@@ -230,7 +233,7 @@ async def test_invalid_request_is_refused_at_once_and_ejects_no_endpoint(open_pa
     await pair.assert_all_free()
 
 
-async def test_stream_resumes_elsewhere_after_its_last_valid_token(open_pair):
+async def test_stream_resumes_at_another_endpoint_after_its_last_valid_token(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask("/v1/completions", _stream()) as got:
         ask = await pair.ask_of("w1")
         ask.begin_resumable()

@@ -1,4 +1,4 @@
-"""Every route of an endpoint through a router: computed responses, and stored objects that only one endpoint has."""
+"""Tests all routes of an endpoint through a router: computed responses, and stored objects of a single endpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_every_api_is_forwarded(open_setup: Any, path: str, body: dict[str
         await setup.assert_all_free()
 
 
-async def test_errors_have_the_format_of_the_requested_api(open_setup: Any) -> None:
+async def test_router_errors_have_the_format_of_the_requested_api(open_setup: Any) -> None:
     body = {"model": "nobody", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
     async with open_setup(engine=ENGINE) as setup:
         refused = await (await setup.client().post("/v1/messages", body)).json()
@@ -53,7 +53,7 @@ async def test_errors_have_the_format_of_the_requested_api(open_setup: Any) -> N
         assert refused["error"]["type"] == "invalid_request_error"
 
 
-async def test_messages_refused_by_a_leaving_endpoint_go_to_another(open_setup: Any) -> None:
+async def test_messages_request_refused_by_a_leaving_endpoint_goes_to_another_endpoint(open_setup: Any) -> None:
     """The endpoint refuses with status 529, as Anthropic's API does."""
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
     async with open_setup(engine=ENGINE) as setup:
@@ -144,13 +144,14 @@ async def test_error_response_does_not_locate_an_object(open_setup: Any) -> None
     async with open_setup(engine=ENGINE) as setup:
         made = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         path = f"{RESPONSES}/{made['id']}"
-        assert (await setup.client().get(f"{path}?stream=true&starting_after=x")).status == 400  # the endpoint is "a"
+        # The endpoint is "a", which does not have the object.
+        assert (await setup.client().get(f"{path}?stream=true&starting_after=x")).status == 400
         kept = await setup.client().get(path)
         assert (kept.status, kept.headers["x-trioserve-endpoint"]) == (200, "b")
         await setup.assert_all_free()
 
 
-async def test_object_of_another_key_is_not_found(open_setup: Any) -> None:
+async def test_stored_object_of_another_api_key_is_not_found(open_setup: Any) -> None:
     """The endpoints have no keys, so they cannot distinguish callers."""
     keys = {"api_keys": ("one", "two"), "admin_api_key": "admin"}
     async with open_setup(engine=ENGINE, **keys) as setup:
@@ -172,7 +173,7 @@ async def test_object_of_another_key_is_not_found(open_setup: Any) -> None:
         batch = {"input_file_id": "file-x", "endpoint": RESPONSES, "completion_window": "24h"}
         refused = await client("two").post("/v1/batches", batch)
         assert (refused.status, (await refused.json())["error"]["param"]) == (400, "endpoint")
-        # Objects that were not created through this router are hidden too: it does not know their owners.
+        # Objects that were not created through this router are hidden too, because it does not know their owners.
         direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         assert (await client("one").get(f"{RESPONSES}/{direct['id']}")).status == 404
         assert (await client("admin").get(f"{RESPONSES}/{direct['id']}")).status == 200

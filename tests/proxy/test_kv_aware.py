@@ -1,4 +1,4 @@
-"""Policy kv_aware with real engines: a request goes to the endpoint that cached the beginning of its prompt."""
+"""Tests the policy kv_aware with real engines. A request goes to the endpoint that cached a prefix of its prompt."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def open_routed(open_setup):
 
 
 async def known(setup, *ids: str) -> None:
-    """Wait until the router knows the caches of these endpoints."""
+    """Wait until the router knows the cache content of these endpoints."""
     policy = setup.router.dispatch.core.policy
     for _ in range(100):
         await wait_all_tasks_blocked()
         if all(policy.resident_count(id) is not None for id in ids or setup.servers):
             return
-        await trio.sleep(0.1)  # until the router asks for the caches again
+        await trio.sleep(0.1)  # Wait until the router asks for the cache content again.
     raise AssertionError("they do not tell")
 
 
@@ -68,13 +68,13 @@ async def ask(setup, body: dict[str, object], *, at: str | None = None, key: str
 
 
 async def cold_and_warm(setup, *, key: str | None = None) -> tuple[str, str]:
-    """Return the endpoint of a request without cached blocks, and the other one of "a" and "b"."""
+    """Return the endpoint of a request without cached blocks, and the other endpoint of the two."""
     cold = await ask(setup, text_body("nobody has this"), key=key)
     return cold, "b" if cold == "a" else "a"
 
 
 async def assert_all_free(setup) -> None:
-    """Check that nothing is left. The router still reads the cache events of the engines."""
+    """Check that no request is left at the router and the engines. The router still reads the engines' cache events."""
     await setup.router.assert_all_free()
     for server in setup.servers.values():
         server.engine.assert_all_free()
@@ -95,7 +95,7 @@ async def test_prompt_goes_to_the_endpoint_that_cached_its_beginning(open_routed
 
 
 async def test_block_names_of_the_router_match_those_of_the_engine(open_routed, autojump_clock):
-    """The names of the router are resident, and no hit is expected that the engine cannot have."""
+    """The engine has all blocks that the router names. The router expects no cache hit that the engine cannot have."""
     async with open_routed("ab") as setup:
         await known(setup)
         for length in range(1, 40):
@@ -109,7 +109,7 @@ async def test_block_names_of_the_router_match_those_of_the_engine(open_routed, 
             assert setup.servers["a"].engine.stats().prefix_hit_tokens_total - before == expected == len(names) * 4
 
 
-async def test_request_with_a_salt_matches_no_blocks_of_others(open_routed, autojump_clock):
+async def test_request_with_a_salt_matches_no_blocks_of_requests_with_other_salts(open_routed, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         cold, warm = await cold_and_warm(setup)
@@ -123,7 +123,7 @@ async def test_prompt_goes_to_the_endpoint_with_blocks_of_the_same_key(
     open_routed, endpoint_keys, salt, autojump_clock
 ):
     """The router derives the salt from the caller's key, and the engine names blocks with this salt. This also works at
-    endpoints with keys, which the router reads as their admin.
+    endpoints that need a key. The router reads their events with the admin key.
     """
     engine, options = {}, {}
     if endpoint_keys:
@@ -172,9 +172,9 @@ async def test_cache_of_a_restarted_engine_counts_as_unknown(open_routed, autoju
         assert await ask(setup, text_body(BEGINNING + "a king")) == "a"
 
 
-async def test_endpoint_without_cache_events_gets_prompts_it_got_before(open_routed, autojump_clock):
+async def test_endpoint_without_cache_events_gets_prompts_that_it_got_before(open_routed, autojump_clock):
     async with open_routed(engine={"kv_events_max": 0, "block_count": 64, "max_model_len": 256}) as setup:
-        long_text = BEGINNING * 5  # the router guesses in blocks of 128 bytes
+        long_text = BEGINNING * 5  # For this endpoint, the router guesses in blocks of 128 bytes.
         await ask(setup, text_body(long_text), at="b")
         assert await ask(setup, text_body(long_text + "a king")) == "b"
         assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset()
@@ -182,7 +182,7 @@ async def test_endpoint_without_cache_events_gets_prompts_it_got_before(open_rou
         assert [each["resident_blocks"] for each in listed] == [None, None]
 
 
-async def test_removed_endpoint_is_no_longer_read(open_routed, autojump_clock):
+async def test_router_stops_reading_the_cache_events_of_a_removed_endpoint(open_routed, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         setup.router.fleet.drain("b")
@@ -195,7 +195,7 @@ async def test_removed_endpoint_is_no_longer_read(open_routed, autojump_clock):
 
 @pytest.fixture
 def held_naming(monkeypatch):
-    """Return an event. Naming begins, but does not end before the event is set."""
+    """Return an event. The naming of a prompt begins, but does not end before the event is set."""
     event = trio.Event()
     names = PromptBlocks.names
 
@@ -208,7 +208,7 @@ def held_naming(monkeypatch):
 
 
 async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open_routed, held_naming, autojump_clock):
-    """S32: the request of a client that left meanwhile is never sent."""
+    """S32: if the client leaves during the naming, its request is never sent."""
     async with open_routed() as setup:
         await known(setup)
         async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)):
@@ -224,7 +224,7 @@ async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open
 async def test_requests_being_named_count_for_the_queue_limit(open_routed, held_naming, autojump_clock):
     async with open_routed(leases_max=1, queue_requests_max=1) as setup, trio.open_nursery() as nursery:
         await known(setup)
-        for _ in range(3):  # one lease at each endpoint, and one place in the queue
+        for _ in range(3):  # There is a lease for one request at each endpoint, and one queue position.
             nursery.start_soon(ask, setup, text_body(BEGINNING))
         await wait_all_tasks_blocked()
         refused = await setup.client().post(COMPLETIONS, text_body(BEGINNING))

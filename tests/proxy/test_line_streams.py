@@ -1,4 +1,4 @@
-"""Ollama's API through a router: the client gets lines, and its stream resumes at another endpoint."""
+"""Tests Ollama's API through a router: the client gets lines, and its stream resumes at another endpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def said(values: list[dict[str, Any]]) -> tuple[str, str, list[Any], dict[str, A
     return text, thought, calls, last
 
 
-async def test_clients_get_the_same_as_from_a_server(open_setup):
+async def test_client_of_a_router_gets_the_same_lines_as_from_a_server(open_setup):
     async with open_setup(engine={"response": "Hello!", **LARGE}) as setup:
         client = ollama.AsyncClient(host="http://memory", transport=MemoryTransport(setup.client))
         async with client._client:
@@ -97,7 +97,7 @@ async def test_stream_is_the_same_wherever_its_endpoint_breaks(open_setup, read_
 
 @pytest.mark.parametrize("is_continued", [True, False])
 @pytest.mark.parametrize("way", ["leave", "abort"])
-async def test_ended_stream_releases_everything(open_setup, way, is_continued):
+async def test_ended_stream_releases_all_leases_and_blocks(open_setup, way, is_continued):
     rules = RoutingRules(continuation_bytes_max=2**20 if is_continued else 0)
     async with open_setup(engine={"paused": True, **LARGE}, rules=rules) as setup:
         body = {**BODY, "options": {"num_predict": 100}}
@@ -126,8 +126,8 @@ async def first_piece(response) -> bytes:
 
 
 @pytest.mark.parametrize("has_peers", [False, True])
-async def test_callers_have_separate_blocks(open_setup, has_peers):
-    """Keys separate callers, as on any other path. A router with peers sends the same lines as one without."""
+async def test_callers_with_different_keys_share_no_blocks(open_setup, has_peers):
+    """Keys separate callers, as on any other path. Routers with peers and without peers send the same lines."""
     options = {"api_keys": ("x", "y"), "endpoint_api_key": None, "has_peers": has_peers}
     async with open_setup("a", engine={"response": "Hello!", **LARGE}, **options) as setup:
         async with setup.client().ask(CHAT, BODY) as response:
@@ -171,7 +171,7 @@ async def test_events_of_the_endpoint_become_lines_for_the_client(open_pair, aut
         assert await first_piece(response) == b'{"a":1}\n'
         ask.say(": keep-alive\n\n")
         ask.hang_up()
-        await trio.sleep(40)  # the client gets blanks while the endpoint sends nothing
+        await trio.sleep(40)  # The client gets blanks while the endpoint sends nothing.
         _, again = await the_ask(pair)
         again.begin_resumable()
         again.say('data: {"a":2}\nid: 0:2\n\n')
@@ -184,7 +184,7 @@ async def test_events_of_the_endpoint_become_lines_for_the_client(open_pair, aut
     await pair.assert_all_free()
 
 
-async def test_client_can_ask_for_events(open_pair):
+async def test_client_can_request_events_instead_of_lines(open_pair):
     asks = {"x-trioserve-resumable": "1"}
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY, headers=asks) as response:
         _, ask = await the_ask(pair)
@@ -213,7 +213,7 @@ async def test_lines_of_another_server_are_forwarded_unchanged(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
         _, lost = await the_ask(pair)
         lost.begin(content_type=LINES)
-        lost.hang_up()  # before the first line, so another endpoint starts the response
+        lost.hang_up()  # The endpoint breaks before the first line, so another endpoint starts the response.
         _, ask = await the_ask(pair)
         assert "resume" not in ask.body
         ask.begin(content_type=LINES)

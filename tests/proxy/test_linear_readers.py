@@ -1,4 +1,4 @@
-"""Bytes in tiny pieces, from a server or client, are read in time linear in their number."""
+"""Tests that readers need time linear in the number of bytes, even if a server or client sends tiny pieces."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trioserve.proxy.response_reader import BadResponse, ResponseReader
 
 SHORT, GROWTH = 10_000, 4
 SECONDS_MIN = 0.15
-GROWTH_MAX = 9.0  # linear time gives 4, quadratic time 16
+GROWTH_MAX = 9.0  # In linear time the ratio is 4, and in quadratic time it is 16.
 
 
 def growth(work: Callable[[int], object]) -> float:
-    """Return the ratio of the times for GROWTH times as many bytes. 0 if the time is too short to measure."""
+    """Return by which factor the time grows for GROWTH times as many bytes. 0 if the time is too short to measure."""
 
     def seconds(size: int) -> float:
         began_at = time.process_time()

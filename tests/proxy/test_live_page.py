@@ -1,4 +1,6 @@
-"""Live page of a router, in memory: endpoints, the position of each request, and that readers leave nothing."""
+"""Tests the live page of a router in memory: endpoints, the position of each request, and the cleanup after readers
+leave.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 
 async def shown(response: MemoryResponse) -> dict[str, Any]:
-    """Return the page's state after all waiting events."""
+    """Return the page's state after all pending events were applied."""
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(response.read)
@@ -41,7 +43,7 @@ def to(server: MemoryServer) -> Any:
     return connect
 
 
-async def test_a_reader_sees_endpoints_and_where_a_request_is(mock_clock):
+async def test_reader_sees_endpoints_and_the_position_of_a_request(mock_clock):
     async with (
         open_memory_server(paused=True) as server,
         open_memory_router({"a": to(server)}) as router,
@@ -82,7 +84,7 @@ async def test_reader_is_notified_when_the_router_drains(mock_clock):
         await router.assert_all_free()
 
 
-async def test_a_key_sees_its_own_requests_and_the_page_is_at_both_paths(mock_clock):
+async def test_page_at_both_paths_shows_a_key_only_its_own_requests(mock_clock):
     async with (
         open_memory_server(paused=True) as server,
         open_memory_router({"a": to(server)}, api_keys=("x", "y"), admin_api_key="boss") as router,
@@ -103,7 +105,7 @@ async def test_a_key_sees_its_own_requests_and_the_page_is_at_both_paths(mock_cl
                 mock_clock.jump(0.1)
 
 
-async def test_router_without_the_page_answers_404(mock_clock):
+async def test_router_without_a_live_page_answers_404(mock_clock):
     async with (
         open_memory_server() as server,
         open_memory_router({"a": to(server)}, page=PageSettings(is_shown=False)) as router,

@@ -1,4 +1,4 @@
-"""Load of other servers from their Prometheus pages. Invalid numbers give no load."""
+"""Tests reading the load of other servers from their Prometheus pages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 """
 
 
-def test_series_of_one_name_are_added():
+def test_series_with_the_same_metric_name_are_added_up():
     assert load_from_metrics(PAGE.encode()) == EndpointLoad(running=5, waiting=10, kv_usage=0.25)
 
 
-def test_the_page_may_end_without_a_line_end():
+def test_metrics_page_may_end_without_a_line_end():
     page = b"llamacpp:requests_processing 1\nllamacpp:requests_deferred 2"
     assert load_from_metrics(page) == EndpointLoad(running=1, waiting=2)
 
 
 @pytest.mark.parametrize("value", ["+", "-", ".", "e", "1e999", "NaN", "+Inf", "-1", "1.2.3", "0x10", ""])
-def test_invalid_numbers_give_no_load(value):
+def test_metrics_page_with_an_invalid_number_gives_no_load(value):
     page = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n"
     assert load_from_metrics(page.encode()) is None

@@ -1,4 +1,4 @@
-"""Load reports of an endpoint, combined with the requests that the router itself knows."""
+"""Tests how the router combines load reports of an endpoint with its own counts of requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = "/v1/completions"
 
 
 class Endpoint:
-    """Endpoint that answers health checks and the first load request. The test answers everything else."""
+    """Endpoint that answers health checks and the first load request. The test answers all other requests."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -48,7 +48,7 @@ def respond(end: MemoryEnd, content: object) -> None:
     end.send_nowait(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
-async def test_response_that_arrives_with_a_load_report_frees_capacity_once(nursery, autojump_clock):
+async def test_response_that_arrives_with_a_load_report_frees_its_slot_only_once(nursery, autojump_clock):
     """The endpoint had ended the request before its report, and the router reads the report before the response."""
     endpoint = Endpoint(nursery)
     watch = WatchSettings(health_seconds=100, load_seconds=1)
@@ -63,4 +63,4 @@ async def test_response_that_arrives_with_a_load_report_frees_capacity_once(nurs
             await first.read()
             await wait_all_tasks_blocked()
             assert state.in_flight == 1
-            assert state.waiting_depth(trio.current_time(), more=1) == 1  # the second request has the only lease
+            assert state.waiting_depth(trio.current_time(), more=1) == 1  # The second request has the only lease.

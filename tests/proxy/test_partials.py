@@ -1,4 +1,4 @@
-"""Aborts with partial results through a router: the aborting caller and the client get the output so far."""
+"""Tests aborts with partial results through a router: the aborting caller and the client get the output so far."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_client_gets_the_partial_result_and_can_resume(autojump_clock, ope
 
 
 async def test_request_ends_without_partial_result_if_the_endpoint_does_not_answer(autojump_clock, open_setup):
-    """The request still ends, a second later."""
+    """The request still ends one second later."""
     async with open_setup("a", engine={"paused": True}) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -102,7 +102,7 @@ async def test_request_ends_without_partial_result_if_the_endpoint_does_not_answ
             await setup.servers["a"].engine.step(2)
             await wait_all_tasks_blocked()
             setup.servers["a"].connect = SilentConnect()
-            setup.router.fleet.remote("a").close()  # closes idle connections
+            setup.router.fleet.remote("a").close()  # This call closes the idle connections.
             began_at = trio.current_time()
             [row] = await rows_of(setup, "/v1/requests/abort", {"ids": ["r"], "return_partial": True})
             assert trio.current_time() - began_at == pytest.approx(1)
@@ -132,7 +132,7 @@ async def asked_as_waiting(setup: Any, answers: list[Any]) -> None:
     await asked(setup, PATH, {**BODY, "return_partial": True}, answers, id="waits")
 
 
-async def test_request_is_aborted_although_the_aborting_caller_leaves(autojump_clock, open_setup):
+async def test_request_is_aborted_even_if_the_aborting_caller_leaves(autojump_clock, open_setup):
     async with open_setup("a", engine={"paused": True}) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -152,7 +152,7 @@ class SilentConnect:
     """Connections to an endpoint that never answers.
 
     Attributes:
-        asked: Set when a connection was requested.
+        asked: Event that is set when a connection was requested.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class SilentConnect:
         return client
 
 
-async def test_request_of_another_key_is_not_aborted(open_setup):
+async def test_request_of_another_api_key_is_not_aborted(open_setup):
     async with open_setup("a", engine={"paused": True}, api_keys=("one", "two")) as setup:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         answers: list[Any] = []
@@ -185,7 +185,7 @@ async def test_request_of_another_key_is_not_aborted(open_setup):
 
 
 @pytest.mark.parametrize("order", [{"request_ids": ["r", "nobody"]}, {}, {"request_ids": []}])
-async def test_vllms_name_counts_what_was_aborted(open_setup, order):
+async def test_vllm_abort_route_returns_the_number_of_aborted_requests(open_setup, order):
     """The route works at the router, and at the endpoint itself."""
     async with open_setup("a", engine={"paused": True}) as setup:
         for place in (setup, setup.servers["a"]):

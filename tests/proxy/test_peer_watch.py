@@ -1,4 +1,6 @@
-"""Routers that share endpoints: each gets its share of the leases, even if routers die, return or are unreachable."""
+"""Tests routers that share endpoints. Each router gets its share of the leases, even if routers die, return or are
+unreachable.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 LIMIT = 8
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": True}
 NAMES = ("one", "two")
-LOST_SECONDS = 5 + 3 * 1.7 + 1  # as documented: time without reports of the endpoint, and three checks
+LOST_SECONDS = 5 + 3 * 1.7 + 1  # The documented time is the time without reports of the endpoint, plus three checks.
 
 
 class Setup:
@@ -62,7 +64,7 @@ class Setup:
         await wait_all_tasks_blocked()
 
     async def ask(self, name: str, count: int) -> None:
-        """Open streams and keep them open."""
+        """Open streams, and keep them open."""
         for index in range(count):
             self._nursery.start_soon(self._ask, self.routers[name], f"{name}-{index}-{trio.current_time()}")
         await trio.sleep(0.1)
@@ -100,7 +102,7 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[Setup]:
 
 async def test_two_routers_share_the_limit(autojump_clock):
     async with opened() as setup:
-        assert setup.share("one") == setup.share("two") == 1  # the endpoint has not reported the routers yet
+        assert setup.share("one") == setup.share("two") == 1  # The endpoint has not reported the routers yet.
         await trio.sleep(3)
         assert setup.share("one") + setup.share("two") == LIMIT
         await setup.ask("one", LIMIT)
@@ -108,13 +110,13 @@ async def test_two_routers_share_the_limit(autojump_clock):
         assert setup.leases("one") + setup.leases("two") == LIMIT
 
 
-async def test_share_of_a_dead_router_goes_to_the_others_in_time(autojump_clock):
+async def test_other_routers_get_the_share_of_a_dead_router_in_time(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         await setup.ask("one", LIMIT)
         await setup.kill("two")
         await trio.sleep(2.5)
-        assert setup.leases("one") == LIMIT // 2  # the router may only be slow
+        assert setup.leases("one") == LIMIT // 2  # The share stays the same, because the router may only be slow.
         await trio.sleep(LOST_SECONDS - 2.5)
         assert setup.share("one") == setup.leases("one") == LIMIT
 
@@ -130,9 +132,9 @@ async def test_returning_router_takes_its_share_without_exceeding_the_limit(auto
             await trio.sleep(0.25)
             assert setup.leases("one") + setup.leases("two") <= LIMIT
         assert setup.share("one") + setup.share("two") == LIMIT
-        setup.server.engine.resume()  # the requests of the first router end
+        setup.server.engine.resume()  # The requests of the first router end.
         await trio.sleep(1)
-        assert setup.leases("two") == 0  # all other requests end, too
+        assert setup.leases("two") == 0  # All other requests end too.
         setup.server.engine.pause()
         await setup.ask("one", LIMIT)
         await setup.ask("two", LIMIT)
@@ -174,13 +176,14 @@ async def test_stream_of_a_dead_router_is_found_without_a_retry_header(autojump_
         await trio.sleep(2)
         assert len(setup.server.engine.live_requests()) == 1
         async with setup.routers["one"].client().ask("/v1/completions", BODY, headers=headers) as second:
-            with trio.fail_after(5):  # a new request would wait for a step
+            with trio.fail_after(5):  # A new request would wait for a step, and exceed this time.
                 await second.head()
             assert len(setup.server.engine.live_requests()) == 1
 
 
 async def is_taken_for_a_retry(setup: Setup) -> bool:
-    """Send the same request to another router without a retry header. Returns True if it gets the existing stream.
+    """Send the same request to another router without a retry header. Return True if the second request gets the
+    existing stream.
 
     The first router drains, which leaves its stream unread, and still answers checks.
     """
@@ -219,7 +222,8 @@ async def test_streams_are_searched_after_one_failed_check_of_a_router(autojump_
         await trio.sleep(3)
         assert not setup.routers["one"].peer_watch.is_lost_lately()
         await setup.kill("two")
-        await trio.sleep(0.7)  # one check; three must fail before its share is distributed
+        # In this time, one check fails. Three checks must fail before the router's share is distributed.
+        await trio.sleep(0.7)
         assert setup.routers["one"].peer_watch.is_lost_lately()
         assert setup.routers["one"].peer_watch.well_count == 1
 
@@ -232,7 +236,7 @@ async def test_router_recognizes_itself_among_the_peers(autojump_clock):
             assert [peer["name"] for peer in (await response.json())["data"]] == ["two"]
 
 
-def test_peers_can_be_given_in_several_ways(tmp_path: Path):
+def test_peers_can_come_from_urls_files_and_dns(tmp_path: Path):
     path = tmp_path / "routers.toml"
     path.write_text('[[endpoints]]\nurl = "http://10.0.0.1:8000"\nid = "c"\n')
     specs, sources = parse_peers(["a=http://10.0.0.3:8000", "http://10.0.0.4:8000", f"file:{path}", "dns:routers:8000"])
@@ -257,7 +261,7 @@ def test_peers_are_limited_and_have_unique_names():
     assert len(peers.peers) == PEERS_MAX
 
 
-async def test_endpoint_that_pushes_its_load_still_gets_questions_of_a_router(autojump_clock):
+async def test_router_still_requests_the_load_of_an_endpoint_that_pushes_its_load(autojump_clock):
     async with opened() as setup:
         await trio.sleep(20)
         async with setup.server.client().ask("/load", headers={"x-trioserve-router": "three"}) as response:
@@ -266,7 +270,7 @@ async def test_endpoint_that_pushes_its_load_still_gets_questions_of_a_router(au
         assert max(heard.values()) < 2.5
 
 
-async def test_pushed_loads_do_not_count_as_a_sign_of_life_of_a_router(autojump_clock):
+async def test_router_that_only_receives_pushed_loads_does_not_count_as_alive(autojump_clock):
     headers = {"x-trioserve-router": "three"}
     async with opened("one") as setup, setup.server.client().ask("/kv_events?load=only", headers=headers) as told:
         await told.head()

@@ -1,4 +1,6 @@
-"""A router in front of image servers: requests and responses are forwarded, and a client that leaves frees slots."""
+"""Tests a router in front of image servers: requests and responses are forwarded, and a client that leaves frees its
+slots.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ async def opened(*, paused: bool = False, **options: Any) -> AsyncIterator[tuple
         server.engine.assert_all_free()
 
 
-async def test_images_are_forwarded_whole() -> None:
+async def test_router_forwards_whole_image_responses() -> None:
     async with opened() as (router, server):
         routed = await router.client().post(PATH, CAT)
         assert routed.status == 200, routed.body
@@ -86,7 +88,7 @@ def red_png(size: int = 16) -> bytes:
 DOG = (("prompt", "a dog"), ("seed", "5"), ("n", "2"))
 
 
-@pytest.mark.parametrize("size", [16, 200])  # the second form is parsed in a thread
+@pytest.mark.parametrize("size", [16, 200])  # The second form is parsed in a thread.
 async def test_image_edit_is_forwarded(size: int) -> None:
     async with opened() as (router, server):
         body, headers = form(*DOG, ("model", "fake"), ("size", "16x16"), image=red_png(size))

@@ -1,4 +1,4 @@
-"""Internal port between the processes of one router: what it answers, and to whom."""
+"""Tests the internal port between the processes of one router: its responses, and the callers that it accepts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def app(exchange):
 
 @asynccontextmanager
 async def opened(secret: str = "s"):
-    """Open the port of process 2, and the connections of process 1 to it."""
+    """Open the internal port of process 2, and the connections of process 1 to this port."""
     kept = KeptObjects()
     kept.remember("resp_1", KEPT)
     [listener] = await open_listeners("127.0.0.1", 0)
@@ -69,7 +69,7 @@ class Processes:
         self.others: list[OtherProcesses] = []
 
     async def set(self, number: int, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Ask process `number` to set a name. Returns the status of the response."""
+        """Ask process `number` to set a name. Return the status of the response."""
         name, value = body.decode().split("=")
 
         def apply() -> None:
@@ -124,7 +124,7 @@ async def test_concurrent_changes_leave_all_processes_equal(numbers):
         assert processes.tables[0] == processes.tables[1] == processes.tables[2]
 
 
-async def test_a_change_whose_client_leaves_is_in_all_processes_or_in_none():
+async def test_change_whose_client_leaves_is_made_in_all_processes_or_in_none():
     async with opened_processes() as processes:
         with trio.CancelScope() as scope:
             tables = processes.tables[0]

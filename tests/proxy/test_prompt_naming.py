@@ -1,4 +1,4 @@
-"""The router's tokenizer equals the engine's, and needs no weights."""
+"""Tests that the router names the blocks of a prompt like the engine, without loading weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def smollm2_path():
 
 
 @pytest.mark.slow
-def test_tokenizer_of_a_gguf_file_is_that_of_the_engine(smollm2_path):
+def test_router_tokenizes_like_the_engine_with_a_gguf_file(smollm2_path):
     ours, engines = load_tokenizer(smollm2_path), _make_tokenizer(open_checkpoint(smollm2_path))
     chat = ChatPrompt(messages=[{"role": "user", "content": TEXT}])
     assert ours.encode(TEXT) == engines.encode(TEXT)
@@ -62,7 +62,7 @@ def test_missing_tokenizer_is_reported_in_one_sentence(tmp_path, name):
 @pytest.mark.slow
 async def test_router_names_a_prompt_like_the_engine(smollm2_path):
     tokenizer = load_tokenizer(smollm2_path)
-    long_text = TEXT * 200  # in the text thread
+    long_text = TEXT * 200  # The text is long enough to be tokenized in a thread.
     async with open_prompt_naming(str(smollm2_path)) as naming:
         for text in (TEXT, long_text):
             named = await naming.names(text, [16, 4], salt="s", add_special_tokens=True)

@@ -1,4 +1,6 @@
-"""A request through the router: the endpoint's request, the client's response, and that cancels leave nothing."""
+"""Tests a request through the router: the request to the endpoint, the response to the client, and the release of all
+resources after a cancel.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ async def test_request_without_model_is_refused_until_an_endpoint_lists_its_mode
         setup.unreachable.add("a")
         setup.router.fleet.drain("a")
         await wait_all_tasks_blocked()
-        assert (await client.post(CHAT, nameless)).status == 404  # there is no endpoint at all
+        # The status is 404, because there is no endpoint at all.
+        assert (await client.post(CHAT, nameless)).status == 404
         assert (await client.post("/endpoints", {"url": "http://a", "id": "a"})).status == 201
         early = await client.post(CHAT, nameless)
         assert (early.status, early.headers["x-trioserve-reason"]) == (503, "no_endpoint")
@@ -84,7 +87,7 @@ async def test_alias_is_replaced_by_the_endpoints_model_name(open_setup):
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(open_setup, http, stream):
-    """S28, S29, S31, S47: the scope is the same for streamed and whole responses."""
+    """S28, S29, S31, S47: streamed and whole responses use the same cancel scope."""
     async with open_setup("a", engine={"paused": True}) as setup:
         engine = setup.servers["a"].engine
         free = engine.stats().blocks_free
@@ -160,7 +163,7 @@ async def test_client_gets_an_error_if_no_endpoint_can_be_reached(open_setup, au
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_all_requests_without_a_token_survive_the_end_of_their_endpoint(open_setup, stream):
+async def test_all_requests_without_a_token_are_retried_after_their_endpoint_dies(open_setup, stream):
     """There are more requests than the retry budget allows retries."""
     engine = {"paused": True, "response": "abc", "max_queued_requests": 100}
     async with open_setup(engine=engine, leases_max=100, waiting_depth_max=100) as setup:
@@ -224,7 +227,7 @@ async def test_time_at_a_lost_endpoint_does_not_count_as_queue_time(open_setup, 
         await setup.assert_all_free()
 
 
-async def test_endpoint_that_breaks_before_the_first_token_is_replaced_silently(open_setup, autojump_clock):
+async def test_client_does_not_notice_an_endpoint_that_breaks_before_the_first_token(open_setup, autojump_clock):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             await trio.sleep(5)
@@ -257,7 +260,7 @@ async def test_stream_resumes_after_its_endpoint_breaks(open_setup, tokens):
         await setup.assert_all_free()
 
 
-async def test_whole_response_is_computed_again_elsewhere(open_setup, autojump_clock):
+async def test_whole_response_is_computed_again_at_another_endpoint(open_setup, autojump_clock):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(max_tokens=3)) as response:
             await trio.sleep(5)
@@ -288,9 +291,9 @@ async def test_broken_stream_ends_with_an_error_if_resuming_is_disabled(open_set
         await setup.assert_all_free()
 
 
-async def test_broken_engine_ends_streams_with_an_error_and_other_requests_move(open_setup):
+async def test_broken_engine_ends_streams_with_an_error_and_other_requests_change_endpoint(open_setup):
     async with open_setup("a", engine={"max_queued_requests": 0, "max_num_seqs": 1, "paused": True}) as setup:
-        # The endpoint itself refuses. The client gets its 429 if no other endpoint can serve the request.
+        # The endpoint itself refuses the request. The client gets this 429 if no other endpoint can serve the request.
         async with setup.client().ask(CHAT, body()):
             await wait_all_tasks_blocked()
             response = await setup.client().post(CHAT, body())
@@ -425,7 +428,7 @@ async def test_ready_page_reports_whether_an_endpoint_accepts_requests(open_setu
         assert (response.status, (await response.json())["reason"]) == (503, "no_endpoint")
 
 
-async def test_router_metrics_have_both_names(open_setup, autojump_clock):
+async def test_router_metrics_have_the_prefixes_of_vllm_and_trioserve(open_setup, autojump_clock):
     async with open_setup("a", engine={"paused": True}, leases_max=1, queue_requests_max=1) as setup:
         client = setup.client(http=2)
         async with client.ask(CHAT, body()) as running, client.ask(CHAT, body()) as waiting:
@@ -437,7 +440,7 @@ async def test_router_metrics_have_both_names(open_setup, autojump_clock):
                 assert f'\n{prefix}rejections_total{{reason="queue_full"}} 1.0\n' in page
                 assert f'\n{prefix}endpoint_leases{{endpoint="a"}} 1.0\n' in page
                 assert f'\n{prefix}endpoint_healthy{{endpoint="a"}} 1.0\n' in page
-            assert "num_requests_running" not in page  # there is no engine
+            assert "num_requests_running" not in page  # The page lacks this metric, because a router has no engine.
             setup.servers["a"].engine.resume()
             await running.read()
             await waiting.read()
@@ -454,13 +457,13 @@ async def test_prefix_names_are_computed_only_for_policies_that_use_them(open_se
         monkeypatch.setattr(
             setup.router.dispatch.core.policy, "note_sent", lambda request, endpoint: sent.append(request.prefix)
         )
-        # The prompt is too long for this server, which does not matter here.
+        # The prompt is too long for this server. The prefix names are computed before the server refuses it.
         await setup.client().post(CHAT, body(prompt="a long beginning " * 10))
         assert [bool(prefix) for prefix in sent] == [is_named]
 
 
 async def test_full_tokenizer_queue_of_one_key_does_not_mark_the_endpoint_busy(open_pair):
-    """Otherwise one caller could keep the endpoint from all requests."""
+    """Otherwise one caller could stop all requests to the endpoint."""
     async with open_pair("w1") as routed:
         async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as response:
             ask = await routed.ask_of("w1")
@@ -505,8 +508,8 @@ def test_prompts_are_counted_in_any_json_layout(prompt, count):
 
 
 @pytest.mark.parametrize("headers", [{}, {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}])
-async def test_router_reaches_engines_by_any_name_and_checks_web_pages_itself(open_setup, headers):
-    """Router and engine have no keys, other machines reach both, and the engine knows no name of its own."""
+async def test_router_reaches_engines_by_any_host_name_and_checks_web_pages_itself(open_setup, headers):
+    """Router and engine have no API keys. Other machines can reach both. The engine has no list of its host names."""
     strangers = AccessRules(host_names=(), operates_without_key=False)
     own = AccessRules(host_names=("memory",), page_origins=("https://chat.example",), operates_without_key=False)
     async with open_setup("a", engine={"access": strangers}, access=own) as setup:

@@ -1,4 +1,4 @@
-"""Endpoints that push their load: how the router uses it, and when it still asks."""
+"""Tests endpoints that push their load: how the router uses pushed loads, and when it still requests the load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_requests_sent_before_a_time_are_counted():
     assert [times.count_at(moment) for moment in (0.5, 1.0, 2.0, 2.5, 9.0)] == [0, 1, 3, 3, 4]
 
 
-def test_few_times_are_kept_and_the_count_continues():
+def test_count_of_sent_requests_continues_although_old_times_are_dropped():
     times = SentTimes()
     for index in range(10_000):
         times.note(index * 0.1)
@@ -61,7 +61,7 @@ def test_few_times_are_kept_and_the_count_continues():
     assert times.count_at(5.0) == 0, "the count of such an old time is unknown"
 
 
-# --- an engine and a router ---
+# --- tests with an engine and a router ---
 
 
 async def test_load_stream_sends_changes_at_once_and_heartbeats_between_them(autojump_clock):
@@ -69,7 +69,7 @@ async def test_load_stream_sends_changes_at_once_and_heartbeats_between_them(aut
         first = await anext(events)
         assert (first["type"], first["load"]["running"]) == ("load", 0)
         server.engine.pause()
-        await trio.sleep(0.3)  # until the stream waits for a change
+        await trio.sleep(0.3)  # Wait until the stream waits for a change.
         began = trio.current_time()
         async with server.client().ask("/v1/completions", {"prompt": "hello", "max_tokens": 4}):
             busy = await anext(events)
@@ -84,7 +84,7 @@ async def test_load_stream_sends_changes_at_once_and_heartbeats_between_them(aut
         assert 0.5 < trio.current_time() - idle_at <= 1.1
 
 
-async def test_endpoint_that_pushes_its_load_is_seldom_asked(open_setup, autojump_clock):
+async def test_router_seldom_requests_the_load_of_an_endpoint_that_pushes_it(open_setup, autojump_clock):
     async with open_setup("a", watch=WATCH) as setup:
         await trio.sleep(10)
         reports = setup.router.dispatch.load_reports_total
@@ -112,7 +112,7 @@ async def test_router_asks_again_while_the_load_stream_is_silent(open_setup, aut
 
 
 async def test_silent_load_stream_is_reopened(open_setup, autojump_clock, monkeypatch):
-    """The connection stays open. The router asks for the load meanwhile."""
+    """The connection stays open. Meanwhile, the router requests the load."""
     ends = []
     connect = MemoryServer.connect
 

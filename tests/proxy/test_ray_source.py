@@ -1,4 +1,6 @@
-"""Endpoints from Ray. The process that asks Ray is replaced by one that writes the lines of the test."""
+"""Tests the source of endpoints that asks Ray. The process that asks Ray is replaced by a process that writes the lines
+of the test.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ def fleet() -> Fleet:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a result of processes, which has no event. The test run limits the time."""
+    """Wait until a condition holds that depends on processes and has no event. Only the test run has a time limit."""
     while not condition():
         await trio.lowlevel.checkpoint()
 
 
 class Teller:
-    """Process `command` that writes what `say` gets, until `end`."""
+    """Replacement for the process that asks Ray. It writes the lines that `say` gets, until `end` is called."""
 
     def __init__(self, tmp_path: Path) -> None:
         self._path = tmp_path / "lines"
@@ -90,7 +92,7 @@ async def test_report_replaces_all_endpoints_of_the_source(fleet, teller, nurser
     await until(lambda: not fleet.specs())
 
 
-async def test_endpoints_are_kept_while_ray_fails_and_it_is_asked_again(fleet, teller, nursery, mock_clock, caplog):
+async def test_endpoints_are_kept_while_ray_fails_and_ray_is_asked_again(fleet, teller, nursery, mock_clock, caplog):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await teller.say(A)
     await until(lambda: set(fleet.specs()) == {A})
@@ -128,7 +130,8 @@ async def test_silent_process_is_killed_and_replaced(fleet, teller, nursery, moc
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await until(lambda: len(teller.processes()) == 1)
     with caplog.at_level(logging.WARNING):
-        while "Ray does not answer" not in caplog.text:  # the process may write its id before the source begins to read
+        while "Ray does not answer" not in caplog.text:
+            # The process may write its id before the source begins to read.
             mock_clock.jump(FIRST_SECONDS_MAX)
             await wait_all_tasks_blocked()
     await until(lambda: not lives(teller.processes()[0]))
@@ -154,7 +157,8 @@ async def test_endpoint_drained_by_an_operator_stays_drained_while_nothing_chang
     await until(lambda: set(fleet.specs()) == {A, B})
     fleet.drain(EndpointId(A))
     await teller.say(A, B)
-    await teller.say(line='{"failure": "seen"}')  # after the line that repeats the last report
+    # The source reads this line after the line that repeats the last report.
+    await teller.say(line='{"failure": "seen"}')
     await until(lambda: not lives(teller.processes()[0]))
     assert set(fleet.specs()) == {B}
 

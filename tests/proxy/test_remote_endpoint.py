@@ -1,4 +1,4 @@
-"""HTTP client of one endpoint: the bytes of requests, and the reuse of connections."""
+"""Tests the HTTP client of one endpoint: the bytes of requests, and the reuse of connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Server:
-    """Server that accepts connections. The test answers on them."""
+    """Server that accepts connections. The test writes the responses."""
 
     def __init__(self) -> None:
         self.ends: list[MemoryEnd] = []
@@ -34,7 +34,7 @@ class Server:
         return client
 
     async def ask(self, response: bytes, *, closes: bool = False) -> bytes:
-        """Send a request and return the body of its response. The newest connection answers."""
+        """Send a request and return the body of its response. The response comes over the newest connection."""
         body: list[bytes | None] = []
 
         async def request() -> None:
@@ -44,7 +44,7 @@ class Server:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(request)
             await wait_all_tasks_blocked()
-            with contextlib.suppress(trio.BrokenResourceError):  # the client may have closed the connection
+            with contextlib.suppress(trio.BrokenResourceError):  # The client may have closed the connection.
                 await self.ends[-1].send_all(response)
                 if closes:
                     await self.ends[-1].send_eof()
@@ -52,7 +52,7 @@ class Server:
         return body[0]
 
 
-async def test_request_is_sent_as_given():
+async def test_request_has_the_given_method_path_headers_and_body():
     server = Server()
     assert await server.ask(OK) == b"ok"
     assert await server.ends[0].receive_some(1000) == (
@@ -83,7 +83,7 @@ async def test_early_response_is_read_and_its_connection_not_reused():
     async def connect() -> trio.abc.Stream:
         client, end = memory_connection()
         await end.send_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
-        await client.send_eof()  # the server cannot receive more
+        await client.send_eof()  # After this, the server cannot receive more bytes.
         return client
 
     server.remote._open_stream = connect
@@ -123,7 +123,7 @@ async def test_response_that_is_not_http_counts_as_a_lost_endpoint():
     )
 
 
-async def test_removed_endpoint_keeps_no_connection():
+async def test_client_of_a_removed_endpoint_keeps_no_connection():
     server = Server()
 
     async def remove() -> None:

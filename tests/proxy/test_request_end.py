@@ -1,4 +1,4 @@
-"""Log and metrics of a router and its endpoints about passed deadlines."""
+"""Tests the log lines and metrics of a router and its endpoints for passed deadlines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def lines(caplog: pytest.LogCaptureFixture):
 
 
 def ends_of(lines: list[str]) -> list[dict[str, str]]:
-    """Return the log fields of each ended request with this path, the endpoint's before the router's."""
+    """Return the log fields of each ended request with this path. The endpoint's fields come before the router's
+    fields.
+    """
     return [
         dict(re.findall(r"(\w+)=(\S+)", line))
         for line in lines
@@ -40,10 +42,12 @@ def finished(server: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("whose", ["endpoint", "request"])
-async def test_deadline_after_some_tokens_is_an_outcome_and_not_a_refusal(
+async def test_deadline_that_passes_after_some_tokens_does_not_count_as_a_refusal(
     open_setup, lines, autojump_clock, whose, stream
 ):
-    """A deadline in the request applies at router and endpoint, a default of the endpoint only there."""
+    """A deadline in the request applies at the router and at the endpoint. A default deadline of the endpoint applies
+    only at the endpoint.
+    """
     options: dict[str, Any] = {"step_seconds": 1.0}
     fields: dict[str, Any] = {}
     if whose == "endpoint":
@@ -74,7 +78,7 @@ async def test_deadline_after_some_tokens_is_an_outcome_and_not_a_refusal(
 
 
 @pytest.mark.parametrize(("body", "status"), [({"temperature": -1}, 400), ({"max_tokens": 10**6}, 400)])
-async def test_refusal_of_endpoint_is_a_refusal_of_router(open_setup, lines, body, status):
+async def test_refusal_by_the_endpoint_counts_as_a_refusal_by_the_router(open_setup, lines, body, status):
     async with open_setup("a") as setup:
         assert (await setup.client().post(PATH, {**BODY, **body})).status == status
         await wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""The router uses the content of an endpoint's cache exactly as long as the event stream describes it."""
+"""Tests that the router uses the content of an endpoint's cache exactly as long as the event stream describes it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def removed(sequence: int, text: str) -> bytes:
 
 
 class Endpoint:
-    """Endpoint that plays a script on each connection: event bytes, seconds of silence, or a raw response.
+    """Endpoint that sends the items of a script on each connection: event bytes, seconds of silence, or a raw response.
 
     Without a script, connections fail.
 
@@ -119,7 +119,7 @@ async def watched(*scripts: Sequence[bytes | float]) -> AsyncIterator[Endpoint]:
 # --- valid streams ---
 
 
-async def test_snapshot_and_its_changes_are_used(autojump_clock):
+async def test_router_uses_a_snapshot_and_its_changes(autojump_clock):
     moves = [HEAD, snapshot("abc", sequence=7), stored(7, "de"), removed(9, "ad"), stored(11, "a")]
     async with watched(moves) as endpoint:
         assert endpoint.known() == "abce"
@@ -143,7 +143,7 @@ async def test_new_snapshot_replaces_the_known_content(autojump_clock):
         assert endpoint.known() == "wxyz"
 
 
-async def test_events_can_be_cut_anywhere(autojump_clock):
+async def test_events_may_arrive_in_pieces_that_end_anywhere(autojump_clock):
     whole = snapshot("ab") + ALIVE + stored(0, "c")
     pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (whole[:9], whole[9:150], whole[150:])]
     async with watched([HEAD, *pieces]) as endpoint:
@@ -186,7 +186,7 @@ async def test_too_long_event_ends_the_stream(autojump_clock):
         assert endpoint.known() == "z"
 
 
-async def test_content_becomes_unknown_after_a_silence(autojump_clock):
+async def test_cache_content_becomes_unknown_after_a_silence(autojump_clock):
     async with watched([HEAD, snapshot("a")], [HEAD, snapshot("b")]) as endpoint:
         await trio.sleep(STALE_SECONDS - 0.1)
         assert endpoint.known() == "a"
@@ -196,14 +196,14 @@ async def test_content_becomes_unknown_after_a_silence(autojump_clock):
         assert endpoint.known() == "b"
 
 
-async def test_empty_events_keep_the_content_known(autojump_clock):
+async def test_empty_events_keep_the_cache_content_known(autojump_clock):
     async with watched([HEAD, snapshot("a"), *[5.0, ALIVE] * 4, 5.0]) as endpoint:
         await trio.sleep(24)
         assert endpoint.known() == "a"
         assert len(endpoint.connected_at) == 1
 
 
-async def test_missing_response_head_times_out(autojump_clock):
+async def test_event_stream_without_a_response_head_times_out(autojump_clock):
     async with watched([], [HEAD, snapshot("b")]) as endpoint:
         await trio.sleep(STALE_SECONDS + 2 * RETRY_SECONDS_MIN)
         assert endpoint.known() == "b"

@@ -1,4 +1,4 @@
-"""The parser of HTTP/1.1 responses finds the same end as h11, for bytes that are cut anywhere."""
+"""Tests the parser of HTTP/1.1 responses against h11. The pieces of a response may end anywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(data: bytes, *, cuts: tuple[int, ...] = (), closes: bool = False) -> tu
     """Parse a response.
 
     Returns:
-        Status, headers, body, and whether the connection can be reused.
+        Status, headers, body, and True if the connection can be reused.
 
     Raises:
         BadResponse: The bytes are invalid.
@@ -84,7 +84,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_response_cut_anywhere_is_read_like_by_h11(name):
+def test_response_in_pieces_is_parsed_like_h11_parses_it(name):
     data, closes = GOOD[name]
     expected = read_with_h11(data, closes=closes)
     assert read(data, closes=closes)[:3] == expected
@@ -94,8 +94,8 @@ def test_response_cut_anywhere_is_read_like_by_h11(name):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_damaged_bytes_are_refused_or_read_like_by_h11(seed):
-    """This parser refuses more than h11, but reads nothing differently."""
+def test_damaged_response_is_refused_or_parsed_like_h11_parses_it(seed):
+    """This parser refuses more input than h11. It reads all other input in the same way as h11."""
     chance = random.Random(seed)
     data, closes = chance.choice(list(GOOD.values()))
     damaged = bytearray(data)
@@ -204,7 +204,7 @@ def test_invalid_or_incomplete_response_is_reported(data, closes, why):
     ],
     ids=["interim responses", "trailers"],
 )
-def test_repeated_parts_are_limited(before, repeated, count_max, behind):
+def test_interim_responses_and_trailers_are_limited_in_number(before, repeated, count_max, behind):
     assert read(before + repeated * count_max + behind)[0] in (200, 204)
     with pytest.raises(BadResponse, match=f"more than {count_max}"):
         read(before + repeated * (count_max + 1) + behind)

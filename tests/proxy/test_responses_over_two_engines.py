@@ -1,4 +1,6 @@
-"""Two real engines behind a router, one of which breaks: the client's response is the same as an undisturbed one."""
+"""Tests a router in front of two real engines. If one engine breaks, the client's response is the same as an
+uninterrupted response.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-NOT_COMPARED = {"prompt_tokens_details"}  # the cached tokens differ
+NOT_COMPARED = {"prompt_tokens_details"}  # These fields are not compared, because the number of cached tokens differs.
 
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "text": (TEXT, "good morning", {"prompt": "hello", "max_tokens": 8}),
@@ -35,7 +37,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 
 
 def said(body: bytes) -> dict[str, Any]:
-    """Return the content of the events, independent of their grouping."""
+    """Return the content of the events, regardless of how the tokens are grouped into events."""
     made: dict[str, Any] = {"heads": set(), "choices": {}, "usage": None, "ends": 0}
     for line in body.splitlines():
         if line == b"data: [DONE]":
@@ -66,7 +68,7 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
         elif isinstance(value, list):
             whole[name] = whole.get(name, []) + value
         elif value is not None:
-            whole.setdefault(name, []).append(value)  # a repeated value would make the lists differ
+            whole.setdefault(name, []).append(value)  # If a value came twice, the two lists would differ.
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,7 +83,8 @@ async def test_response_is_the_same_wherever_its_endpoint_breaks(open_setup, rea
         "max_num_batched_tokens": 2048,
     }
     async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
-        step, undisturbed, is_over = 1, None, False  # before the first token, the response may differ
+        # The loop starts at step 1, because the response may differ before the first token.
+        step, undisturbed, is_over = 1, None, False
         while not is_over:
             answer, is_over = await read_cut(setup, path, body, step=step)
             made = said(answer.body)

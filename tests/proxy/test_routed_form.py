@@ -1,4 +1,4 @@
-"""Forms at a router: the fields that it reads, and that all other bytes stay unchanged."""
+"""Tests forms at a router: the router reads some fields, and forwards all other bytes unchanged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_invalid_field_is_named(parts: list[tuple[str, str]], param: str) -> Non
     assert refusal.value.param == param
 
 
-def test_other_parts_may_be_repeated_and_long() -> None:
+def test_parts_that_the_router_does_not_read_may_be_repeated_and_long() -> None:
     parts = [("image[]", FILE * 1000), ("image[]", b""), ("note", "x" * 200_000)]
     routed = RoutedForm.read(form(*parts, ("model", "m")), TYPE)
     assert [name for name, _ in told(routed.rewritten({"model": "n"}))] == ["model", "image[]", "image[]", "note"]

@@ -1,4 +1,6 @@
-"""Connections that go silent without a close: a NAT has forgotten them, or another machine took the address."""
+"""Tests connections that become silent without a close, because a NAT has forgotten them or another machine uses the
+address.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,8 @@ def silent_total(setup) -> dict[str, float]:
 
 @pytest.mark.parametrize("ids", ["ab", "a"])
 async def test_stream_resumes_over_another_connection(open_setup, go_silent, autojump_clock, ids):
-    """It resumes at another endpoint or, if there is none, at the same one.
-
-    Its old blocks are freed although no close arrives.
+    """The stream resumes at another endpoint or, if there is none, at the same endpoint. The stream's old blocks are
+    freed although no close arrives.
     """
     async with open_setup(ids, **OPTIONS) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
@@ -87,7 +88,7 @@ async def test_stream_resumes_over_another_connection(open_setup, go_silent, aut
         assert [blocks(setup, id) for id in ids] == [0] * len(ids)
 
 
-async def test_whole_response_is_requested_elsewhere(open_setup, go_silent, autojump_clock):
+async def test_whole_response_is_requested_from_another_endpoint_after_a_silence(open_setup, go_silent, autojump_clock):
     async with open_setup(**OPTIONS) as setup:
         responses = []
 
@@ -108,7 +109,7 @@ async def test_whole_response_is_requested_elsewhere(open_setup, go_silent, auto
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_router_waits_for_a_long_prompt(open_setup, autojump_clock, stream):
-    """Steps take far longer than the time limit. The engine only sends heartbeats meanwhile."""
+    """Steps take far longer than the time limit. Meanwhile, the engine only sends heartbeats."""
     engine = {**ENGINE, "step_seconds": 90.0, "step_timeout": 3600.0}
     async with open_setup(**{**OPTIONS, "engine": engine}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=2, stream=stream))
@@ -145,7 +146,7 @@ async def test_client_that_leaves_a_silent_connection_frees_its_blocks(open_setu
         await setup.router.assert_all_free()
 
 
-async def test_all_streams_resume_when_another_process_has_the_address(open_setup, go_silent, autojump_clock):
+async def test_all_streams_resume_when_another_process_uses_the_address(open_setup, go_silent, autojump_clock):
     async with open_memory_server(**ENGINE) as taken, open_setup(**{**OPTIONS, "leases_max": 64}) as setup:
         texts: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Positions in streams: the ids that a client gets, and the rest that it gets for an id."""
+"""Tests positions in streams: the ids that a client gets, and the rest of the stream that a client gets for an id."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def told(groups, known: str | None = None) -> bytes:
     return b"".join(events.convert(group) for group in groups)
 
 
-def test_ids_count_the_tokens_and_check_them():
+def test_event_ids_have_the_count_and_checksum_of_the_tokens():
     positions = [id.partition("~")[0] for id in ids(told(STREAM))]
     assert positions == ["0", "1", "3", "3!", "."]
     assert len(set(ids(told(STREAM)))) == 5
@@ -47,7 +47,7 @@ def test_client_gets_only_events_after_its_position(index):
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_stream_can_be_cut_between_any_events(index):
+def test_client_can_resume_after_any_event(index):
     known = ids(told(STREAM))[index]
     assert told([b"".join(STREAM)], known) == told(STREAM, known)
 
@@ -58,7 +58,7 @@ def test_groups_without_a_token_have_different_positions():
     assert told(stream, ids(told(stream))[1]) == told(stream)[len(told(stream[:2])) :]
 
 
-def test_position_ends_with_the_state_of_the_api():
+def test_position_includes_the_state_of_the_api():
     stream = [b"data: {}\nid: 0: begun\n\n", b"data: {}\nid: 0:12 7\n\n", b"data: {}\nid: 0:9 a b\n\n"]
     first, second, third = ids(told(stream))
     assert [id.split("~")[2:] for id in (first, second, third)] == [["begun"], ["7"], []]
@@ -67,7 +67,7 @@ def test_position_ends_with_the_state_of_the_api():
         assert told(stream, known) == told(stream)[len(told(stream[: index + 1])) :]
 
 
-def test_choices_have_their_own_counts():
+def test_position_has_a_token_count_for_each_choice():
     stream = [group("a", "0:5"), group("b", "1:6"), group("c", "1:7!"), group("d", "0:8")]
     assert [id.partition("~")[0] for id in ids(told(stream))] == ["1", "1.1", "1.2!", "2.2!"]
     for index, id in enumerate(ids(told(stream))):
@@ -93,7 +93,7 @@ def test_different_response_is_never_sent_as_the_rest(other, what):
             told(other, known)
 
 
-def test_the_same_token_of_another_choice_is_another_response():
+def test_token_of_another_choice_does_not_match_the_clients_position():
     one = ids(told([group("a", "0:5"), group("b", "1:6")]))[-1]
     with pytest.raises(Refusal):
         told([group("b", "0:6"), group("a", "1:5")], one)

@@ -1,4 +1,4 @@
-"""Streams resume at another endpoint, and the client only sees a pause. The endpoints are scripted."""
+"""Tests streams that resume at another endpoint. The client only sees a pause. The endpoints are scripted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def counted(pair, name: str) -> dict[str, float]:
 
 
 async def the_ask(pair, *, without=()):
-    """Return the only open request of all endpoints, and its endpoint id."""
+    """Return the endpoint id and the request that is the only open request of all endpoints."""
     await wait_all_tasks_blocked()
     [(id, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open if ask not in without]
     return id, ask
@@ -48,7 +48,7 @@ async def test_stream_resumes_at_another_endpoint_and_each_token_arrives_once(op
         ask.hang_up()
         second, again = await the_ask(pair)
         assert second != first
-        assert pair.leases() == {first: 0, second: 2}  # a lease per sequence
+        assert pair.leases() == {first: 0, second: 2}  # A request has one lease for each sequence.
         assert again.body == {
             **BODY,
             "n": 2,
@@ -69,7 +69,7 @@ async def test_stream_resumes_at_another_endpoint_and_each_token_arrives_once(op
 
 @pytest.mark.parametrize("stop", range(5))
 @pytest.mark.parametrize("way", ["hang_up", "end", "engine_fault", "draining", "server_stopping"])
-async def test_stream_resumes_wherever_and_however_it_stops(open_pair, stop, way):
+async def test_stream_resumes_after_any_failure_at_any_position(open_pair, stop, way):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -92,7 +92,7 @@ async def test_stream_resumes_wherever_and_however_it_stops(open_pair, stop, way
 
 
 @pytest.mark.parametrize("code", ["request_aborted", "timeout", "context_length_exceeded", "anything_else"])
-async def test_stream_ended_on_purpose_ends_with_the_endpoints_error(open_pair, code):
+async def test_stream_that_was_ended_on_purpose_ends_with_the_endpoints_error(open_pair, code):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -104,7 +104,7 @@ async def test_stream_ended_on_purpose_ends_with_the_endpoints_error(open_pair, 
     await pair.assert_all_free()
 
 
-async def test_stream_that_breaks_after_its_last_group_is_whole(open_pair):
+async def test_stream_that_breaks_after_its_last_group_counts_as_complete(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -138,7 +138,7 @@ async def test_client_can_ask_for_the_ids_and_the_resume_values(open_pair):
     await pair.assert_all_free()
 
 
-async def test_client_can_resume_itself_and_the_router_resumes_from_there(open_pair):
+async def test_router_resumes_from_the_state_that_a_resuming_client_sends(open_pair):
     resume = {"token_ids": [[1, 2]], "finished": [False], "prompt_digest": "d", "seed": 7}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "resume": resume}) as response:
         _, ask = await the_ask(pair)
@@ -176,7 +176,7 @@ async def test_reasoning_ended_by_an_operator_stays_ended_after_resuming(open_pa
     await pair.assert_all_free()
 
 
-async def test_known_tokens_count_in_the_queue(open_pair):
+async def test_known_tokens_of_a_resumed_request_count_as_waiting_prompt_tokens(open_pair):
     resume = {"token_ids": [[1] * 50], "finished": [False]}
     async with open_pair("w", leases_max=1) as pair, pair.client().ask(TEXT, BODY):  # noqa: SIM117
         async with pair.client().ask(TEXT, BODY):
@@ -285,7 +285,7 @@ async def test_request_that_crashes_engines_is_stopped_after_two(open_pair, capl
 
 
 async def on_trial(pair, *, code=None):
-    """Break two endpoints in a row in the middle of a stream, which then waits.
+    """Break two endpoints in a row in the middle of a stream. The stream then waits for a third endpoint.
 
     Args:
         code: Error code with which the second endpoint ends. None: its connection breaks.
@@ -334,7 +334,7 @@ async def test_too_long_retry_alone_is_reported_and_logged(open_pair, autojump_c
     await pair.assert_all_free()
 
 
-async def test_endpoints_that_report_their_failure_are_believed(open_pair):
+async def test_request_ends_without_trial_if_endpoints_report_their_own_failure(open_pair):
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         await on_trial(pair, code="engine_fault")
         events = [event async for event in response]
@@ -343,7 +343,7 @@ async def test_endpoints_that_report_their_failure_are_believed(open_pair):
 
 
 @pytest.mark.parametrize(("code", "is_asked_elsewhere"), [("draining", True), ("queue_full", False)])
-async def test_server_that_stops_before_it_began_costs_no_retry(open_pair, code, is_asked_elsewhere):
+async def test_endpoint_that_stops_before_it_began_the_request_costs_no_retry(open_pair, code, is_asked_elsewhere):
     settings = {"retry_share_max": 0.0, "retries_per_second_min": 0.0}
     async with open_pair("w1 w2", **settings) as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
@@ -472,7 +472,9 @@ async def test_first_token_deadlines_do_not_apply_to_a_resumed_stream(open_pair,
 
 
 async def test_streams_of_a_hanging_endpoint_resume_at_another(open_pair, autojump_clock):
-    """The endpoint accepts connections but never answers: it is stopped, or the network is cut."""
+    """The endpoint accepts connections but never answers, for example because its process is suspended or the network
+    is cut.
+    """
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
     async with open_pair("w1 w2", watch=watch, failures_max=2) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await the_ask_now(pair)
@@ -533,7 +535,7 @@ async def test_streams_leave_a_drained_endpoint(open_pair):
     await pair.assert_all_free()
 
 
-async def test_hand_over_names_the_location_of_the_kv(open_pair):
+async def test_hand_over_reports_the_location_of_the_kv_to_the_next_endpoint(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -576,7 +578,7 @@ async def test_request_that_cannot_resume_does_not_ask_for_ids(open_pair, fields
     await pair.assert_all_free()
 
 
-async def test_endpoint_without_resume_support_serves_as_before(open_pair):
+async def test_endpoint_without_resume_support_serves_a_stream_unchanged(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.token("good ")

@@ -1,4 +1,4 @@
-"""An endpoint behind TLS: trusted or not, and a cancel in the middle of a response."""
+"""Tests an endpoint behind TLS: trusted and untrusted certificates, and a cancel in the middle of a response."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_cancel_reaches_an_endpoint_behind_tls_at_once(authority):
     authority.configure_trust(trusting)
     async with served(authority) as (fake, address):
         remote = RemoteEndpoint(EndpointId("a"), address, ssl_context=trusting)
-        for _ in range(2):  # the second request opens a new connection, since the first one was closed
+        for _ in range(2):  # The second request opens a new connection, because the first connection was closed.
             async with remote.request(
                 "POST", "/v1/completions", [("content-type", "application/json")], BODY
             ) as response:
@@ -51,13 +51,13 @@ async def test_cancel_reaches_an_endpoint_behind_tls_at_once(authority):
                 assert b"data: " in (await response.next_piece() or b"")
                 assert fake.stats().blocks_used > 0
             with trio.fail_after(10):
-                while fake.stats().blocks_used:  # until the running step ends
+                while fake.stats().blocks_used:  # Wait until the running step ends.
                     await trio.lowlevel.checkpoint()
             fake.assert_all_free()
         remote.close()
 
 
-async def test_untrusted_endpoint_is_unreachable(authority):
+async def test_endpoint_with_an_untrusted_certificate_is_unreachable(authority):
     async with served(authority) as (fake, address):
         remote = RemoteEndpoint(EndpointId("a"), address)
         with pytest.raises(Unreachable, match=r'"a".*cannot be reached: .*certificate'):

@@ -1,4 +1,6 @@
-"""Two routers in front of the same endpoints: one dies and its clients resume at the other, or a client leaves."""
+"""Tests two routers in front of the same endpoints. One router dies and its clients resume at the other router, or a
+client leaves.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Setup:
         await self._nursery.start(run)
 
     async def kill(self, name: str) -> None:
-        """End a router at once, without any notice to others."""
+        """End a router at once, without any notice to other servers."""
         del self.routers[name]
         scope, over = self._lives.pop(name)
         scope.cancel()
@@ -168,7 +170,7 @@ async def test_an_aborted_request_stops_its_stream_at_once(autojump_clock):
         await response.read()
 
 
-async def test_a_router_that_drains_leaves_its_streams_to_the_other(autojump_clock):
+async def test_streams_of_a_draining_router_can_resume_at_the_other_router(autojump_clock):
     async with opened() as setup:
         async with setup.ask("one") as first:
             await setup.step(4)
@@ -184,7 +186,7 @@ async def test_a_router_that_drains_leaves_its_streams_to_the_other(autojump_clo
             assert await text_of(second) == TEXT
 
 
-async def test_stream_that_no_client_asks_for_again_ends(autojump_clock):
+async def test_stream_that_no_client_requests_again_ends(autojump_clock):
     async with opened() as setup:
         async with setup.ask("one") as response:
             await setup.step(4)
@@ -256,7 +258,7 @@ async def test_retry_of_a_client_library_finds_an_unread_stream(autojump_clock):
             await first.head()
             async with setup.ask("two", headers=retry):
                 await wait_all_tasks_blocked()
-                assert setup.live_count == 2  # the first stream is being read
+                assert setup.live_count == 2  # There are two streams, because a client still reads the first stream.
             await wait_all_tasks_blocked()
             await setup.kill("one")
         async with setup.ask("two", headers=retry) as second:
@@ -280,13 +282,13 @@ async def test_concurrent_searches_are_limited(open_pair, autojump_clock, monkey
             headers = {"x-request-id": f"r{number}", "x-stainless-retry-count": "1"}
             await asked.enter_async_context(pair.client().ask(PATH, body, headers=headers))
         await wait_all_tasks_blocked()
-        assert open_count() == 2  # the streams that were not searched
+        assert open_count() == 2  # Two streams were not searched, so they have begun.
         again = {"x-request-id": "r4", "last-event-id": ""}
         await asked.enter_async_context(pair.client().ask(PATH, body, headers=again))
         await trio.sleep(1.5)
         assert open_count() == 4
         await trio.sleep(1)
-        assert open_count() == 5  # the search ran after the others
+        assert open_count() == 5  # This search ran after the other searches had ended.
     await pair.assert_all_free()
 
 
@@ -304,7 +306,7 @@ async def test_found_stream_gets_its_lease_above_the_limit(autojump_clock):
             assert await text_of(second) == await text_of(other) == TEXT
 
 
-async def test_client_at_the_end_gets_no_content():
+async def test_client_that_has_the_whole_stream_gets_no_content():
     async with opened() as setup, setup.ask("two", last=".") as response:
         assert await response.head() == 204
         assert setup.live_count == 0
@@ -352,7 +354,7 @@ def asked(setup, router, api, *, id="mine", last=None, **fields):
 
 
 def content_of(raw: bytes) -> tuple[dict[int, str], list[str]]:
-    """Return the text of each choice and its end, from the events of a response.
+    """Return the text and the end of each choice, from the events of a response.
 
     The grouping of events depends on timing.
     """
@@ -375,7 +377,7 @@ def content_of(raw: bytes) -> tuple[dict[int, str], list[str]]:
         if str(event.get("type")).endswith((".done", "_start", "_stop", ".created", ".completed", ".added")):
             ends.append(event["type"])
     ends += re.findall(rb"data: \[DONE\]", raw)
-    return texts, sorted(map(str, ends))  # the order of choices depends on timing, too
+    return texts, sorted(map(str, ends))  # The order of choices depends on timing too.
 
 
 def last_id(raw: bytes) -> str:
@@ -429,7 +431,7 @@ async def test_stream_that_is_no_longer_kept_is_computed_again(autojump_clock, a
         assert content_of(first.body + second.body) == expected
 
 
-async def test_resumed_stream_is_computed_again_after_its_known_part(autojump_clock):
+async def test_router_recomputes_a_resumed_stream_only_after_its_known_tokens(autojump_clock):
     body = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True}
     async with opened() as setup:
         resume = {"token_ids": [list(b"known")], "finished": [False], "seed": 3}
@@ -479,8 +481,8 @@ async def test_both_routers_choose_the_same_seed_if_the_request_has_none(autojum
         assert await seed_of("one", "c", seed=7) == 7
 
 
-async def test_the_second_router_can_lose_the_endpoint_too(autojump_clock):
-    """The second router reads the stream from its first event, so it can resume it elsewhere."""
+async def test_stream_resumes_if_the_second_router_loses_the_endpoint_too(autojump_clock):
+    """The second router reads the stream from its first event. So it can resume the stream at another endpoint."""
     expected = await undisturbed("chat")
     async with opened() as setup:
         async with asked(setup, "one", "chat") as first:

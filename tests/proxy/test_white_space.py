@@ -1,4 +1,4 @@
-"""Whole JSON responses of a router: head and white space are sent while the request waits and is served."""
+"""Tests whole JSON responses of a router: the router sends the head and white space while the request waits or runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_waiting_request_sends_white_space_in_queue_and_at_endpoint(open_setup, autojump_clock, http):
+async def test_client_gets_white_space_while_its_request_waits_or_runs(open_setup, autojump_clock, http):
     async with open_setup("a", leases_max=1, **OPTIONS) as setup, trio.open_nursery() as nursery:
 
         async def first() -> None:
@@ -54,7 +54,7 @@ async def test_timeout_after_white_space_is_an_error_in_the_body(open_setup, aut
         assert json.loads(response.body)["error"]["code"] == "queue_timeout"
 
 
-async def test_request_whose_endpoint_dies_after_the_head_is_served_by_another(open_setup, autojump_clock):
+async def test_request_whose_endpoint_dies_after_the_head_is_served_by_another_endpoint(open_setup, autojump_clock):
     async with open_setup("ab", **OPTIONS) as setup:
         async with setup.client().ask(PATH, body()) as response:
             assert await response.head() == 200
@@ -65,7 +65,7 @@ async def test_request_whose_endpoint_dies_after_the_head_is_served_by_another(o
     await setup.assert_all_free()
 
 
-async def test_error_of_the_endpoint_after_the_head_is_the_body(open_pair, autojump_clock):
+async def test_error_of_the_endpoint_after_the_head_becomes_the_response_body(open_pair, autojump_clock):
     async with open_pair("b", access=ACCESS) as pair, pair.client().ask(PATH, body()) as response:
         ask = await pair.ask_of("b")
         assert await response.head() == 200
