@@ -1,7 +1,8 @@
-"""LoRA adapters of an engine: read, attached to the executor, and removed when no request uses them.
+"""The LoRA adapters of an engine: loading, attaching to the executor, and removal when no request uses them.
 
-`AdapterBook` makes the decisions. Every way out of a request releases its lease in one synchronous call. A task of the
-engine removes adapters without leases. The removal runs in the compute thread, after the step in flight.
+`AdapterBook` makes the decisions. However a request ends, one synchronous call releases its lease on the adapter. A
+task of the engine removes adapters that have no lease. The removal runs in the compute thread, after the step in
+flight.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ If `is_checked` is True, the directory must be an allowed one. Raises ModelLoadE
 
 
 class AdapterTarget(Protocol):
-    """The part of the executor that has adapters. Methods raise MemoryError, and RankLost if a process is lost."""
+    """The executor's methods for adapters. They raise MemoryError, or RankLost if a process is lost."""
 
     async def add(self, id: AdapterId, content: Any) -> None: ...
     async def remove(self, id: AdapterId) -> None: ...
@@ -48,7 +49,7 @@ async def _cannot_read(path: str, is_checked: bool) -> AdapterContent:
 
 @uninterrupted
 class Adapters:
-    """The adapters of an engine.
+    """Loads, attaches and removes the adapters of an engine.
 
     Args:
         read: reads an adapter. None: adapters are disabled.
@@ -67,11 +68,12 @@ class Adapters:
         self.book = AdapterBook(adapters_max)
         self._read = read or _cannot_read
         self._reserved_names = reserved_names
-        self._contents: dict[AdapterId, AdapterContent] = {}  # adapters that are attached, or will be
+        # Adapters that are attached to the executor, or will be attached.
+        self._contents: dict[AdapterId, AdapterContent] = {}
         self._place: AdapterTarget | None = None
         self._reading = trio.CapacityLimiter(1)
         self._has_idle = trio.Event()
-        self._forgotten: dict[AdapterId, trio.Event] = {}  # set when the adapter is removed, for waiting tasks
+        self._forgotten: dict[AdapterId, trio.Event] = {}  # The event of an adapter is set when the adapter is removed.
 
     # --- leases ---
 
@@ -102,10 +104,10 @@ class Adapters:
         lease.release()
         self._look()
 
-    # --- loaded and unloaded ---
+    # --- loading and unloading ---
 
     async def load(self, name: str, path: str, *, replaces: bool = False, is_checked: bool = True) -> LoadedAdapter:
-        """Load an adapter. When this returns, requests may use it.
+        """Load an adapter. Requests may use the adapter as soon as this method returns.
 
         Args:
             name: name of the adapter.
@@ -130,7 +132,7 @@ class Adapters:
         finally:
             if not is_done:
                 self.book.fail_load(id)
-            self._look()  # also for the adapter whose name was taken over
+            self._look()  # If this adapter replaced another one, the other one may be idle now.
         if not is_done:
             raise AdapterRefused(f"The lora adapter '{name}' was unloaded while it was being loaded", reason="unloaded")
         logger.info("adapter loaded name=%s rank=%d bytes=%d", name, content.rank_max, content.byte_count)
@@ -145,7 +147,7 @@ class Adapters:
             name: name of the adapters.
 
         Returns:
-            Ids of the adapters. They stay in memory until the last lease is released.
+            Ids of the unloaded adapters. Each stays in memory until its last lease is released.
 
         Raises:
             UnknownModel: no such adapter is loaded.
@@ -157,7 +159,7 @@ class Adapters:
         return retired
 
     async def wait_until_forgotten(self, ids: list[AdapterId]) -> None:
-        """Wait until adapters are removed from memory.
+        """Wait until adapters are removed from the memory of the executor.
 
         Args:
             ids: ids of the adapters.
@@ -166,15 +168,16 @@ class Adapters:
             while self.book.knows(id):
                 await self._forgotten.setdefault(id, trio.Event()).wait()
 
-    # --- the engine's side ---
+    # --- called by the engine ---
 
     async def keep(self) -> None:
         """Remove adapters that no request uses. Runs until cancelled."""
         while True:
             for id in self.book.idle():
-                self._contents.pop(id, None)  # first, so that a concurrent `attach` does not add it again
+                # Drop the content before the removal, so that a concurrent `attach` does not add the adapter again.
+                self._contents.pop(id, None)
                 if self._place is not None:
-                    with suppress(RankLost):  # its memory is lost with the process
+                    with suppress(RankLost):  # A lost process has lost the adapter's memory, too.
                         await self._place.remove(id)
                 self.book.forget(id)
                 if id in self._forgotten:
@@ -187,15 +190,16 @@ class Adapters:
         """Attach all adapters to the executor of an engine that was opened or reopened.
 
         Args:
-            place: the executor's part.
+            place: the adapter methods of the new executor.
         """
-        self._place = place  # first, so that adapters loaded from now on are added by `load`
+        # Set this before the loop, so that `load` itself adds adapters that are loaded during the loop.
+        self._place = place
         for id, content in [*self._contents.items()]:
             if id in self._contents:
                 try:
                     await place.add(id, content)
                 except MemoryError as error:
-                    # It was being loaded when the last executor broke, before that executor could refuse it.
+                    # The last executor broke while this adapter was being loaded, so that executor could not refuse it.
                     self._give_up(id, error)
 
     def _give_up(self, id: AdapterId, error: MemoryError) -> None:
@@ -206,7 +210,7 @@ class Adapters:
         self._look()
 
     def detach(self) -> None:
-        """Forget the executor, because it is closed or broke. Its adapters are lost with it."""
+        """Forget the executor, because it is closed or broken. Its adapters are lost, too."""
         self._place = None
 
     def count_of(self, state: AdapterState) -> int:
@@ -232,7 +236,7 @@ class Adapters:
 
 async def _added(place: AdapterTarget, id: AdapterId, name: str, content: AdapterContent) -> None:
     try:
-        with suppress(RankLost):  # the fault reopens the engine, and `attach` adds the content then
+        with suppress(RankLost):  # The lost process makes the engine reopen, and `attach` then adds the content.
             await place.add(id, content)
     except MemoryError:
         raise AdapterRefused(
@@ -241,12 +245,13 @@ async def _added(place: AdapterTarget, id: AdapterId, name: str, content: Adapte
 
 
 def show_adapters(metrics: Metrics, adapters: Adapters, requests: Iterable[OpenRequest]) -> None:
-    """Show adapters and the requests that use them as metrics, read at each scrape. Adapter names are the operator's.
+    """Show the adapters, and the requests that use them, as metrics. The values are read at each scrape. The operator
+    chooses the adapter names, so the number of labels is bounded.
 
     Args:
         metrics: registry to update.
         adapters: the adapters.
-        requests: all requests that have been entered and not left.
+        requests: all requests whose scope is entered.
     """
 
     def show() -> None:

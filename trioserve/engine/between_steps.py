@@ -1,6 +1,6 @@
-"""Work of the compute thread between two steps: replacing weights, and encoding images.
+"""Work that the compute thread does between two steps: replacing weights, and encoding images.
 
-New weights are checked in a thread of their own, and written after the step in flight.
+A separate thread checks new weights. The compute thread writes them after the step in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK_THREAD = "trioserve-weights"
 
 
 class WrittenWeights(Protocol):
-    """New weights that were checked, with a blocking `replace`.
+    """New weights that were checked. `replace` writes them, and blocks its thread meanwhile.
 
     Attributes:
         state: progress of the replacement. Any thread may read it.
@@ -39,7 +39,7 @@ class SentWeights(Protocol):
 
     Attributes:
         state: progress of the replacement. Any thread may read it.
-        forms: name, shape and dtype of each tensor, in the order of arrival.
+        forms: name, shape and dtype of each tensor, in the order in which the tensors arrive.
     """
 
     @property
@@ -59,7 +59,7 @@ class SentWeights(Protocol):
 
 
 class Groups(Protocol):
-    """Groups of trainers. The calls block until other members act, see `TrainerGroups`."""
+    """Groups of trainers. The calls block until the other members act, see `TrainerGroups`."""
 
     def join(self, asked: WeightGroup) -> None: ...
     def check(self, name: str) -> None: ...
@@ -71,8 +71,8 @@ class Groups(Protocol):
 class ThreadedWeights:
     """Replaces the weights of a model that computes in a thread. Implements `WeightTarget`.
 
-    Calls that wait for a trainer run in threads that are abandoned on cancel, because only their own deadline ends
-    them.
+    Calls that wait for a trainer run in separate threads. A cancelled caller abandons such a thread, because only the
+    call's own deadline can end it.
 
     Args:
         look: checks weights in files or shared memory. Raises InvalidRequest.
@@ -94,7 +94,7 @@ class ThreadedWeights:
         self._compute = compute
 
     async def check(self, source: WeightSource) -> Replacement:
-        # Not in the compute thread, because reading a file may hang and cannot be stopped from outside.
+        # Do not run this check in the compute thread. Reading a file may hang, and cannot be stopped from outside.
         if isinstance(source, BroadcastWeights):
             self._groups.check(source.group_name)
             sent = await call_abandonable(self._look_at_sent, source, thread_name=LOOK_THREAD)
@@ -110,7 +110,7 @@ class ThreadedWeights:
 
 
 class _SentReplacement:
-    """Receives a tensor in one thread, and writes it in another one. So nothing is written after the caller is gone."""
+    """Receives each tensor in one thread, and writes it in the compute thread. So nothing is written after a cancel."""
 
     def __init__(self, weights: SentWeights, groups: Groups, group_name: str, compute: WorkerThread) -> None:
         self._weights = weights
@@ -130,7 +130,8 @@ class _SentReplacement:
                 )
                 await self._compute.run(self._weights.put, name, values)
         finally:
-            if self.state is not ReplacementState.WHOLE:  # it is unknown which tensor the trainer sends next
+            # Leave the group, because nobody knows which tensor the trainer sends next.
+            if self.state is not ReplacementState.WHOLE:
                 self._groups.forget(self._group_name)
 
 
@@ -144,28 +145,29 @@ class _ThreadedReplacement:
         return self._weights.state
 
     async def replace(self) -> None:
-        await self._compute.run(self._weights.replace)  # writes all weights, even when cancelled
+        await self._compute.run(self._weights.replace)  # This call writes all weights, even when it is cancelled.
 
 
 class Encoding(Protocol):
-    """The encoding of one image.
+    """The encoding of one image, computed step by step.
 
     Attributes:
-        rows: the result, when `advance` has returned True. See `ImageEncoder.encode`.
+        rows: the embeddings, set when `advance` has returned True. See `ImageEncoder.encode`.
     """
 
     @property
     def rows(self) -> object: ...
 
     def advance(self) -> bool:
-        """Compute a part of the encoding. Return True if it is complete."""
+        """Compute the next part of the encoding. Return True if the encoding is complete."""
         ...
 
 
 class ThreadedImageEncoder:
     """Encodes images in the compute thread. Implements `ImageEncoder`.
 
-    Images are encoded in parts. Each part is submitted when the previous one is done, so a waiting step runs first.
+    An encoding has several parts. Each part is submitted after the previous one has ended, so a waiting step runs
+    first.
 
     Args:
         begin: begins an encoding. Called in the compute thread.

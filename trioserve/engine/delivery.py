@@ -44,15 +44,15 @@ MAY_BE_HELD = (*WHOLE, FinishReason.HANDED_OVER)
 
 
 class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
-    """Delivery of an engine for text.
+    """Delivers the results of an engine for text.
 
     Args:
         core: the core.
         metrics: registry of the engine's metrics.
-        wake: called when the step loop may have something new to do.
+        wake: called when the step loop may have new work.
         step_watch: receives the begin and end of each step. None: a watch of its own.
         cancels: observes cancelled sequences. None: no observer.
-        weight_version: version of the weights that sample. None: they were never replaced.
+        weight_version: version of the weights that sample. None: the weights were never replaced.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         super().__init__(core, self._timings, counts, wake=wake, step_watch=step_watch, cancels=cancels)
         self._core = core
         self._metrics = metrics
-        self._held: dict[RequestId, Choice] = {}  # ended sequences whose blocks are held for another engine
+        self._held: dict[RequestId, Choice] = {}  # Ended sequences whose blocks are held for another engine.
         self._faults_logged: set[TransferFault] = set()
         self._weight_version = weight_version
         core.notify_hold_ends(self._on_hold_end)
@@ -94,7 +94,8 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             choice.output.use_weights(self._weight_version)
 
     def use_weights(self, version: str) -> None:
-        """Stamp new tokens with a weight version from now on. No step is in flight, and all requests know the version.
+        """Mark new tokens with a weight version from now on. Call this when no step is in flight, and after all
+        requests have the version.
 
         Args:
             version: the version.
@@ -104,12 +105,12 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         for choice in self._choices.values():
             choice.output.use_weights(version)
 
-    # --- ends that come from outside ---
+    # --- ends from outside of the core ---
 
     def hand_over(self, request: OpenRequest) -> bool:
-        """End a request that another engine will resume, at the latest when the step in flight has ended.
+        """End a request that another engine will resume. It ends after the step in flight at the latest.
 
-        The reader gets one last delta with finish reason HANDED_OVER, for one choice. If there is a connector, it holds
+        The reader gets a last delta with finish reason HANDED_OVER for one choice. If there is a connector, it holds
         the blocks of this choice.
 
         Args:
@@ -125,7 +126,8 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         now = trio.current_time()
         request.is_hold_kept = request.is_given_away = True
         request.kv_transfer = request.kv_transfer or KVTransferParams(do_remote_decode=True)
-        for choice in others:  # the end of the first choice stands for all choices
+        # The reader gets one last delta, that of the first choice. It reports the end of all choices.
+        for choice in others:
             request.end_silently(choice)
             self._cancelled[choice.sequence_id] = None
         aborted = self._core.abort([choice.sequence_id for choice in others], now=now)
@@ -140,14 +142,14 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         return True
 
     def end_holds(self, request: OpenRequest) -> None:
-        """End the holds of a request's blocks. The connector is notified, and releases the blocks in its own time.
+        """End the holds of a request's blocks. The connector is notified, and may release the blocks later.
 
         Args:
             request: the request.
         """
         if request.kv_transfer is None:
             return
-        # Include sequences that a step planned ahead still reads. They are held only after that step.
+        # Include sequences that a step planned ahead still reads. Their holds begin only after that step.
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id not in self._choices]
         self._core.abort(ids, now=trio.current_time())
         self._wake()
@@ -160,9 +162,9 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         message: str | None,
         stop_reason: str | None,
     ) -> None:
-        """Push the last delta with the text that was held back.
+        """Push the last delta of a choice, with the text that was held back.
 
-        If the request may be resumed elsewhere, no text is added, because the resumed response will contain it.
+        If another engine may resume the request, the delta has no text, because the resumed response will contain it.
         """
         held_back = None
         if not choice.is_mute and not request.is_resumable:
@@ -175,14 +177,14 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
                 held_back = _text_failed(choice, (), None, error)
         request.push_end(choice, reason, message, stop_reason=stop_reason, held_back=held_back)
 
-    # --- when the engine broke ---
+    # --- after a fault of the engine ---
 
     def give_up(self) -> list[Choice]:
         """Forget all sequences and holds, because the core is lost. See `CoreDelivery.give_up`."""
         choices = super().give_up()
         for choice in choices:
             if choice.request.is_given_away and not choice.is_ended and choice.request.scope is not ScopeState.LEFT:
-                # It was about to end with this step, and its other choices have ended.
+                # This choice would have ended with the step that broke. The other choices have ended already.
                 choice.request.push_end(choice, FinishReason.HANDED_OVER)
         held, self._held = self._held, {}
         for choice in held.values():
@@ -197,7 +199,8 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 
     def _deliver(self, events: list[EngineEvent], now: float) -> None:
         choices = self._choices
-        ready: TokensReady | None = None  # delivered later, because the end of its request may come next
+        # Delivered one event later, because the next event may be the end of the same request.
+        ready: TokensReady | None = None
         for event in events:
             if isinstance(event, TokensReady):
                 if ready is not None:
@@ -210,7 +213,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
                 self._on_finished(event, ready, now)
                 ready = None
             elif isinstance(event, PoolingReady):
-                choices[event.request_id].pooled = event.pooled  # its end comes next
+                choices[event.request_id].pooled = event.pooled  # The next event of this choice is its end.
                 self._metrics.pooled_inputs_total.inc()
             else:
                 self._on_prompt_logprobs(event)
@@ -218,8 +221,8 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
-        """Deliver ends that happened between two steps: requests whose KV could not be loaded. Log the first transfer
-        fault of each kind. A metric counts all of them.
+        """Deliver ends that happened between two steps, for requests whose KV could not be loaded. Log the first
+        transfer fault of each kind. A metric counts all transfer faults.
 
         Args:
             events: the ends. May be empty.
@@ -247,7 +250,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         if event.reason is FinishReason.ERROR:
             choice.request.push_end(choice, FinishReason.ERROR, event.message)
         elif event.reason is FinishReason.HANDED_OVER:
-            # The engine that resumes the request sends the text that was held back.
+            # The engine that resumes the request sends the held-back text, not this engine.
             choice.request.push_end(choice, FinishReason.HANDED_OVER, kv_transfer=event.kv_transfer)
         else:
             token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
@@ -262,7 +265,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         finished: RequestFinished | None,
         now: float,
     ) -> FinishReason | None:
-        """Turn a sequence's new tokens into text for its reader. Return the finish reason if the choice has ended."""
+        """Turn a sequence's new tokens into a delta for its reader. Return the finish reason if the choice ended."""
         assert not choice.is_ended
         if choice.is_mute:
             if choice.pooled is not None or self._timings.note_tokens(choice, len(token_ids), now):
@@ -290,16 +293,19 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         return delta.finish_reason
 
     def _ended(self, choice: Choice, delta: Delta, finished: RequestFinished | None, now: float) -> Delta:
-        """End a choice with its last delta, and its sequence if the core still has it. Return the final form of the
-        delta.
+        """End a choice with its last delta. Abort its sequence if the core still has it.
+
+        Returns:
+            The delta, with instructions for reading held KV if there are any.
         """
         choice.is_ended = True
         assert delta.finish_reason is not None
-        if finished is None:  # a stop string or a text error ended it
+        if finished is None:  # The core did not end this sequence. A stop string or an error in the text did.
             ended = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)
             finished = ended[choice.sequence_id].finished
             if finished is None:
-                self._cancelled[choice.sequence_id] = None  # a step that was planned ahead still computes it
+                # A step that was planned ahead still computes this sequence.
+                self._cancelled[choice.sequence_id] = None
             else:
                 self._let_go(finished, now, delta.finish_reason)
         if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
@@ -313,14 +319,15 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             request.prompt_logprobs = (request.prompt_logprobs or ()) + event.logprobs
 
     def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
-        """Process the end of a sequence in the core. Its blocks are free, unless they are held.
+        """Process the end of a sequence in the core. The blocks of the sequence are free, unless a connector holds
+        them.
 
         Args:
             event: the end.
             now: current time.
             reason: finish reason that the reader gets. It may differ from the core's, because the last token may
                 complete a stop string.
-            has_reader: True if the reader gets the end, and so learns how to read held blocks.
+            has_reader: True if the reader gets the end, and with it the instructions for reading held blocks.
         """
         choice = self._choices[event.request_id]
         request = choice.request
@@ -349,8 +356,8 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 def _text_failed(
     choice: Choice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, error: BaseException
 ) -> Delta:
-    """Return the last delta of a choice whose text failed. The fault affects only this request. Call in an except
-    block.
+    """Return the last delta of a choice whose tokens could not be turned into text. Only this request fails. Call this
+    function in an except block.
     """
     logger.exception("text of a request failed request=%s", choice.request.id)
     return Delta(

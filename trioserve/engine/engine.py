@@ -1,4 +1,4 @@
-"""The engine for text, as a Trio program sees it: generate, embed, abort by id, pause, sleep, drain.
+"""The engine for text as a Trio program uses it: generate, embed, abort by id, pause, sleep, drain.
 
 `EngineLifecycle` runs the engine and its requests. `TextWork` prepares them for the core.
 """
@@ -83,7 +83,7 @@ WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended wi
 
 @uninterrupted
 class Engine(EngineLifecycle[OpenRequest, EngineParts]):
-    """An engine that serves one model. `open_engine` makes it.
+    """An engine that serves one model. `open_engine` creates it.
 
     Args:
         model: description of the model.
@@ -167,7 +167,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             new_request_id=new_request_id,
         )
         defaults = default_sampling or SamplingParams()
-        # Such a limit of the operator must not refuse a prompt that leaves less space.
+        # Without `clamp_max_tokens`, the operator's limit would refuse prompts that leave space for fewer tokens.
         if defaults.max_tokens is not None:
             defaults = msgspec.structs.replace(defaults, clamp_max_tokens=True)
         self.default_sampling = defaults
@@ -184,7 +184,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
     @property
     def kv_events(self) -> KvEvents | None:
-        """Changes of the prefix cache, for subscribers. None: events are disabled."""
+        """Record of the changes in the prefix cache, for subscribers. None: events are disabled."""
         return self._texts.kv_events
 
     # --- weights ---
@@ -198,16 +198,16 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
     ) -> str:
         """Replace the model's weights between two steps, tensor by tensor.
 
-        A second update waits for the first one. New requests wait during an update, as in a pause. An engine that was
-        paused before is paused afterwards. A cancelled call first finishes writing the weights, unless a trainer sends
-        them.
+        A second update waits until the first one ends. New requests wait during an update, as in a pause. An engine
+        that was paused before the update stays paused after it. If the call is cancelled, it first finishes writing the
+        weights. Only weights that a trainer sends are left incomplete.
 
         Args:
             source: the new weights: all tensors of the model, by the names of its checkpoint, in bfloat16, float16 or
                 float32. A path names a directory or file from which the model could be opened. SharedWeights are in
                 shared memory. BroadcastWeights are sent by a trainer (see `init_weights_update_group`).
             version: name of the new weights, shown in deltas. The prefix cache treats equal versions as equal weights.
-                None: a new name.
+                None: the engine generates a name.
             in_flight: what happens to begun requests. "keep" continues with the KV of the old weights. "recompute"
                 computes the KV again. "abort" ends them with their partial results.
 
@@ -237,7 +237,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         await self.weight_updates.join_group(instance_of(WeightGroup, "group", group, group))
 
     async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
-        """Leave a group. Waits for an update that is running.
+        """Leave a group. If an update is running, wait until it ends.
 
         Args:
             group_name: name of the group.
@@ -253,7 +253,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Version of the current weights: "default" until they are replaced."""
         return self.weight_updates.shown_version
 
-    # --- paused ---
+    # --- pausing ---
 
     async def pause_generation(
         self, mode: Literal["abort", "wait", "keep", "retract"] = "abort", *, clear_cache: bool = False
@@ -261,8 +261,9 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Begin no further step until `resume_generation`. See `EngineLifecycle.pause_generation`.
 
         Args:
-            mode: as there. In addition, "retract" keeps begun requests and frees their blocks. When the engine is
-                resumed, it computes their KV again, and their streams continue with the same tokens.
+            mode: see `EngineLifecycle.pause_generation`. In addition, "retract" keeps begun requests and frees their
+                blocks. When the engine is resumed, it computes their KV again, and their streams continue with the same
+                tokens.
             clear_cache: True to empty the prefix cache. Then "keep" acts as "retract", so that no request uses old KV.
                 Blocks that a connector stores elsewhere stay there.
         """
@@ -275,11 +276,11 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         await super().pause_generation(kept)
 
     def reset_prefix_cache(self, *, retract: bool = False) -> None:
-        """Empty the prefix cache. Running requests keep their blocks. Blocks that a connector stores elsewhere stay
-        there.
+        """Empty the prefix cache. Running requests keep their blocks. Blocks that a connector stores elsewhere are not
+        removed.
 
         Args:
-            retract: True to free the blocks of running requests, too. They are computed again later. The engine must be
+            retract: True to free the blocks of running requests, too. The engine computes them again later. It must be
                 paused, and no step may be in flight.
 
         Raises:
@@ -291,7 +292,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         self._core.forget_prefixes()
 
     def _give_back(self, *, retracts: bool, forgets: bool) -> bool:
-        """Free blocks if no step is in flight. Return whether this was possible."""
+        """Free blocks if no step is in flight. Return False if a step is in flight."""
         if self._core.flights:
             return False
         if retracts:
@@ -324,7 +325,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         strict: bool | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
-        """Make a request. It begins when it is entered with `async with`. Until then it uses nothing.
+        """Create a request. It begins when the stream is entered with `async with`, and uses no resources before.
 
         Args:
             prompt: text, token ids (a list, or an array of one dimension), or a ChatPrompt.
@@ -336,25 +337,26 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             cache_salt: requests share prefix blocks only if their salts are equal.
             add_special_tokens: True to begin a text prompt with the tokenizer's special tokens. Chat templates add them
                 themselves.
-            deadlines: seconds from entering. A request that passes a deadline ends with finish reason DEADLINE.
+            deadlines: limits in seconds, counted from entering. A request that passes a deadline ends with finish
+                reason DEADLINE.
                 Default: the engine's deadlines. The engine's maximum applies to all.
             owner: user who may see and abort the request by its id, besides users who may see all requests.
             tenant: the queue is fair between tenants. Default: the owner.
-            kv_transfer: to load the KV of the prompt from another engine, or to hold it for one. With n choices, the
-                first one loads the KV, and the others use the prefix cache or compute. Holding requires n = 1, see
-                `RequestStream`.
+            kv_transfer: whether to load the KV of the prompt from another engine, or to hold the KV for another engine.
+                With n choices, the first choice loads the KV, and the other choices use the prefix cache or compute.
+                Holding requires n = 1, see `RequestStream`.
             cut: how to shorten a prompt that is too long. Default: entering raises ContextTooLong.
             resume: state of an earlier stream of the same request (`RequestStream.resume_state`). The stream continues
-                after its tokens. Deltas contain only new output, counts include the known output.
-            resumable: True if the caller will resume the request after an abort or a deadline. Then text that was held
-                back is not sent at that end, because the resumed response will contain it.
-            keep_logprobs: True to keep log probabilities that were delivered, if `sampling` requests them, for partial
-                results and for resumed responses.
+                after the tokens of that state. Deltas contain only new output. Counts include the known output.
+            resumable: True if the caller will resume the request after an abort or a deadline. Then held-back text is
+                not sent when the request ends, because the resumed response will contain it.
+            keep_logprobs: True to store delivered log probabilities, if `sampling` requests them. Partial results and
+                resumed responses then contain them.
             adapter: name of a LoRA adapter (`load_adapter`). Entering raises UnknownModel if it is not loaded.
             tool_choice: which tools of the ChatPrompt may or must be called, as in OpenAI's API: "auto", "none",
                 "required", or a dict that names one function or several allowed ones. Default: "auto".
-            strict: True: tool calls match the schemas of their functions. False: free tool calls need not match.
-                Default: the `strict` field of each tool decides.
+            strict: True: tool calls match the schemas of their functions. False: a tool call that `tool_choice` does
+                not force need not match. Default: the `strict` field of each tool decides.
             part_of: parent span of the request's trace.
 
         Returns:
@@ -393,7 +395,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def _seed_of(self, sampling: SamplingParams, resume: Resume | None) -> int:
-        """Return the seed of a request. A resumed response keeps its seed."""
+        """Return the seed of a request. A resumed response uses the seed of the earlier stream."""
         if resume is not None and resume.seed is not None:
             return resume.seed
         return self._draw_bits(64) if sampling.seed is None else sampling.seed
@@ -402,7 +404,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         tokens_max, asked = self.default_sampling.max_tokens, sampling.max_tokens
         if tokens_max is None or (asked is not None and asked <= tokens_max):
             return sampling
-        # A request without its own limit gets as many tokens as fit.
+        # If the request has no limit of its own, its limit shrinks when the prompt leaves space for fewer tokens.
         clamp = asked is None or sampling.clamp_max_tokens
         return msgspec.structs.replace(sampling, max_tokens=tokens_max, clamp_max_tokens=clamp)
 
@@ -423,16 +425,15 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         adapter: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> PoolingStream:
-        """Make a request that turns inputs into vectors or scores: `vectors = await engine.embed(texts)`.
+        """Create a request that turns inputs into vectors or scores: `vectors = await engine.embed(texts)`.
 
-        The request can also be entered with `async with`, as with `generate`. Until then it uses nothing. All inputs
-        together are one request with one place in the queue and one lease. At most half of the engine's running
-        sequences belong to it.
+        The request can also be entered with `async with`, as with `generate`, and uses no resources before. All inputs
+        together are one request: they wait in the queue once, and use one lease. They use at most half of the engine's
+        running sequences.
 
         Args:
             inputs: one prompt, or a list of up to INPUTS_MAX (2048) prompts, as for `generate`. A list of integers is
-                one
-                prompt. For scores: a TextPair, or several.
+                one prompt. For scores: a TextPair, or several.
             pooling: what is computed. Default: vectors, as the model's makers recommend.
             request_id: as for `generate`.
             priority: as for `generate`.
@@ -479,7 +480,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
         Args:
             stream: an entered stream. No other task may read it.
-            tools: the tools of its prompt. None: no text is read as a tool call.
+            tools: the tools of the request's prompt. None: no text is parsed as a tool call.
 
         Returns:
             The parts, as an asynchronous iterator.
@@ -495,8 +496,9 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         """Abort requests, and return their partial results.
 
         A partial result is exactly the output that the reader has received, or will receive until the end of its
-        stream. To resume, also after the weights were replaced: `engine.generate(..., resume=partial.resume)`. Results
-        of the step in flight are dropped. Log probabilities are included if the request keeps them.
+        stream. To resume a request: `engine.generate(..., resume=partial.resume)`. This is also possible after the
+        weights were replaced. Results of the step in flight are dropped. Log probabilities are included if the request
+        keeps them.
 
         Args:
             request_ids: ids of requests. A single string is one id. An unknown id is not an error.
@@ -524,16 +526,16 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         }
 
     def hand_over(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, HandOverOutcome]:
-        """Give running requests away, so that another engine can resume them. Never waits.
+        """End running requests so that another engine can resume them. Never waits.
 
-        A reader gets the deltas that came before, and then a last delta with finish reason HANDED_OVER, at the latest
-        after the step in flight. If a connector holds the KV blocks, the delta says how to read them. The blocks are
-        held until they are read, or `kv_hold_timeout` has passed. Only requests that were made `resumable` are given
-        away.
+        A reader gets all earlier deltas, and then a last delta with finish reason HANDED_OVER, after the step in flight
+        at the latest. If a connector holds the KV blocks, the delta says how to read the blocks. The hold ends when the
+        blocks were read, or when `kv_hold_timeout` has passed. Only requests that were created with `resumable` are
+        handed over.
 
         Args:
             request_ids: ids of requests. A single string is one id. An unknown id is not an error.
-            owner: give away only requests of this user. None: all requests.
+            owner: hand over only requests of this user. None: all requests.
 
         Returns:
             The outcome per id.
@@ -553,7 +555,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         return outcomes
 
     def end_reasoning(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, ReasoningOutcome]:
-        """End the reasoning of requests with the next token. The rest of the response follows as usual. Never waits.
+        """End the reasoning of requests with the next token. The model then continues with the content. Never waits.
 
         This affects only requests whose sampling defines the end of reasoning (`thinking`).
 
@@ -577,7 +579,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         return outcomes
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
-        """Describe every request that is entered or whose blocks are held, the oldest first.
+        """Describe every request that is entered or whose blocks are held. The oldest request comes first.
 
         Args:
             owner: only requests of this user. None: all requests.
@@ -670,9 +672,10 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
     @contextmanager
     def tokenizing(self, *, owner: str | None = None) -> Iterator[PromptEncoder]:
-        """Give access to the tokenizer outside of requests, without delaying requests.
+        """Give the caller a tokenizer outside of requests, without delaying requests.
 
-        Only a few callers may do this at a time, and fewer of one owner. Above that, the encoder raises Overloaded.
+        Only a few callers may do this at a time, and even fewer callers of one owner. Additional callers get
+        Overloaded.
 
         Args:
             owner: the user.
@@ -705,5 +708,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
     @property
     def image_outputs(self) -> EncoderOutputs | None:
-        """Image embeddings and their users, for tests and status. None: the model reads no images."""
+        """Image embeddings and the requests that use them, for tests and the status page. None: the model reads no
+        images.
+        """
         return None if self._texts.images is None else self._texts.images.outputs

@@ -1,6 +1,6 @@
-"""Metrics of an engine: sizes and times of requests, times of tokens, counts of a connector, and times of each rank.
+"""Metrics of an engine: request sizes and times, token times, connector counts, and rank times.
 
-Sizes are counted for every started sequence, so that they add up to the token counters. Times are counted only for
+Sizes are counted for every started sequence, so that their sums equal the token counters. Times are counted only for
 sequences that finished, because the time of an aborted sequence depends on its client. The metrics of connectors and
 ranks are read at every scrape.
 """
@@ -22,7 +22,7 @@ from trioserve.metrics.registry import Metrics
 __all__ = ["WHOLE", "RequestMetrics", "TokenTimings", "show_connector", "RankSeconds", "RankTotals", "show_ranks"]
 
 
-WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # finish reasons of a complete response
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # Finish reasons of a complete response.
 
 
 class RequestMetrics:
@@ -30,8 +30,8 @@ class RequestMetrics:
 
     Args:
         metrics: receives the observations.
-        prompt_saved: returns how many prompt tokens of a sequence the prefix cache had, and of how many the KV was
-            loaded from elsewhere.
+        prompt_saved: returns two token counts of a sequence's prompt: tokens found in the prefix cache, and tokens
+            whose KV was loaded from another engine or storage.
     """
 
     def __init__(self, metrics: Metrics, prompt_saved: Callable[[RequestId], tuple[int, int]]) -> None:
@@ -83,7 +83,7 @@ class RequestMetrics:
         last_at = now if first_at is None else choice.last_token_at
         metrics.request_inference_time_seconds.observe(last_at - began_at)
         metrics.request_prefill_time_seconds.observe((last_at if first_at is None else first_at) - began_at)
-        if first_at is None:  # the sequence was pooled
+        if first_at is None:  # A pooled sequence has no first token.
             return
         metrics.request_decode_time_seconds.observe(last_at - first_at)
         if choice.sampled_count > 1:
@@ -99,8 +99,9 @@ class TokenTimings(StepTimings[StepPlan]):
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics)
-        self._token_count = 0  # of the step that is being delivered, without the tokens in _followed
-        self._followed: list[float] = []  # one entry per single token of the step: the time of the token before it
+        self._token_count = 0  # Tokens of the step that is being delivered, without the tokens in `_followed`.
+        # For each choice that got a single token in this step: the time of its previous token.
+        self._followed: list[float] = []
 
     def note_tokens(self, choice: Choice, count: int, now: float) -> bool:
         """Count the tokens that a step produced for a choice.
@@ -121,12 +122,12 @@ class TokenTimings(StepTimings[StepPlan]):
             self._token_count += count
             self._metrics.time_to_first_token_seconds.observe(now - choice.request.entered_at)
             return True
-        if count == 1:  # the usual case
+        if count == 1:  # This is the usual case.
             self._followed.append(before)
         else:
             self._token_count += count
-            # Tokens that arrive together share the time since the previous token equally, so the mean per token stays
-            # right.
+            # Tokens that arrive together each count an equal fraction of the time since the previous token, so that the
+            # mean stays right.
             self._metrics.inter_token_latency_seconds.observe((now - before) / count, count)
         return False
 
@@ -175,7 +176,7 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
                 note_broken()
 
     def note_broken() -> None:
-        """Log the first error. The scrape continues, so that no other metric is lost."""
+        """Log the first error. The scrape continues, so that the other metrics are still shown."""
         nonlocal is_broken
         if not is_broken:
             logger.exception("the connector's counts cannot be read")
@@ -198,11 +199,11 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
 
 
 class RankSeconds(NamedTuple):
-    """Times of one rank so far.
+    """Times that one rank has used so far.
 
     Attributes:
-        steps: seconds of all steps.
-        together: the part of these seconds that all ranks spent together.
+        steps: seconds of all steps together.
+        together: seconds within these steps that all ranks spent on collective operations.
     """
 
     steps: float = 0.0

@@ -1,7 +1,7 @@
 """Computes the embeddings of a prompt's images before its request joins the core.
 
-Processes decode a few images at a time. The model encodes one image at a time, between steps. A request that leaves
-meanwhile leaves at once, and releases its claim on memory in the same call.
+Other processes decode a few images at a time. The model encodes one image at a time, between steps. If a request is
+cancelled meanwhile, it ends at once, and its claim on memory is released in the same call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ImageEncoding:
     """Encodes the images of requests.
 
     Args:
-        processing: how the model expects images.
+        processing: image size, patch size and normalization that the model expects.
         decoder: decodes image files.
         metrics: receive times and cache counts.
         wait_until_open: waits until the engine computes. Raises the refusal if the engine is closed.
@@ -52,13 +52,14 @@ class ImageEncoding:
         self._decoder = decoder
         self._metrics = metrics
         self._wait_until_open = wait_until_open
-        self._encoder_turn = trio.Lock()  # one image at a time, because encoding uses all processors
-        self._under_way: dict[bytes, trio.Event] = {}  # set when the encoding of this image has ended or failed
+        self._encoder_turn = trio.Lock()  # The model encodes one image at a time, because encoding uses all processors.
+        # The event of an image is set when its encoding has ended or failed.
+        self._under_way: dict[bytes, trio.Event] = {}
         self._seen = (0, 0)
         metrics.on_scrape(self._show)
 
     async def prepare(self, request: OpenRequest) -> None:
-        """Encode the images of a request. `release` releases its claim on memory, however this ends.
+        """Encode the images of a request. The caller must call `release` at the end, also after an error.
 
         Args:
             request: a request whose prompt is tokenized.
@@ -76,7 +77,7 @@ class ImageEncoding:
             await granted.wait()
         for image in {one.image.digest: one.image for one in request.images}.values():
             await self._have_encoded(image, output_name(image.digest, request.cache_salt), request.tenant)
-        if request.output_claim is claim:  # otherwise the request was ended meanwhile
+        if request.output_claim is claim:  # If the claim is another one, the request was ended meanwhile.
             request.given = tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
             request.forget_files()
 
@@ -98,9 +99,10 @@ class ImageEncoding:
         }
 
     async def _have_encoded(self, image: ReadImage, name: bytes, tenant: str) -> None:
-        """Encode an image unless it is cached. Requests with the same image wait for the first one, or take over if it
-        leaves.
+        """Encode an image unless it is cached. Other requests with the same image wait for the first request. If the
+        first request is cancelled, another one encodes the image.
         """
+
         while self.outputs.values(name) is None:
             if (other := self._under_way.get(name)) is not None:
                 await other.wait()
@@ -128,10 +130,11 @@ class ImageEncoding:
             try:
                 return await encoder.encode(tiles)
             except AlreadyEnded:
-                if encoder is self.encoder:  # the engine is closed, and will not be reopened
+                # The encoder was not replaced, so the engine is closed and will not be reopened.
+                if encoder is self.encoder:
                     await self._wait_until_open()
                     raise
-            except Exception as error:  # an error of the encoder, such as too little memory
+            except Exception as error:  # The encoder failed, for example because there is too little memory.
                 logger.exception("an image could not be encoded")
                 raise RequestFailed(f"the image could not be encoded: {type(error).__name__}: {error}") from error
 
@@ -161,7 +164,7 @@ class ImageEncoding:
 def output_name(digest: bytes, cache_salt: str | None) -> bytes:
     """Return the cache name of an image's embeddings.
 
-    The name depends on the salt. So the response time does not reveal whether another user has sent the image.
+    The name depends on the salt, so that the response time does not reveal whether another user has sent the image.
 
     Args:
         digest: digest of the image.

@@ -1,7 +1,8 @@
-"""Changes of the prefix cache, numbered, for subscribers at their own pace. The engine never waits for a subscriber.
+"""A numbered record of the changes in the prefix cache. Subscribers read it at their own pace, and the engine never
+waits.
 
-The last changes are kept in a ring buffer. A new subscriber, or one that is too far behind, gets a snapshot of all
-resident blocks, and continues from there.
+A ring buffer keeps the last changes. A new subscriber gets a snapshot of all resident blocks, and then the changes
+after it. A subscriber that is too far behind also gets a snapshot.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from trioserve.core.prefix_cache import PrefixCache
 
 __all__ = ["EVENTS_MAX", "KvEvents", "KvReader"]
 
-EVENTS_MAX = 65_536  # about 10 MB at most. A subscriber may miss this many changes before it needs a snapshot.
-EVENT_HASHES_MAX = 512  # per event: 14 KB of JSON, far less than the buffer of a slow client
-READERS_MAX = 16  # one subscriber per router. Each may use memory for a list of all blocks while it gets a snapshot.
+# The buffer needs at most about 10 MB. A subscriber may miss this many changes before it needs a snapshot.
+EVENTS_MAX = 65_536
+EVENT_HASHES_MAX = 512  # One event has at most 14 KB of JSON, far less than the buffer of a slow client.
+# Each router has one subscriber. Each subscriber may need memory for a list of all blocks during its snapshot.
+READERS_MAX = 16
 RETRY_SECONDS = 30.0
 
 
 class KvEvents:
-    """Records the changes of a prefix cache. Every method belongs to the thread of the engine's Trio program.
+    """Records the changes of a prefix cache. Call every method in the thread of the engine's Trio program.
 
     Args:
         cache: the prefix cache.
         model: name of the model.
         block_size: tokens per block.
         window_tokens: attention window of the model, in tokens. None: no window.
-        events_max: changes that are kept.
+        events_max: number of latest changes that are kept.
 
     Attributes:
-        epoch: random name of this record. Sequence numbers are valid only within one epoch.
+        epoch: random name of this record. Sequence numbers are only valid together with this name.
         next_sequence: number of the next change.
-        is_over: True if no more changes will come.
+        is_over: True if the engine ended, so no more changes will come.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class KvEvents:
         self.is_over = False
         self._cache = cache
         self._events_max = events_max
-        # Change n is at index n modulo the length, once the buffer is full.
+        # A full buffer has change n at index n modulo its length.
         self._ring: list[tuple[BlockHash, bool]] = []
         self._reader_count = 0
         self._waiting = trio.lowlevel.ParkingLot()
@@ -80,7 +83,7 @@ class KvEvents:
             self._reader_count -= 1
 
     def end(self) -> None:
-        """Wake the subscribers for the last time, because the engine ends."""
+        """Wake the subscribers for the last time, because the engine has ended."""
         self.is_over = True
         self._waiting.unpark_all()
 
@@ -90,14 +93,14 @@ class KvEvents:
         return self.next_sequence - len(self._ring)
 
     def run_from(self, sequence: int) -> tuple[bool, list[BlockHash]]:
-        """Return a run of changes of one kind.
+        """Return consecutive changes that all store blocks, or all remove blocks.
 
         Args:
-            sequence: number of the first change. It must be kept.
+            sequence: number of the first change. The buffer must still have this change.
 
         Returns:
-            True if blocks were stored, False if they were removed. And the names of the blocks, at most
-            EVENT_HASHES_MAX.
+            True if blocks were stored, False if blocks were removed. The second value has the names of at most
+            EVENT_HASHES_MAX blocks.
         """
         assert self.first_sequence <= sequence < self.next_sequence
         is_stored = self._change(sequence)[1]
@@ -113,7 +116,7 @@ class KvEvents:
         return self._cache.resident_hashes()
 
     async def wait_beyond(self, sequence: int) -> None:
-        """Wait until a change exists, or no more changes will come.
+        """Wait until the change with this number exists, or until no more changes will come.
 
         Args:
             sequence: number of the change.
@@ -135,20 +138,20 @@ class KvEvents:
 
 
 class KvReader:
-    """Position of one subscriber in the changes.
+    """The position of one subscriber in the record of changes.
 
     Args:
-        events: the changes.
+        events: the record of changes.
     """
 
     def __init__(self, events: KvEvents) -> None:
         self._events = events
-        self._sequence: int | None = None  # number of the next change. None: a snapshot comes first.
-        self._unsent: list[BlockHash] = []  # rest of the snapshot, in reverse order
+        self._sequence: int | None = None  # Number of the next change. None: the subscriber gets a snapshot first.
+        self._unsent: list[BlockHash] = []  # The rest of the snapshot, in reverse order.
         self._snapshot_is_open = False
 
     def next_nowait(self) -> KvEvent | None:
-        """Return the next event, or None if there is none yet."""
+        """Return the next event, or None if no event has happened yet."""
         events = self._events
         if self._snapshot_is_open:
             return self._snapshot_part()

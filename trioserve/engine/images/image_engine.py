@@ -1,7 +1,7 @@
-"""The engine of a model that generates images, as a Trio program sees it.
+"""The engine of a model that generates images, as a Trio program uses it.
 
-`EngineLifecycle` provides what it shares with the engine for text: queue, leases, deadlines, aborts by id, drain,
-pauses and faults. `ImageWork` prepares requests for images, and hands them to the core.
+`EngineLifecycle` has the code that this engine shares with the engine for text: queue, leases, deadlines, aborts by id,
+drain, pauses and faults. `ImageWork` prepares requests for images, and passes them to the core.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
     To see partial results: `async with engine.generate_image("a cat") as stream: async for delta in stream: ...`.
     `ScopeStream` documents entering, iterating and leaving.
 
-    A slow reader gets the newest delta of each image. The last delta of an image is never lost.
+    A slow reader gets the newest delta of each image. The last delta of an image is always delivered.
     """
 
     def __await__(self) -> Generator[Any, Any, tuple[RGBImage, ...]]:
@@ -71,7 +71,8 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
             The images, in the order of their indexes.
 
         Raises:
-            RequestFailed, RequestAborted, DeadlinePassed: an image was not generated. The first such image decides.
+            RequestFailed, RequestAborted, DeadlinePassed: an image was not generated. The first failed image decides
+                which error is raised.
             EngineFault: the engine broke.
         """
         return await images_of(self)
@@ -94,7 +95,7 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
 
 
 async def images_of(deltas: AsyncIterable[ImageDelta]) -> tuple[RGBImage, ...]:
-    """Wait for all images of a stream. See `ImageStream.pictures`.
+    """Wait for all images of a stream and return them. See `ImageStream.pictures`.
 
     Args:
         deltas: an entered stream.
@@ -109,18 +110,18 @@ async def images_of(deltas: AsyncIterable[ImageDelta]) -> tuple[RGBImage, ...]:
     return tuple(made[index] for index in sorted(made))
 
 
-DRAWN_SEED_BITS = 53  # clients may send a drawn seed back, and JavaScript's numbers are exact up to this size
+DRAWN_SEED_BITS = 53  # Clients may send this seed back to the server. JavaScript's numbers are exact up to 53 bits.
 
 
 @uninterrupted
 class ImageEngine(EngineLifecycle[OpenImage, ImageParts]):
-    """An engine that serves one image model. `open_image_engine` makes it.
+    """An engine that serves one image model. `open_image_engine` creates it.
 
     Args:
         model: description of the model.
         core: scheduler and owner of the slots.
         steps: computes the plans of the core.
-        metrics: registry with the part "images".
+        metrics: registry that contains the image metrics.
         settings: limits of the engine.
         limits: limits of requests, in addition to those of the model. None: default limits.
         new_request_id: makes the id of a request whose caller gives none.
@@ -174,19 +175,20 @@ class ImageEngine(EngineLifecycle[OpenImage, ImageParts]):
         tenant: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> ImageStream:
-        """Make a request. Await it for all images, or enter it with `async with`. Until then it uses nothing.
+        """Create a request for images. Await it for all images, or enter it with `async with`. It uses no resources
+        before.
 
-        All images of a request are one request with one place in the queue and one lease.
+        All images of a request are one request: they wait in the queue once, and use one lease.
 
         Args:
-            prompt: describes the image. For a model of classes: the name of a class, or its index as text.
+            prompt: description of the image. For a model of classes: the name of a class, or its index as text.
             params: size, steps and other options. Default: the model's defaults.
             request_id: the caller's id. It need not be unique: an abort by id ends all requests with this id. Default:
                 a new id.
-            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100). A lower number runs sooner. An image that has begun
-                can lose its slot to a request with a lower number, and later continues where it stopped.
-            deadlines: seconds from entering. A request that passes a deadline ends with finish reason DEADLINE. For
-                `ttft_timeout`, the first partial or complete image counts as the first token.
+            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100). A lower number runs sooner. A running image can lose
+                its slot to a request with a lower number. It later continues from the step where it stopped.
+            deadlines: limits in seconds, counted from entering. A request that passes a deadline ends with finish
+                reason DEADLINE. For `ttft_timeout`, the first partial or complete image counts as the first token.
             owner: user who may see and abort the request by its id, besides users who may see all requests.
             tenant: the queue is fair between tenants. Default: the owner.
             part_of: parent span of the request's trace.
@@ -215,7 +217,7 @@ class ImageEngine(EngineLifecycle[OpenImage, ImageParts]):
         return ImageStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveImageView]:
-        """Describe every request that is entered and not left, the oldest first.
+        """Describe every request whose scope is entered. The oldest request comes first.
 
         Args:
             owner: only requests of this user. None: all requests.

@@ -1,4 +1,4 @@
-"""Checks a request for images against the model's abilities, and makes its tasks for the core and the executor."""
+"""Checks whether the model supports a request for images, and creates the tasks for the core and the executor."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from trioserve.contracts.spelling import closest_name
 
 __all__ = ["ImagePreparation", "WantedImage"]
 
-STRENGTH = 0.8  # default for an image that is changed, as in diffusers' pipelines
-MASKED_STRENGTH = 1.0  # default with a mask: the masked area is generated from noise
-NAMED_MAX = 5  # classes that an error message names
-INDEX_DIGITS_MAX = 18  # Python refuses to read a number of thousands of digits
+STRENGTH = 0.8  # Default strength for an image that is changed, as in diffusers' pipelines.
+MASKED_STRENGTH = 1.0  # Default strength with a mask: the masked area is generated from noise.
+NAMED_MAX = 5  # An error message lists at most this many classes.
+INDEX_DIGITS_MAX = 18  # Python refuses to parse a number with thousands of digits.
 
 
 class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
     """Description of each image of a request, without its seed.
 
     Attributes:
-        task: options for the executor. Its step count is that of the whole schedule.
-        step_count: denoising steps of an image. Fewer than the schedule's if an image is changed.
-        is_guided: True if each image needs a second row for guidance.
+        task: options for the executor. Its step count is the length of the whole schedule.
+        step_count: denoising steps of an image. When an image is changed, fewer steps than in the schedule.
+        is_guided: True if each image needs a second row in the batch, for classifier-free guidance.
         partial_every: steps between two partial results. None: no partial results.
-        work: cost of a row in a denoising step, and of decoding.
+        work: cost of one row in a denoising step. Decoding has the same cost.
         encode_work: cost of encoding.
     """
 
@@ -134,10 +134,12 @@ class ImagePreparation:
             task=task,
             step_count=step_count,
             is_guided=is_guided,
-            # At most the requested number, at equal distances. The last step gives the complete image instead.
+            # Partial images have equal distances, so there may be fewer than requested. The last step gives the
+            # complete image.
             partial_every=math.ceil(step_count / (params.partial_images + 1)) if params.partial_images else None,
             work=work,
-            # The network that decodes also encodes an image to be changed. One row always fits in a step.
+            # The network that decodes also encodes an image that is changed. A step can always compute at least one
+            # row.
             encode_work=model.encode_work if params.image is None else max(model.encode_work, work),
         )
 
@@ -214,9 +216,10 @@ class ImagePreparation:
             raise InvalidRequest(f"{self._model.name} cannot change images: leave {name} out", param=name)
 
     def _side(self, name: str, params: ImageParams) -> int:
-        """Return a side of the image. Default for an image that is changed: its own side, rounded to what the model
-        allows.
+        """Return the width or height of the image. An image that is changed keeps its own size by default, rounded to a
+        size that the model allows.
         """
+
         model = self._model
         multiple = model.side_multiple
         asked: int | None = getattr(params, name)
@@ -260,7 +263,7 @@ def _check_most(name: str, value: int, most: int, what: str) -> None:
 
 
 def _check_whole(name: str, text: str) -> None:
-    """Refuse half a surrogate pair. No tokenizer accepts it, and it would fail the step of all requests."""
+    """Refuse half a surrogate pair in a text. No tokenizer accepts it, so it would fail the step of all requests."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -272,7 +275,9 @@ def _check_whole(name: str, text: str) -> None:
 
 
 def _step_count(params: ImageParams, steps: int) -> int:
-    """Return the denoising steps. A changed image gets the part of them that its strength leaves, as in diffusers."""
+    """Return the number of denoising steps. A changed image skips the first steps, depending on `strength`, as in
+    diffusers.
+    """
     if params.image is None:
         return steps
     default = STRENGTH if params.mask is None else MASKED_STRENGTH

@@ -1,7 +1,7 @@
-"""The work of an engine for images: its parts, the delivery of results, and requests from their check to their release.
+"""Runs requests in an engine for images: prepares them, delivers their results, and releases their resources.
 
 `EngineLifecycle` runs the engine. It calls `ImageWork` when a request enters, gets its lease, begins, and leaves.
-`ImageParts` are lost with a fault. They are built again when the engine is reopened.
+`ImageParts` are lost when the engine breaks. They are created again when the engine is reopened.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ImageSteps: TypeAlias = StepRunnerOf[IterativePlan, IterativeResult]
 
 
 class ImageParts(NamedTuple):
-    """Parts of one opening of an image engine. The fields from `connector` on are those that only texts use.
+    """Objects that an image engine opens together. Only engines for text use the fields from `connector` on.
 
     Attributes:
         core: a core without requests.
-        steps: computes its plans, such as a `ThreadedExecutor` around an `IterativeExecutor`.
+        steps: computes the core's plans, such as a `ThreadedExecutor` around an `IterativeExecutor`.
         guard: see `EngineParts`.
-        cache_release: see `EngineParts`. Releases the latents.
+        cache_release: see `EngineParts`. It releases the latents.
     """
 
     core: IterativeCore
@@ -105,12 +105,12 @@ class ImageCounts:
 
 
 class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
-    """Delivery of an engine for images. See `CoreDelivery`.
+    """Delivers the results of an engine for images. See `CoreDelivery`.
 
     Args:
-        core: the core.
+        core: the core, which plans the steps.
         metrics: registry of the engine's metrics.
-        wake: called when the step loop may have something new to do.
+        wake: called when the step loop may have new work.
         step_watch: receives the begin and end of each step.
     """
 
@@ -126,7 +126,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
                 self._on_step(self._choices[event.request_id], event, now)
             elif isinstance(event, OutputReady):
                 assert isinstance(event.output, RGBImage), f"{event.request_id} gave {type(event.output).__name__}"
-                self._choices[event.request_id].image = event.output  # its end comes next
+                self._choices[event.request_id].image = event.output  # The next event of this image is its end.
             else:
                 has_reader = not self._is_cancelled(event, now)
                 choice = self._choices[event.request_id]
@@ -139,7 +139,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
 
     def _on_step(self, choice: ImageChoice, event: StepDone, now: float) -> None:
         if event.steps_done <= choice.steps_done:
-            return  # delivered before the engine broke, and computed again
+            return  # This progress was delivered before the engine broke. The reopened engine computes the step again.
         choice.steps_done = event.steps_done
         assert event.partial is None or isinstance(event.partial, RGBImage), "a partial result that is not an image"
         if event.partial is not None:
@@ -147,7 +147,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
         choice.request.push(choice.request.delta(choice, event.partial))
 
     def _note_shown(self, choice: ImageChoice, now: float) -> None:
-        """Observe when the first output of an image, partial or complete, was delivered."""
+        """Observe the time at which the first output of an image, partial or complete, was delivered."""
         if choice.first_shown_at is None:
             choice.first_shown_at = now
             self._metrics.time_to_first_picture_seconds.observe(now - choice.request.entered_at)
@@ -183,7 +183,7 @@ class ImageWork:
         self._core_settings = core_settings
         self._preparation = ImagePreparation(model, limits, step_work_max=core_settings.step_work_max)
         self.step_times = ImageStepTimes()
-        self._parts_total = 0  # parts of all requests so far, to make their ids in the core unique
+        self._parts_total = 0  # Number of images of all requests so far. It makes their ids in the core unique.
 
     def attach(self, engine: Host) -> None:
         self._engine = engine
@@ -198,10 +198,10 @@ class ImageWork:
         return ImageParts(IterativeCore(self._core_settings), NoSteps())
 
     def continued(self) -> Callable[[ImageChoice], IterativeRequest | None]:
-        # No latent is saved. The seed and the steps reproduce it.
+        # No latent needs to be saved, because the seed and the steps reproduce it.
         return lambda choice: choice.asked
 
-    # --- a request ---
+    # --- the stages of a request ---
 
     def check(self, request: OpenImage) -> None:
         request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
@@ -217,15 +217,15 @@ class ImageWork:
         return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
 
     def _make_way(self, request: OpenImage) -> None:
-        """Lend a lease to a request that can take the slot of a running request with a higher priority number.
+        """Lend an additional lease to a request that can preempt a running request with a higher priority number.
 
-        In the queue it would wait until another request has ended.
+        Without this lease, the request would wait in the queue until another request has ended.
         """
         if any(live.request.priority > request.priority for live in self._core.live_requests()):
             self._engine.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
 
     async def prepare(self, request: OpenImage) -> None:
-        pass  # `check` has prepared everything, and the model encodes the prompt
+        pass  # `check` has prepared everything, and the model itself encodes the prompt.
 
     def sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
         asked = []
@@ -237,7 +237,7 @@ class ImageWork:
         return asked
 
     def release(self, request: OpenImage) -> None:
-        pass  # a request acquires nothing outside of the core
+        pass  # A request for images acquires nothing outside of the core.
 
     def keeps_hold(self, request: OpenImage) -> bool:
         return False
@@ -259,13 +259,13 @@ class ImageWork:
     # --- observers ---
 
     def note_left(self, request: OpenImage) -> None:
-        pass  # nobody follows single requests
+        pass  # Image engines have no observers of single requests.
 
     def note_leaving(self) -> None:
-        pass  # there are no subscribers
+        pass  # Image engines have no subscribers.
 
     def note_over(self) -> None:
-        pass  # there are no subscribers
+        pass  # Image engines have no subscribers.
 
     def show(self, stats: IterativeStats) -> int:
         self._gauges.show(stats)

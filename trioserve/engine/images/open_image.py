@@ -1,4 +1,4 @@
-"""The engine's side of a request for images: its options, and each image with the progress that the reader knows."""
+"""The engine's state of a request for images: its options, and the progress that its reader has received."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class ImageChoice(RequestPart["OpenImage"]):
 
     Attributes:
         asked: the core's request for the image. None until the request is prepared.
-        steps_done: progress that was delivered.
-        picture: the complete image. The end of the image comes next.
-        first_shown_at: when the first partial or complete image was delivered. None: not yet.
+        steps_done: denoising steps whose progress was delivered.
+        image: the complete image. It is set shortly before the image ends.
+        first_shown_at: time at which the first partial or complete image was delivered. None: none was delivered yet.
     """
 
     __slots__ = ("asked", "first_shown_at", "image", "steps_done")
@@ -71,7 +71,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
         part_of: parent span of the request's trace.
 
     Attributes:
-        wanted: description of the images, made from prompt and params when the request is entered.
+        wanted: description of the images. It is derived from `prompt` and `params` when the request is entered.
     """
 
     wanted: WantedImage
@@ -99,7 +99,8 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
             merge=merge,
             part_of=part_of,
         )
-        self.is_resumable = True  # the same prompt and seed give the same images
+        # Another server can resume the request, because the same prompt and seed give the same images.
+        self.is_resumable = True
         self.prompt = prompt
         self.params = params
         self.seeds = tuple((seed + index) % 2**64 for index in range(params.n))
@@ -112,7 +113,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
 
         Args:
             choice: the image.
-            picture: a partial result. None: none.
+            image: a partial result. None: the delta has no image.
         """
         return ImageDelta(
             index=choice.index, steps_done=choice.steps_done, step_count=self.wanted.step_count, image=image
@@ -135,7 +136,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
                 finish_reason=FinishReason.STOP,
             )
         )
-        choice.image = None  # only the reader needs it now
+        choice.image = None  # Free the memory here, because only the reader needs the image now.
 
     def push_end(
         self, choice: ImageChoice, reason: FinishReason, message: str | None = None, *, stop_reason: str | None = None
@@ -170,7 +171,7 @@ def merge(pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
 
 
 def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: float) -> LiveImageView:
-    """Describe a request for images for status pages, from the engine's and the core's state.
+    """Describe a request for images for status pages, from the state in the engine and in the core.
 
     Args:
         request: the request.
@@ -205,7 +206,9 @@ OPERATION = "generate_content"
 
 
 class SpannedImage(SpannedRequest):
-    """Records the events of a request for images. It has no tokens, and its first image begins no new stage."""
+    """Records the events of a request for images in a span. Images have no tokens, so the first image begins no new
+    stage.
+    """
 
     __slots__ = ()
 

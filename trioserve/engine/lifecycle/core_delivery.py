@@ -1,7 +1,7 @@
-"""The sequences that the core has, and the ends of requests. Subclasses deliver the results of steps.
+"""Tracks the sequences in the core and ends requests. Subclasses deliver the results of steps.
 
-This includes sequences whose reader has already left. Everything here is synchronous. It runs between two steps, except
-that a request may be ended at any time.
+The tracked sequences include those whose reader has already left. All methods are synchronous. They run between two
+steps, but a request may be ended at any time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ EventT = TypeVar("EventT")
 
 
 class Cancelled(NamedTuple):
-    """The moment at which a sequence was aborted.
+    """Records when a sequence was aborted.
 
     Attributes:
         at: time of the abort.
-        step_count: steps that had ended by then.
+        step_count: number of steps that had ended before the abort.
     """
 
     at: float
@@ -58,12 +58,12 @@ class StepTimings(ABC, Generic[PlanT]):
         metrics: receives the observations.
 
     Attributes:
-        step_count: steps that have ended.
+        step_count: number of steps that have ended.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self.step_count = 0  # steps that have ended
+        self.step_count = 0
 
     @abstractmethod
     def note_step(self, plan: PlanT, step_seconds: float, now: float) -> None:
@@ -76,7 +76,8 @@ class StepTimings(ABC, Generic[PlanT]):
         """
 
     def cancelled(self, now: float) -> Cancelled:
-        """Return the moment of an abort, to be kept until the blocks of the sequence are free.
+        """Return the current moment as the time of an abort. The caller keeps it until the blocks of the sequence are
+        free.
 
         Args:
             now: current time.
@@ -120,7 +121,7 @@ class RequestCounts(Protocol[ScopeIn, PartIn]):
     """Counts the sequences and requests of an engine."""
 
     def note_run(self, choice: PartIn, now: float) -> None:
-        """Count a sequence that is in a step for the first time.
+        """Count a sequence that runs in a step for the first time.
 
         Args:
             choice: the choice of the sequence.
@@ -128,7 +129,7 @@ class RequestCounts(Protocol[ScopeIn, PartIn]):
         """
 
     def note_end(self, choice: PartIn, reason: FinishReason, now: float) -> None:
-        """Count the end of a sequence that the core had.
+        """Count the end of a sequence that was in the core.
 
         Args:
             choice: the choice of the sequence.
@@ -156,16 +157,16 @@ class WatchesCancels(Protocol[ScopeIn]):
     """Observer of cancelled sequences and of the blocks that they free."""
 
     def note_cancelled(self, request: ScopeIn, ids: Sequence[RequestId], reason: FinishReason) -> None:
-        """Note that a request is ended from outside. Has no effect for a request that is over.
+        """Note that a request was ended from outside. This has no effect if the request has already ended.
 
         Args:
             request: the request.
-            ids: its sequences in the core, which still have their blocks.
+            ids: the request's sequences in the core, which still have their blocks.
             reason: the finish reason.
         """
 
     def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
-        """Note that a cancelled sequence has no blocks any more.
+        """Note that all blocks of a cancelled sequence are free.
 
         Args:
             sequence_id: the sequence.
@@ -175,7 +176,7 @@ class WatchesCancels(Protocol[ScopeIn]):
 
 
 class NobodyWatches:
-    """An observer that ignores everything."""
+    """Ignores all cancelled sequences."""
 
     def note_cancelled(self, request: AnyScope, ids: Sequence[RequestId], reason: FinishReason) -> None:
         pass
@@ -185,18 +186,18 @@ class NobodyWatches:
 
 
 class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
-    """Connects the sequences of the core with the requests that wait for them.
+    """Connects the sequences in the core with the requests that wait for their output.
 
     Args:
         core: aborts sequences.
         timings: observes step times and aborts.
         counts: counts sequences and requests.
-        wake: called when the step loop may have something new to do.
+        wake: called when the step loop may have new work.
         step_watch: receives the begin and end of each step. None: a watch of its own.
         cancels: observes cancelled sequences. None: no observer.
 
     Attributes:
-        has_brought: True if a step has produced any event.
+        has_brought: True if a step of this core has produced an event.
     """
 
     def __init__(
@@ -214,14 +215,14 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._wake = wake
         self._step_watch = step_watch or StepWatch()
         self._choices: dict[RequestId, PartT] = {}
-        # Sequences that were aborted while a step reads their blocks. None: their own output ended them.
+        # Sequences that were aborted while a step reads their blocks. None means that their own output ended them.
         self._cancelled: dict[RequestId, Cancelled | None] = {}
         self._step_timings = timings
         self._counts = counts
-        self._plans: deque[PlanT] = deque()  # not delivered yet, the oldest first
+        self._plans: deque[PlanT] = deque()  # Plans whose results are not delivered yet. The oldest plan comes first.
         self.has_brought = False
 
-    # --- different for each kind of engine ---
+    # --- implemented by each engine type ---
 
     @abstractmethod
     def _deliver(self, events: list[EventT], now: float) -> None:
@@ -234,17 +235,17 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     def _push_last(
         self, request: ScopeT, choice: PartT, reason: FinishReason, message: str | None, stop_reason: str | None
     ) -> None:
-        """Send the reader of a choice the reason why the choice was ended from outside."""
+        """Push the last delta of a choice that was ended from outside. The delta contains the reason."""
         request.push_end(choice, reason, message, stop_reason=stop_reason)
 
-    # --- what the core has ---
+    # --- sequences in the core ---
 
     def __len__(self) -> int:
-        """Number of sequences that the core has."""
+        """Return the number of sequences in the core."""
         return len(self._choices)
 
     def add(self, choice: PartT) -> None:
-        """Note that the core has the choice's sequence now.
+        """Note that the sequence of a choice was added to the core.
 
         Args:
             choice: the choice.
@@ -252,10 +253,10 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._choices[choice.sequence_id] = choice
         choice.request.core_count += 1
 
-    # --- ends that come from outside ---
+    # --- ends from outside of the core ---
 
     def end(self, request: ScopeT, reason: FinishReason) -> None:
-        """Abort all sequences of a request. Nothing more is delivered for it, and no further sequence begins.
+        """Abort all sequences of a request. Nothing more is delivered for the request, and no further sequence begins.
 
         Args:
             request: the request.
@@ -277,18 +278,18 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
                 self._cancelled.setdefault(sequence_id, cancelled)
         if not request.core_count:
             request.on_gone()
-        self._wake()  # a connector may still need the blocks until a deadline
+        self._wake()  # Wake the loop, because a connector may still need the blocks until a deadline.
 
     def end_with_final_delta(
         self, request: ScopeT, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
     ) -> None:
-        """Abort all sequences of a request, and send its reader the reason for each unfinished choice.
+        """Abort all sequences of a request, and push a last delta with the reason for each unfinished choice.
 
         Args:
             request: the request.
             reason: the finish reason.
             message: message for the reader.
-            stop_reason: more exact reason, for programs.
+            stop_reason: more specific reason that programs can compare.
         """
         request.preparation.cancel()
         unfinished = [choice for choice in request.choices if not choice.is_ended]
@@ -304,24 +305,24 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         """
 
     def note_left_queue(self, count: int) -> None:
-        """Count sequences that were aborted before the core had them.
+        """Count sequences that were aborted before they reached the core.
 
         Args:
             count: number of sequences.
         """
         self._step_timings.note_left_queue(count)
 
-    # --- when the engine broke ---
+    # --- after a fault of the engine ---
 
     def ids_in_flight(self) -> frozenset[RequestId]:
-        """Return the sequences of the steps that did not end, or were not delivered."""
+        """Return the sequences of steps that have not ended, or whose results were not delivered."""
         return frozenset(request_id for plan in self._plans for request_id in self._ids_of(plan))
 
     def give_up(self) -> list[PartT]:
-        """Forget all sequences, because the core is lost.
+        """Forget all sequences, because the core has broken.
 
         Returns:
-            The choices whose sequences the core had, in the order in which they were added.
+            The choices whose sequences were in the core, in the order in which they were added.
         """
         choices = list(self._choices.values())
         self._choices.clear()
@@ -347,7 +348,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._step_watch.begin(now)
         for sequence_id in plan.admitted:
             choice = self._choices[sequence_id]
-            if not choice.has_run:  # a preempted sequence is admitted again
+            if not choice.has_run:  # A preempted sequence is admitted again, and must not be counted twice.
                 choice.running_at = now
                 choice.request.note_run(now)
                 self._counts.note_run(choice, now)
@@ -355,7 +356,8 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
     def on_events(self, events: list[EventT], step_seconds: float) -> None:
         now = trio.current_time()
         self._step_watch.end(now)
-        self._step_timings.step_count += 1  # before the delivery, which counts steps since an abort
+        # Count this step before the delivery, because the delivery counts the steps since an abort.
+        self._step_timings.step_count += 1
         self._deliver(events, now)
         self._step_timings.note_step(self._plans.popleft(), step_seconds, now)
         self.has_brought = self.has_brought or bool(events)
@@ -370,7 +372,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
             self._deliver(events, trio.current_time())
 
     def _is_cancelled(self, event: RequestFinished, now: float) -> bool:
-        """Return True if no reader gets this end, because the sequence was cancelled while a step computed it."""
+        """Return True if the sequence was cancelled during its step, so no reader gets this end."""
         if event.request_id not in self._cancelled:
             return False
         cancelled = self._cancelled.pop(event.request_id)
@@ -379,7 +381,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         return True
 
     def _note_abort(self, event: RequestFinished, cancelled: Cancelled, now: float) -> None:
-        """Observe how long an aborted sequence kept its blocks."""
+        """Observe how long an aborted sequence kept its blocks after the abort."""
         self._step_timings.note_abort(event.phase, cancelled, now)
         self._cancels.note_freed(event.request_id, self._step_timings.steps_since(cancelled), now - cancelled.at)
 
@@ -389,7 +391,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         Args:
             event: the end.
             now: current time.
-            reason: finish reason that the reader gets. It may differ from the core's.
+            reason: finish reason that the reader gets. It may differ from the core's finish reason.
             has_reader: True if the reader gets the end. Subclasses hold blocks only then.
         """
         choice = self._choices.pop(event.request_id)

@@ -1,10 +1,10 @@
-"""The lifecycle of an engine of any kind, and of its requests.
+"""The lifecycle of any engine, and of the requests in it.
 
-An engine runs, pauses, sleeps, drains, breaks, and is reopened. All faults of an engine end here. A request enters the
-queue, gets a lease, is prepared, joins the core, and leaves. Every way out of a request leads to one synchronous call,
-`_leave`.
+An engine runs, pauses, sleeps, drains, breaks, and is reopened. Every fault of an engine is handled in this module. A
+request enters the queue, gets a lease, is prepared, joins the core, and leaves. However a request ends, one synchronous
+call releases everything: `_leave`.
 
-A `Work` knows what the engine computes: texts and pooling, or images.
+The engine's `Work` implements the part that differs between engines: generating texts, pooling, or generating images.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ PartsT = TypeVar("PartsT", bound=Parts)
 
 @uninterrupted
 class EngineLifecycle(Generic[ScopeT, PartsT]):
-    """Runs an engine and its requests. Every method belongs to the thread of the Trio program that opened the engine.
+    """Runs an engine and its requests. Call every method in the thread of the Trio program that opened the engine.
 
     Args:
-        work: what the engine computes.
-        parts: the first parts.
+        work: implements the preparation and computation of requests.
+        parts: the objects of the first opening.
         metrics: registry of the engine's metrics.
         settings: limits of the engine.
-        sequences_max: most sequences that run at a time.
+        sequences_max: highest number of sequences that run at the same time.
         new_request_id: makes the id of a request whose caller gives none.
-        lent_max: further leases for requests that must not wait in the queue.
+        lent_max: number of additional leases for requests that must not wait in the queue.
 
     Attributes:
-        requests: entered and not left.
-        kept_holds: requests that have left, and whose blocks another engine still has to read.
-        preparing_count: sequences of entered requests that the core does not have yet.
+        requests: requests whose scope is entered.
+        kept_holds: requests whose scope has ended, but another engine still has to read their blocks.
+        preparing_count: sequences of entered requests that are not in the core yet.
         weight_updates: replaces the weights.
         instance: random name of this engine. It stays the same when the engine is reopened.
-        reopens_at: set while the engine is broken or asleep: the earliest time to reopen it.
-        on_fault: passes a fault on to the clients.
+        reopens_at: earliest time at which the engine is reopened. None unless the engine is broken or asleep.
+        on_fault: reports a fault to the clients.
         role: role in KV exchange, shown to routers. None: the engine does not exchange KV with others.
     """
 
@@ -115,7 +115,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._ended_ids = EndedIds()
         self._live_max = sequences_max + settings.waiting_requests_max
         self.preparing_count = 0
-        self._leased_count = 0  # sequences among these whose request has its lease
+        self._leased_count = 0  # Sequences among `preparing_count` whose request has a lease.
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(sequences_max, settings, lent_max=lent_max)
         self._admission = RequestAdmission(self.dispatch, metrics, settings, new_request_id)
@@ -125,8 +125,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._readmission = Readmission[ScopeT](
             self._begin, end=self._end_poisoned, has_brought=lambda: self._delivery.has_brought
         )
-        self._last_fault: EngineFault | None = None  # the engine was reopened after this fault
-        self._carried: list[ScopeT] = []  # requests to resume in the reopened engine
+        self._last_fault: EngineFault | None = None  # The engine was last reopened after this fault.
+        self._carried: list[ScopeT] = []  # Requests that the reopened engine will resume.
         self._reopened = trio.Event()
         self.reopens_at: float | None = None
         self.gate = StepGate()
@@ -144,7 +144,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             note_ended=self._note_update_ended,
         )
         self.instance = secrets.token_hex(8)
-        self._outer_error: Exception | None = None  # error of the connector or of the guard
+        self._outer_error: Exception | None = None  # An error of the connector or of the guard.
         self._shell_gauges = ShellGauges(metrics)
         work.attach(self)
         self._install(parts)
@@ -154,7 +154,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     # --- running ---
 
     def _install(self, parts: PartsT) -> None:
-        """Use new parts, and forget the previous ones."""
+        """Use the objects of a new opening, and forget the old ones."""
         self._connector = parts.connector
         self._guard = parts.guard
         self._why_no_cache_release = parts.cache_release if isinstance(parts.cache_release, str) else None
@@ -178,19 +178,19 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Run the engine's main task until it is cancelled. Then it waits for the step in flight, and releases
-        everything.
+        """Run the engine's main task until it is cancelled. After a cancel, the task waits for the step in flight, and
+        releases everything.
 
-        The task returns when the engine sleeps, or broke and can be reopened. Then `reopens_at` is set, and its
-        requests wait.
+        The task returns when the engine sleeps, or when the engine broke and can be reopened. In both cases
+        `reopens_at` is set, and the engine's requests wait.
 
         Args:
             task_status: notified when the engine runs.
 
         Raises:
             StartupError: the connector cannot start.
-            EngineFault: the engine broke for good. Every reader has this error, and `on_fault` had up to
-                `grace_seconds_max` to pass it on.
+            EngineFault: the engine broke and cannot be reopened. Every reader has received this error. `on_fault` had
+                up to `grace_seconds_max` to report it to the clients.
         """
         connector = self._connector
         if connector is None:
@@ -202,7 +202,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
                 place = await nursery.start(self._run_connector, connector, scope)
                 listens = "" if place is None else f" listens={place}"
                 logger.info("connector runs connector=%s role=%s%s", type(connector).__name__, self.role, listens)
-                # The connector must run until the step in flight is over, because the core may call it.
+                # Shield the connector until the step in flight has ended, because the core may call it.
                 scope.shield = True
                 try:
                     await self._run_steps(task_status)
@@ -215,14 +215,15 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         try:
             with scope:
                 await connector.run(task_status=cast(Started, task_status))
-                # The connector broke its contract. Blocks that are held or being loaded still have deadlines.
+                # A connector must run until it is cancelled. After this bug, deadlines still end its holds and loads.
                 logger.warning("connector ended without a request to stop connector=%s", type(connector).__name__)
         except Exception as error:
             if not self._is_running:
                 raise
             if self.fault is not None:
                 logger.exception("the connector failed beside a step")
-            self._outer_error = error  # raised when the step in flight is over, like the error of a step
+            # This error is raised when the step in flight has ended, like the error of a step.
+            self._outer_error = error
             self._steps_scope.cancel()
 
     async def _run_guard(self, guard: Guard, scope: trio.CancelScope) -> None:
@@ -241,8 +242,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             else:
                 with errors_unwrapped():
                     async with trio.open_nursery() as nursery:
-                        # Shielded, so that the guard is cancelled only after the loop, and the error of the step in
-                        # flight is not hidden.
+                        # The scope is shielded, so that the guard is cancelled only after the loop. Otherwise a
+                        # cancelled guard could hide the error of the step in flight.
                         scope = trio.CancelScope(shield=True)
                         nursery.start_soon(self._run_guard, self._guard, scope)
                         try:
@@ -268,8 +269,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_brought):
                 await self._fail(fault)
                 raise fault from error
-            # Log the fault here, where it is handled. The traceback must not live longer, because it refers to the
-            # model.
+            # Log the fault here, and drop its traceback. A stored traceback would keep the model's memory alive.
             logger.exception("the engine broke, and is being reopened restarts=%d", self.restarts.taken_count)
             self._carry_requests(fault)
         finally:
@@ -287,7 +287,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._reopened.set()
         self._pausing.end()
         self._sleeping.end()
-        self.kept_holds.clear()  # no one reports the end of these holds
+        self.kept_holds.clear()  # Nothing will report the end of these holds.
         self._note_idle()
         self._note_over()
         self._work.note_leaving()
@@ -298,29 +298,30 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
                 try:
                     await self.on_fault()
                 except Exception:
-                    logger.exception("the fault could not be passed on")  # This error must not hide the fault.
+                    # An error in the report must not hide the fault.
+                    logger.exception("the fault could not be passed on")
 
     def close(self) -> None:
-        """End all requests, because nothing more is computed. Each reader gets a last delta, and everything is
-        released.
+        """End all requests, because the engine will not compute any more. Each reader gets a last delta, and all
+        resources are released.
         """
         self.reopens_at = None
         self._reopened.set()
         self._pausing.end()
         self._sleeping.end()
         self.abort_all("the engine was closed")
-        self._core.progress(trio.current_time())  # frees blocks that the connector releases at once
+        self._core.progress(trio.current_time())  # This call frees blocks that the connector releases at once.
 
     def abort_all(self, message: str, *, hands_over: bool = False) -> None:
-        """End every request and every hold. Each reader gets a last delta with finish reason ABORT, unless it had its
-        last one.
+        """End every request and every hold. Each reader gets a last delta with finish reason ABORT, unless it already
+        has a last delta.
 
-        If another server can resume the request, the delta's stop reason says so.
+        If another server can resume the request, the delta's stop reason contains this fact.
 
         Args:
             message: message for the readers.
-            hands_over: True to give requests away as `Engine.hand_over` does, if the engine has a connector. Blocks of
-                requests that were given away stay held until they are read or the engine is closed.
+            hands_over: True to hand requests over as `Engine.hand_over` does, if the engine has a connector. Blocks of
+                these requests stay held until they are read or the engine is closed.
         """
         hands_over = hands_over and self._connector is not None and self.step_watch.overdue() is None
         for request in self.requests:
@@ -333,7 +334,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             if not (hands_over and self._work.gives_away(request)):
                 self._delivery.end_holds(request)
 
-    # --- reopened after a fault ---
+    # --- reopening after a fault ---
 
     def _is_to_be_reopened(self, fault: EngineFault, *, has_progress: bool) -> bool:
         now = trio.current_time()
@@ -345,15 +346,15 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         return True
 
     def _carry_requests(self, fault: EngineFault | None) -> None:
-        """Take the unfinished sequences from a core that broke or goes to sleep, to resume them in the next core.
+        """Remove the unfinished sequences from a core that broke or goes to sleep. The next core resumes them.
 
-        Blocks that were held are lost.
+        Blocks that are held for other engines are lost.
 
         Args:
             fault: the fault. None: the engine goes to sleep, and no step is in flight.
         """
         delivery = self._delivery
-        self._set_gauges()  # publish the counts so far, because the next core starts from zero
+        self._set_gauges()  # Publish the counts so far, because the counts of the next core start from zero.
         self._reopened = trio.Event()
         suspect_ids = delivery.ids_in_flight()
         choices = delivery.give_up()
@@ -392,7 +393,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._note_idle()
 
     def _end_poisoned(self, request: ScopeT) -> None:
-        """End a request that broke the engine: all failed steps had it, and one of them had no other request."""
+        """End a request that broke the engine. Every failed step computed this request, and one of them computed
+        nothing else.
+        """
         logger.error("request ended: it was in %d steps that failed request=%s", request.fault_count, request.id)
         self.metrics.requests_poisoned_total.inc()
         self.restarts.forgive(request.fault_count)
@@ -403,12 +406,12 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._end_with_error(request, message, stop_reason=REQUEST_POISONED)
 
     def _end_with_error(self, request: ScopeT, message: str, *, stop_reason: str | None = None) -> None:
-        """End a request that the core does not have."""
+        """End a request that is not in the core, with an error."""
         self._delivery.note_lost(request)
         self._delivery.end_with_final_delta(request, FinishReason.ERROR, message, stop_reason=stop_reason)
 
     def reopen(self, parts: PartsT) -> None:
-        """Use new parts. The caller then calls `run`.
+        """Use the objects of a new opening. The caller then calls `run`.
 
         Args:
             parts: the new parts.
@@ -420,13 +423,13 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self.reopens_at = None
 
     async def reopening_failed(self, error: Exception) -> None:
-        """Handle an error while the engine was reopened.
+        """Handle an error that happened while the engine was being reopened.
 
         Args:
             error: the error.
 
         Raises:
-            EngineFault: no further attempt is allowed.
+            EngineFault: no further restart is allowed.
         """
         fault = EngineFault(f"the engine could not be reopened: {type(error).__name__}: {error}")
         if not self._is_to_be_reopened(fault, has_progress=False):
@@ -444,18 +447,18 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             self._note_awake()
 
     def _begin(self, request: ScopeT) -> None:
-        """Hand sequences of a request to the core, up to the number that it may have at a time."""
+        """Add sequences of a request to the core, until the request has its allowed number of sequences in the core."""
         while request.upcoming and request.core_count < request.sequence_count:
             self._begin_next(request)
 
     def _begin_next(self, request: ScopeT) -> None:
-        """Hand the next sequence of a request to the core."""
+        """Add the next sequence of a request to the core."""
         choice, sequence = request.upcoming.popleft()
         self._core.add(sequence)
         self._delivery.add(choice)
 
     async def keep_deadlines(self) -> None:
-        """End requests whose deadline has passed, and run the tasks of the engine's work, until this is cancelled."""
+        """End requests whose deadlines have passed, and run the tasks of the engine's work. Runs until cancelled."""
         async with trio.open_nursery() as nursery:
             for run in (*self._work.tasks, self.dispatch.run):
                 nursery.start_soon(run)
@@ -472,13 +475,15 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         return self._is_running and not self.draining and self.fault is None
 
     def drain(self) -> None:
-        """Stop accepting requests. Requests that have not begun to run are refused. Running requests continue.
+        """Stop accepting requests. Requests that have not begun to run are refused. Running requests continue to their
+        end.
 
-        If the engine is paused, running requests cannot continue. They end with their partial results.
+        If the engine is paused, running requests cannot continue, so they end with their partial results.
         """
         self._own_run.check("engine.drain")
         self.draining = True
-        self._reopened.set()  # requests that wait for the reopened engine have not begun to run
+        # Wake the requests that wait for the reopened engine. They have not begun to run, so they are refused.
+        self._reopened.set()
         self._pausing.end()
         self.dispatch.drain()
         self._note_over()
@@ -490,24 +495,24 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._end_begun_if_blocked()
 
     def _end_begun_if_blocked(self) -> None:
-        """End begun requests if they cannot continue, because the server is shutting down."""
+        """End begun requests if the server is shutting down and a pause blocks their steps."""
         if not self.gate.is_open and not self.weight_updates.is_under_way:
             self._end_begun("the server is shutting down, and its engine is paused", SERVER_STOPPING)
 
     async def wait_until_idle(self) -> None:
         """Wait until no request is entered, no block is held for another engine, and all KV blocks are free.
 
-        Blocks of a request that left during a step are free when that step ends. To wait for the end of a server, call
-        drain() first.
+        When a request leaves during a step, its blocks become free at the end of that step. To wait until a server has
+        finished, call drain() first.
         """
         self._own_run.check("engine.wait_until_idle")
         while self._is_busy or self._computes:
-            if self._idle.is_set():  # otherwise another task waits for the same event
+            if self._idle.is_set():  # If the event is not set, another task already waits for it.
                 self._idle = trio.Event()
             await self._idle.wait()
 
     async def wait_all_free(self) -> None:
-        """Wait until everything that requests had is free. An alias of `wait_until_idle` for tests."""
+        """Wait until all resources of requests are free. An alias of `wait_until_idle` for tests."""
         await self.wait_until_idle()
 
     @property
@@ -524,7 +529,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         return bool(self.requests or self.kept_holds)
 
     def _note_over(self) -> None:
-        """Note that no more steps will come from these parts, or that the engine drains."""
+        """Note that these parts will compute no more steps, or that the engine drains."""
         self.load_changes.end()
         self._work.note_over()
 
@@ -533,9 +538,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             self._idle.set()
 
     def wake(self) -> None:
-        """Wake the step loop, because there may be something to do. Costs nothing while steps run.
+        """Wake the step loop, because there may be new work. This is cheap while steps run.
 
-        A connector calls this when it has something to report.
+        A connector calls this method when it has events to report.
         """
         self._loop.wake()
 
@@ -547,19 +552,20 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             self._pausing.look()
         self.load_changes.note()
 
-    # --- paused ---
+    # --- pausing ---
 
     async def pause_generation(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Begin no further step until `resume_generation`. Return when no step is in flight, or when the engine was
         resumed.
 
-        New requests wait, and all deadlines continue to count. A request that is left during the pause ends at once. If
-        the caller stops waiting, the engine still pauses.
+        New requests wait, and all deadlines continue to count. A request that is cancelled during the pause ends at
+        once. If the caller of this method is cancelled, the engine still pauses.
 
         Args:
-            mode: what happens to begun requests. "abort" ends them with their partial results. "wait" lets them end
-                first, and meanwhile no new request begins. "keep" suspends them until the engine is resumed. If the
-                engine is paused already, only the aborts of "abort" happen.
+            mode: what happens to begun requests. "abort" ends them with their partial results. "wait" lets them finish
+                before the pause, and new requests do not begin meanwhile. "keep" suspends them until the engine is
+                resumed. If the engine is already paused, "abort" still ends begun requests, and the other modes have no
+                effect.
 
         Raises:
             InvalidRequest: an argument is not allowed.
@@ -591,7 +597,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     @property
     def has_half_weights(self) -> bool:
-        """True after an update of the weights failed halfway. Nothing is computed until another update is complete."""
+        """True if an update of the weights failed halfway. No step begins until another update is complete."""
         return self.weight_updates.is_half
 
     @property
@@ -601,15 +607,15 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     @property
     def holds_up(self) -> bool:
-        """True if new requests wait, because the engine is paused or about to be."""
+        """True if new requests must wait, because the engine is paused or will pause soon."""
         return self._pausing.holds_up
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Release memory until `wake_up`.
 
-        The engine pauses first, as in `pause_generation`. If the caller stops waiting during the pause, the pause is
-        undone. The method returns when the memory is released, or when the engine was resumed before. If the engine
-        sleeps already, its level does not change. Blocks that are held for other engines are lost.
+        The engine pauses first, as in `pause_generation`. If the caller is cancelled during the pause, the pause is
+        undone. The method returns when the memory is released, or when the engine was resumed earlier. If the engine
+        already sleeps, its level does not change. Blocks that are held for other engines are lost.
 
         Args:
             level: 1 releases the KV cache, and keeps the weights. 2 also releases the weights and everything else that
@@ -640,13 +646,15 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
         async with self.weight_updates.turn if self.weight_updates.is_possible else nullcontext():
             if mode == "wait" and self.weight_updates.is_half and self._has_begun():
-                # Sleeping would block the update without which these requests cannot end.
+                # This call would wait for begun requests, which cannot end without an update, and would block that
+                # update.
                 raise InvalidRequest(
                     "an update of the weights failed halfway, so begun requests cannot end: update the weights first, "
                     "or sleep with another mode",
                     param="mode",
                 )
-            self._check_may_pause(mode)  # an engine that started to drain meanwhile must finish its requests
+            # Check again, because an engine that started to drain meanwhile must finish its requests.
+            self._check_may_pause(mode)
             if not self.sleep_level:
                 await self._pause_for_sleep(mode)
                 if self._pausing.state is PauseState.PAUSED and not self.sleep_level:
@@ -667,7 +675,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             raise
 
     def _fall_asleep(self, level: int) -> None:
-        """Begin to sleep. No step is in flight."""
+        """Begin to sleep. Call this when no step is in flight."""
         logger.info("falls asleep level=%d", level)
         self._sleeping.fall_asleep(level)
         self._pausing.set_asleep(True)
@@ -677,8 +685,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     async def wake_up(self) -> None:
         """Allocate the memory again, with an empty prefix cache. Return when the engine runs again.
 
-        An engine that was paused when it fell asleep is paused afterwards. The call has no effect if the engine is
-        awake. If the caller stops waiting, the engine still wakes up.
+        If the engine was paused before its sleep, it is paused again. The call has no effect if the engine is awake. If
+        the caller is cancelled, the engine still wakes up.
 
         Raises:
             EngineFault: there is not enough memory, or the model cannot be read.
@@ -701,10 +709,10 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         return self._sleeping.level
 
     async def sleep_on(self) -> None:
-        """Note that the memory is released, and wait until it must be allocated again."""
+        """Note that the memory is released. Then wait until the memory must be allocated again."""
         self._sleeping.note_down()
         await self._sleeping.wait_until_woken()
-        # Otherwise an attempt to wake up failed, and reopens_at has the time of the next attempt.
+        # If the time is finite, an attempt to wake up has failed, and the time is that of the next attempt.
         if self.reopens_at == math.inf:
             self.reopens_at = trio.current_time()
 
@@ -753,7 +761,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     # --- weights ---
 
     def _check_may_replace(self) -> None:
-        """Raise the refusal if the weights cannot be replaced now."""
+        """Raise an error if the weights cannot be replaced now."""
         if self.fault is not None:
             raise self.fault
         if self.draining:
@@ -768,16 +776,18 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             self._end_begun_if_blocked()
         self.load_changes.note()
 
-    # --- what it shows ---
+    # --- metrics ---
 
     def _waiting_since(self) -> float | None:
-        """Return when the oldest unfinished request entered, or None if there is none, or if steps are blocked."""
+        """Return the time at which the oldest unfinished request entered. None: there is no request, or steps are
+        blocked.
+        """
         if not self.gate.is_open:
             return None
         return min((request.entered_at for request in self.requests if not request.is_finished), default=None)
 
     def _set_gauges(self) -> None:
-        """Update the gauges. Called before the metrics are shown."""
+        """Update the gauges. Called before each scrape of the metrics."""
         now = trio.current_time()
         stats = self._core.stats()
         deferred_count = self._work.show(stats)
@@ -795,16 +805,17 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     # --- requests ---
 
     async def _submit(self, request: ScopeT) -> None:
-        """Enter the queue, wait for a lease, prepare, and hand the sequences to the core. If it raises, nothing is
-        held.
+        """Enter the queue, wait for a lease, prepare, and add the sequences to the core. If an error is raised, all
+        resources are released.
         """
+
         count = request.sequence_count
         self._work.check(request)
         self._check_open(count)
         admission = self._admission.begin(request)
         request.on_gone = lambda: self._leave_queue(request, admission)
         self.requests.add(request)
-        try:  # from here on an error must release something
+        try:  # From this line on, an error must release resources.
             request.choices = self._work.begin(request, is_waiting=admission.is_waiting)
             request.begin_next = lambda: self._begin_next(request)
             self._set_alarms(request)
@@ -817,14 +828,14 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
                     self._leased_count += count
                     request.trace.leased()
                     await self._work.prepare(request)
-                    if not request.is_finished:  # a resumed response that is already complete needs no computation
+                    if not request.is_finished:  # A resumed response that is already complete needs no computation.
                         await self.wait_until_admitted()
             finally:
                 self.preparing_count -= count
                 self._leased_count -= count if request.is_leased else 0
                 self.load_changes.note()
             if request.is_finished:
-                return  # It was aborted meanwhile, and its reader gets the final delta.
+                return  # The request was aborted meanwhile, and its reader gets the final delta.
             if not self._is_open:
                 raise self.fault or self._admission.refused_draining()
             request.use_weights(self.weight_updates.version)
@@ -838,9 +849,9 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._loop.wake()
 
     def _leave(self, request: ScopeT) -> None:
-        """Leave a request's scope: abort what runs, end or keep its holds, and release what it has.
+        """Leave a request's scope: abort its sequences, end or keep its holds, and release its resources.
 
-        This synchronous call is the only way out.
+        Every request ends with this synchronous call, also after an error or a cancel.
         """
         self._delivery.end(request, FinishReason.ABORT)
         request.cancel_alarms()
@@ -853,7 +864,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self.requests.remove(request)
         self._ended_ids.note(request.id, request.owner)
         if self.fault is not None:
-            request.trace.freed()  # a broken core reports nothing more
+            request.trace.freed()  # A broken core will not report that the blocks are free.
             self._work.release(request)
         request.trace.left(
             prompt_tokens=request.prompt_token_count,
@@ -864,14 +875,14 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self._note_idle()
 
     def _forget_hold(self, request: ScopeT) -> None:
-        """Forget a request that has left, because its blocks are not held any more."""
+        """Forget a request whose scope has ended, because its blocks are not held any more."""
         if self.fault is None:
             self.kept_holds.remove(request)
             self._work.note_left(request)
             self._note_idle()
 
     def _leave_queue(self, request: ScopeT, admission: AdmissionScope) -> None:
-        """Return the place in the queue or the lease, because the core has no part of the request any more."""
+        """Return the queue position or the lease, because the request has no sequences in the core any more."""
         if admission.is_queued:
             self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
@@ -888,16 +899,17 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         owner: str | None = None,
         min_age_seconds: float = 0.0,
     ) -> dict[str, AbortOutcome]:
-        """End requests by the ids that their callers gave. Never waits.
+        """End requests by the ids that their callers chose. Never waits.
 
-        A reader gets the deltas that came before, and then a last delta with the reason. Blocks are free at once, or
-        right after the step in flight. For a finished request whose blocks are held, the connector is notified, and
-        releases the blocks in its own time.
+        A reader gets all earlier deltas, and then a last delta with the reason. Blocks are free at once, or right after
+        the step in flight. If blocks of a finished request are held, the connector is notified, and may release them
+        later.
 
         Args:
             request_ids: ids of requests. A single string is one id. An unknown id is not an error.
             reason: finish reason of the last delta.
-            owner: abort only requests of this user. Requests of others are reported as unknown. None: all requests.
+            owner: abort only requests of this user. Requests of other users are reported as unknown. None: all
+                requests.
             min_age_seconds: abort only requests that were entered at least this long ago. Younger requests with the
                 same id continue.
 
@@ -908,7 +920,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             InvalidRequest: an argument has a wrong type. Then no request was ended.
         """
         self._own_run.check("engine.abort")
-        if isinstance(request_ids, str):  # otherwise each letter would be an id
+        if isinstance(request_ids, str):  # A string is iterable, and each of its letters would be taken as an id.
             request_ids = (request_ids,)
         request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
         reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
@@ -938,7 +950,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
         Args:
             at: time of Trio's clock.
-            function: must not wait or raise.
+            function: called at this time. It must not wait or raise.
 
         Returns:
             An alarm that can be cancelled.
@@ -954,7 +966,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         return self._deadline_keeper.set(at, function)
 
     async def wait_until_open(self) -> None:
-        """Wait until new requests are admitted. Raises the refusal if the engine is closed."""
+        """Wait until new requests are admitted. Raise an error if the engine is closed."""
         await self.wait_until_admitted()
         if not self._is_open:
             raise self.fault or self._admission.refused_draining()
