@@ -102,7 +102,6 @@ class ImageEncoding:
         """Encode an image unless it is cached. Other requests with the same image wait for the first request. If the
         first request is cancelled, another one encodes the image.
         """
-
         while self.outputs.values(name) is None:
             if (other := self._under_way.get(name)) is not None:
                 await other.wait()

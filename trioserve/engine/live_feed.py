@@ -1,7 +1,8 @@
-"""The present state of an engine for the status page: blocks, requests, and the blocks that cancels have freed.
+"""The current state of an engine for the status page: blocks, requests, and the blocks that cancelled requests have
+freed.
 
-State is read when a client asks for it. Without watchers, only the history is kept, one point every 5 seconds. Ended
-and cancelled requests are recorded only inside `watching`.
+The state is collected when a client requests it. Without clients, only the history is recorded, with one point every 5
+seconds. Ended and cancelled requests are recorded only while a client is inside `watching`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from trioserve.metrics.registry import Metrics
 
 __all__ = ["EngineLook", "LiveFeed"]
 
-STEPS_SECONDS = 1.0  # period over which the parts of steps are summed
+STEPS_SECONDS = 1.0  # Step durations are summed over this period.
 GAUGES_SECONDS = 1.0  # time between two refreshes of the gauges
 HISTORY_SERIES = (
     "tokens_per_second",
@@ -64,14 +65,14 @@ OUTCOMES = {
 
 
 class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
-    """State that the engine itself provides.
+    """State that the engine itself adds to a snapshot.
 
     Attributes:
         is_draining: True if the engine accepts no new requests.
-        restarts: how often the engine was reopened.
-        preparing_count: sequences that are not in the core yet.
-        held_count: ended sequences whose blocks are held for another engine.
-        role: role in KV exchange. None: no KV exchange.
+        restarts: number of times that the engine was reopened.
+        preparing_count: number of sequences that are not in the core yet.
+        held_count: number of ended sequences whose blocks are held for another engine.
+        role: role in KV exchange. None: the engine does not exchange KV.
     """
 
     is_draining: bool
@@ -82,12 +83,12 @@ class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cancel:
-    """A cancelled request whose blocks are not all free.
+    """A cancelled request that still has some of its blocks.
 
     Args:
         key: key of the request on the status page.
-        blocks: blocks of all its sequences when it was cancelled.
-        sequence_count: sequences that still have their blocks.
+        blocks: all blocks that its sequences had when it was cancelled.
+        sequence_count: number of its sequences that still have blocks.
     """
 
     __slots__ = ("blocks", "key", "seconds", "sequence_count", "steps")
@@ -101,14 +102,14 @@ class _Cancel:
 
 
 class _Watched:
-    """State of a request that is kept between two snapshots.
+    """State of a request that is kept from one snapshot to the next.
 
     Attributes:
         key: key of the request on the status page.
         blocks: blocks at the last snapshot.
         runs: the same blocks as runs of consecutive blocks.
-        shown: the row of the last snapshot.
-        mark: values from which the row was made. The row is made again if they change. None: always.
+        shown: row of this request in the last snapshot.
+        mark: values from which the row was created. The row is created again if they change. None: create it each time.
     """
 
     __slots__ = ("blocks", "entered_at", "key", "mark", "runs", "shown", "tenant")
@@ -124,20 +125,19 @@ class _Watched:
 
 
 class LiveFeed:
-    """Makes snapshots of an engine for the status page. Every method belongs to the thread of the engine's Trio
-    program.
+    """Creates snapshots of an engine for the status page. Call every method in the thread of the engine's Trio program.
 
     Args:
         model: description of the model.
-        requests: requests that were entered and not left.
-        kept_holds: requests that have left, and whose blocks are held.
+        requests: requests whose scope is entered.
+        kept_holds: requests whose scope has ended, but whose blocks are held.
         metrics: registry of the engine's metrics.
         step_times: times of the engine's steps.
-        look: returns the engine's own state.
-        started_at: start of the engine, in seconds of Trio's clock.
+        look: returns the state that the engine itself adds.
+        started_at: time at which the engine started, in seconds of Trio's clock.
 
     Attributes:
-        leaving: set when the engine accepts no new requests any more.
+        leaving: set when the engine does not accept new requests any more.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class LiveFeed:
         self._history: History | None = None
 
     def install(self, core: EngineCore, connector: RunningConnector | None) -> None:
-        """Use new parts, and forget cancels in the previous ones.
+        """Use new parts. Forget the cancelled requests of the old parts.
 
         Args:
             core: the new core.
@@ -182,17 +182,17 @@ class LiveFeed:
         self._cancels.clear()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Count a watcher while the context is entered. State of ended requests is recorded meanwhile."""
+        """Count a client while the context is entered. Ended requests are recorded as long as there are clients."""
         return self._watchers.watching()
 
     # --- called by the engine ---
 
     def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
-        """Note that a request is ended from outside.
+        """Note that a request was ended from outside.
 
         Args:
             request: the request.
-            ids: its sequences in the core, which still have their blocks.
+            ids: the request's sequences in the core, which still have their blocks.
             reason: the finish reason.
         """
         if not self._watchers or request.is_finished:
@@ -208,7 +208,7 @@ class LiveFeed:
             self._cancels.setdefault(sequence_id, cancel)
 
     def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
-        """Note that a cancelled sequence has no blocks any more.
+        """Note that all blocks of a cancelled sequence are free.
 
         Args:
             sequence_id: the sequence.
@@ -230,7 +230,7 @@ class LiveFeed:
             self._ended[cancel.key] = owner, msgspec.structs.replace(shown, freed=freed)
 
     def note_left(self, request: OpenRequest) -> None:
-        """Note that a request has left, and no block of it is held.
+        """Note that the scope of a request has ended, and none of its blocks are held.
 
         Args:
             request: the request.
@@ -248,10 +248,10 @@ class LiveFeed:
         """Note that the engine accepts no new requests, or has broken."""
         self.leaving.set()
 
-    # --- the history ---
+    # --- history ---
 
     async def keep_history(self, interval_seconds: float) -> None:
-        """Record a point of the history at fixed intervals. Runs until cancelled.
+        """Record a point of the history at fixed intervals until cancelled.
 
         Args:
             interval_seconds: time between two points.
@@ -279,11 +279,11 @@ class LiveFeed:
     # --- snapshots ---
 
     def snapshot(self, owner: str | None, *, sees_counts: bool = True) -> PageSnapshot:
-        """Make a snapshot. Call it inside `watching`.
+        """Create a snapshot. The caller must be inside `watching`.
 
         Args:
             owner: show only requests of this user. None: all requests.
-            sees_counts: True to include counts of all users' requests, and the state of each block.
+            sees_counts: True to include counts over the requests of all users, and the state of each block.
         """
         now = trio.current_time()
         look = self._look()
@@ -325,7 +325,7 @@ class LiveFeed:
         shown = {}
         for request in requests[-REQUESTS_SHOWN_MAX:]:
             watched = self._of(request)
-            if len(request.choices) == 1:  # the usual case
+            if len(request.choices) == 1:  # This is the usual case.
                 live = lives.get(request.choices[0].sequence_id)
                 own = [] if live is None else [live]
                 mark = None if live is not None and live.status is RequestStatus.RUNNING else self._mark(request, live)
@@ -341,9 +341,10 @@ class LiveFeed:
         return shown, len(requests)
 
     def _mark(self, request: OpenRequest, live: LiveRequest | None) -> tuple[object, ...] | None:
-        """Return values that change when the row of a waiting or ended request with one choice changes, or None.
+        """Return values that change whenever the status row of a request with one choice changes.
 
-        There may be hundreds of such requests without a change. None means that the row must be made again.
+        There may be hundreds of requests whose rows do not change. None means that the row must always be created
+        again.
         """
         if request.is_finished:
             return None if request.is_held else (len(self._freed), request.ended_at)
@@ -455,7 +456,7 @@ class LiveFeed:
         )
 
     def _transfers(self, look: EngineLook) -> dict[str, object] | None:
-        """Return counts of KV transfers, or None without a connector."""
+        """Return counts of KV transfers. None if the engine has no connector."""
         if self._connector is None:
             return None
         stats = self._core.stats()
@@ -468,13 +469,13 @@ class LiveFeed:
             "counts": dict(self._connector.counts()),
         }
 
-    # --- internal ---
+    # --- helpers ---
 
     def _of(self, request: OpenRequest) -> _Watched:
         watched = self._watched.get(request)
         if watched is None:
             key, number = request.id, 1
-            while key in self._keys:  # several requests may have the same id
+            while key in self._keys:  # Several requests may have the same id.
                 number += 1
                 key = f"{request.id}~{number}"
             self._keys.add(key)
@@ -482,7 +483,7 @@ class LiveFeed:
         return watched
 
     def _forget_ended(self, now: float | None = None) -> None:
-        """Forget requests that ended long ago. Without a time, forget the request that ended first."""
+        """Forget requests that ended long ago. If `now` is None, forget the request that ended first."""
         while self._ended:
             key, (_, shown) = next(iter(self._ended.items()))
             if now is not None and shown.ended_at is not None and now - shown.ended_at < ENDED_SECONDS:
@@ -501,16 +502,16 @@ class LiveFeed:
 
 
 def _blocks_of(lives: list[LiveRequest]) -> Sequence[BlockIndex]:
-    """Return each block once, in the order of the block tables."""
+    """Return the blocks of several sequences. A block that several sequences use is returned once."""
     if len(lives) == 1 and not lives[0].reserved_blocks and not lives[0].absent_block_count:
         return lives[0].blocks
     return list(dict.fromkeys(block for live in lives for block in live.own_blocks))
 
 
 def _runs(watched: _Watched, blocks: Sequence[BlockIndex]) -> tuple[tuple[int, int], ...]:
-    """Return (first, count) for each run of consecutive block indexes in the table.
+    """Return (first block, count) for each run of consecutive block indexes in a block table.
 
-    Usually the blocks are unchanged since the last snapshot, or a few were appended.
+    Usually the blocks are the same as in the last snapshot, or a few blocks were appended.
     """
     known = watched.blocks
     if len(blocks) == len(known) and blocks == known:

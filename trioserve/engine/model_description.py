@@ -1,4 +1,4 @@
-"""Description of the model that an engine serves, for its users."""
+"""Describes the model that an engine serves, for the engine's users."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
         embedding_size: length of a vector.
         method: pooling method that the model's makers recommend.
         normalize: True if the model's makers recommend vectors of length 1.
-        is_encoder: True if the model computes the whole prompt in one step.
-        continues_texts: True if the model can also generate. False for encoders, and for decoders that were saved
-            without a head.
+        is_encoder: True if the model is an encoder, which computes the whole prompt in one step.
+        continues_texts: True if the model can also generate text. False for encoders, and for decoders whose checkpoint
+            has no output head.
         scores_pairs: True if the model scores a pair of texts and computes no vectors.
-        whole_tokens_max: most tokens of a prompt that is computed in one step.
+        whole_tokens_max: highest number of tokens in a prompt that is computed in one step.
     """
 
     embedding_size: int
@@ -37,7 +37,7 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
     whole_tokens_max: int
 
     def is_whole(self, params: PoolingParams) -> bool:
-        """Return True if an input must be computed in one step.
+        """Return True if the whole input must be computed in one step.
 
         Args:
             params: pooling options of the request.
@@ -49,22 +49,22 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a served model.
 
     Attributes:
-        served_names: names that requests may use. The first one is the main name.
+        served_names: model names that requests may use. The first name is the main name.
         source: path or name from which the model was loaded, as the user wrote it.
-        context_tokens_max: most tokens of prompt and output together.
+        context_tokens_max: highest number of tokens in prompt and output together.
         vocab_size: number of token ids.
         eos_token_ids: token ids that end a response.
-        created_at: time of opening, in seconds since 1970.
+        created_at: time at which the engine was opened, in seconds since 1970.
         pooled: the vectors or scores that the model can compute. None: it computes none.
-        arithmetic: names everything that decides the bits of a result besides tokens and weights. Two batch-invariant
-            engines with equal arithmetic and equal weights compute equal bits from equal tokens.
+        arithmetic: identifies everything that decides the bits of a result besides tokens and weights. Two
+            batch-invariant engines with equal `arithmetic` and equal weights compute equal bits from equal tokens.
         batch_invariant: True if results do not depend on the other sequences of a step.
-        fingerprint: names everything that decides the tokens of a response. Servers with equal fingerprints can resume
-            each other's responses. None: not determined.
-        executor: short description of the computing backend, for people. None: not known.
-        family: model family of the checkpoint, such as "llama". None: not known.
-        weight_bytes: size of the stored weights. 0: not determined.
-        images: how the model expects the images of a chat. None: it reads text only.
+        fingerprint: identifies everything that decides the tokens of a response. Servers with equal fingerprints can
+            resume each other's responses. None: the fingerprint was not computed.
+        executor: short description of the computing backend, for humans. None: unknown.
+        family: model family of the checkpoint, such as "llama". None: unknown.
+        weight_bytes: size of the stored weights. 0: unknown.
+        images: image format that the model expects in chats. None: the model reads text only.
     """
 
     served_names: tuple[str, ...]
@@ -97,9 +97,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return f"{name}.{adapter_digest}{plus}{promise}"
 
     def with_weights(self, version: str) -> ModelDescription:
-        """Return this description with the fingerprint of other weights.
+        """Return a copy of this description with the fingerprint of other weights.
 
-        Call this on the description with which the engine was opened, not on an earlier result of this method.
+        Call this method on the description with which the engine was opened, and not on the result of an earlier call.
 
         Args:
             version: version of the new weights.
@@ -111,7 +111,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, fingerprint=f"{digest}{plus}{promise}")
 
     def pooling_tokens_max(self, params: PoolingParams) -> int:
-        """Return how many tokens an input may have.
+        """Return the highest number of tokens that an input may have.
 
         Args:
             params: pooling options of the request.

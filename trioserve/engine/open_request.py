@@ -1,7 +1,7 @@
-"""The engine's side of a request for text: its options, its choices, and the output that its reader has received.
+"""The engine's state of a request for text: its options, its choices, and the output that its reader has received.
 
-lifecycle/request_scope.py has the part that is common to all requests. pooling_request.py has pooling requests. Unread
-output is bounded by the length of the response.
+lifecycle/request_scope.py contains the state that all requests have. pooling_request.py contains pooling requests. The
+memory for unread output is limited by the length of the response.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ __all__ = ["Choice", "OpenRequest", "view_of"]
 
 
 class Choice(RequestPart["OpenRequest"]):
-    """One of a request's n choices: its sequence in the core, and its text, or its pooled result.
+    """One of a request's n choices: its sequence in the core, and its text or its pooled result.
 
     Args:
         request: the request.
         index: index of the choice.
         sequence_id: id of its sequence in the core.
-        output: turns its tokens into text.
-        is_mute: True if no token is shown, because `max_tokens` is 0 or the request is pooled.
+        output: turns the choice's tokens into text.
+        is_mute: True if no token is delivered, because `max_tokens` is 0 or the request is pooled.
 
     Attributes:
-        guide: grammar state. It is set when the prompt is tokenized. None: no grammar.
-        pooled: the pooled result, as soon as it is computed.
+        guide: state of the grammar. It is set when the prompt is tokenized. None: no grammar.
+        pooled: the pooled result. None until it is computed.
         is_held: True if the choice has ended, and a connector holds its blocks for another engine.
-        held_since: when the hold began.
+        held_since: time at which the hold began.
         prompt_saved_count: prompt tokens that needed no computation when the choice first ran.
-        first_token_at: when its first token was delivered. None: not yet.
-        last_token_at: when its last token was delivered.
+        first_token_at: time at which the first token was delivered. None: no token was delivered yet.
+        last_token_at: time at which the latest token was delivered.
     """
 
     __slots__ = (
@@ -95,8 +95,8 @@ class Choice(RequestPart["OpenRequest"]):
 
     @property
     def sampled_count(self) -> int:
-        """Tokens that this engine sampled for the choice, shown or not. Known tokens of a resumed response do not
-        count.
+        """Number of tokens that this engine sampled for the choice, including tokens that the reader does not get.
+        Known tokens of a resumed response do not count.
         """
         if self.is_mute:
             return int(self.first_token_at is not None)
@@ -108,23 +108,23 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     """A request for text. `Engine.generate` documents the options.
 
     Args:
-        prompt: see `Engine.generate`. All other arguments that are not listed here are documented there, too.
+        prompt: see `Engine.generate`, which also documents all arguments that are not listed in this docstring.
         seed: seed of the first choice.
         is_resumable: True if the caller will resume the request after an abort. Then held-back text is not sent.
         keep_logprobs: True to keep log probabilities that were delivered.
         adapter: name of the adapter. None: no adapter.
 
     Attributes:
-        generates: True if sequences are continued. False if they are pooled.
-        adapter_lease: use of the adapter, from entering until the core has no part of the request.
-        adapter_digest: digest of the adapter that the request has or had. None: no adapter.
-        weight_version: weights that compute the next token. None: the engine's first weights.
-        is_hold_kept: True if held blocks outlive the scope.
-        is_given_away: True if the request ends with the step in flight, and another engine resumes it.
-        known: deltas of the earlier part of a resumed response. Set after entering.
+        generates: True if the request generates tokens. False if its inputs are pooled.
+        adapter_lease: lease on the adapter, from entering until the core has no sequence of the request.
+        adapter_digest: digest of the adapter that the request uses or has used. None: no adapter.
+        weight_version: version of the weights that compute the next token. None: the engine's first weights.
+        is_hold_kept: True if held blocks stay held after the scope has ended.
+        is_given_away: True if the request ends with the step in flight, because another engine resumes it.
+        known: deltas of the earlier part of a resumed response. They are set after entering.
         output_claim: claim on the memory of image embeddings.
-        guides: compiled grammars, as soon as they are compiled. None: no grammar.
-        is_reasoning_ended_early: True if reasoning must end at once, also in choices that have not begun.
+        guides: compiled grammars. None: the request has no grammar, or the compilation has not finished.
+        is_reasoning_ended_early: True if reasoning must end at once, even in choices that begin later.
     """
 
     generates = True
@@ -184,13 +184,13 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.guides: PreparedGuides | None = None
         self.is_reasoning_ended_early = resume is not None and resume.end_thinking
-        # If log probabilities of the first tokens are unknown, none are kept.
+        # If the log probabilities of the first tokens are unknown, none are stored for the later tokens.
         has_logprobs = keep_logprobs and sampling.logprobs is not None
         self._keeps_logprobs = has_logprobs and (resume is None or resume.logprobs is not None)
-        self._given: dict[int, GivenOutput] = {}  # output that the reader has received, by choice
+        self._given: dict[int, GivenOutput] = {}  # Output that the reader has received, by choice.
         if resume is not None:
             self._given = {index: self._given_before(resume, index) for index in range(len(resume.token_ids))}
-        self._released: trio.Event | None = None  # set while a task waits for the release
+        self._released: trio.Event | None = None  # Set while a task waits for the release of held blocks.
 
     @property
     def choice_count(self) -> int:
@@ -207,11 +207,11 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def prompts(self) -> tuple[PoolingInput, ...]:
-        """Inputs to be tokenized."""
+        """The inputs to be tokenized."""
         return (self.prompt,)
 
     async def tokenize(self, encoder: PromptEncoder) -> None:
-        """Tokenize the prompt. Raises the encoder's errors.
+        """Tokenize the prompt. Raises the errors of the encoder.
 
         Args:
             encoder: the tokenizer.
@@ -222,16 +222,16 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self._image_names = tuple(one.image.digest for one in encoded.images)
 
     def forget_files(self) -> None:
-        """Drop the image files to save memory, because the images are encoded."""
+        """Drop the image files to save memory, because the images are already encoded."""
         self.images = ()
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of the prompt, counted once for all choices."""
+        """Number of prompt tokens, counted once for all choices."""
         return len(self.prompt_token_ids)
 
     def prompt_token_count_of(self, choice: Choice) -> int:
-        """Return the prompt tokens of one choice's sequence.
+        """Return the number of prompt tokens in the sequence of one choice.
 
         Args:
             choice: the choice.
@@ -250,7 +250,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def completion_token_count(self) -> int:
-        """Sampled tokens of all choices so far, including tokens that the client does not receive."""
+        """Number of tokens sampled so far in all choices, including tokens that the client does not receive."""
         return sum(choice.output.token_count for choice in self.choices)
 
     @property
@@ -258,7 +258,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         """True while a connector holds blocks of a finished choice for another engine."""
         return any(choice.is_held for choice in self.choices)
 
-    # --- the reader's side ---
+    # --- called by the reader ---
 
     def leave(self) -> None:
         super().leave()
@@ -269,7 +269,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         given = self._given.get(delta.index)
         if given is None or given.keeps or delta.weight_versions or delta.finish_reason is not None:
             self._given_to(delta.index).take(delta)
-        else:  # same effect, without a call, for nearly all deltas
+        else:  # Same effect without a function call, for nearly all deltas.
             given.token_ids += delta.token_ids
 
     def resume_state(self) -> Resume:
@@ -286,7 +286,9 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         return () if given is None else given.weight_versions
 
     def partial(self) -> Partial:
-        """Return the output that the reader has received or can still read, and the state to resume after it."""
+        """Return the output that the reader has received or can still read, and the state for resuming after this
+        output.
+        """
         choices = [
             self._given_to(index).with_next(join_unread(self._pending.get(index), merge))
             for index in range(self.choice_count)
@@ -321,10 +323,10 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def prompt_digest(self) -> str | None:
-        """Digest of the prompt's tokens and of the adapter, or None until the prompt is tokenized.
+        """Digest of the prompt's tokens and of the adapter. None until the prompt is tokenized.
 
-        The adapter's content is included, because another server may use its name for another adapter and would
-        generate other text.
+        The digest includes the adapter's content, because another server may have a different adapter with the same
+        name, which generates different text.
         """
         if not self.prompt_token_ids:
             return None
@@ -337,14 +339,14 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def block_salt(self) -> str | None:
-        """Salt of the names of its blocks."""
+        """Salt for the prefix cache names of the request's blocks."""
         return weights_salt(adapter_salt(self.cache_salt, self.adapter_digest), self.weight_version)
 
     def use_weights(self, version: str | None) -> None:
-        """Use a weight version for all sequences that the core gets from now on.
+        """Use a weight version for all sequences that are added to the core from now on.
 
         Args:
-            version: the version. None: the engine's first weights.
+            version: the version. None: the weights with which the engine was opened.
         """
         self.weight_version = version
         salt = self.block_salt
@@ -363,29 +365,29 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
                 self._released = trio.Event()
             await self._released.wait()
 
-    # --- the engine's side: synchronous, called while delivering ---
+    # --- called by the engine while it delivers, synchronous ---
 
     def end_reasoning(self) -> bool:
-        """End the reasoning now, in each choice. Return False if there is no reasoning to end."""
+        """End the reasoning of each choice now. Return False if there is no reasoning to end."""
         if self.is_finished or self.sampling.thinking is None:
             return False
         self.is_reasoning_ended_early = True
         guides = [choice.guide for choice in self.choices if not choice.is_ended]
         if None in guides:
-            return True  # it is being prepared
+            return True  # The grammar is not prepared yet. The preparation will see `is_reasoning_ended_early`.
         answers = [guide.end_reasoning() for guide in guides if guide is not None]
         return any(answers)
 
     def carry(self, sequences: Iterable[tuple[Choice, EngineRequest]]) -> None:
         super().carry(sequences)
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids):
-            self.prompt_logprobs = None  # all of them are computed again
+            self.prompt_logprobs = None  # The next core computes all of these log probabilities again.
 
     def take_known(self, choices: Sequence[ResumedChoice]) -> None:
-        """Continue from the known output of a resumed response. Finished choices end.
+        """Continue after the known output of a resumed response. End the choices that were already finished.
 
         Args:
-            choices: replayed state, one per choice.
+            choices: replayed state, one entry per choice.
         """
         for choice, known in zip(self.choices, choices, strict=True):
             choice.output = known.output
@@ -398,7 +400,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             self._begun.set()
 
     def note_released(self) -> None:
-        """Note that the hold of one of its choices has ended."""
+        """Note that the hold of one choice has ended."""
         if not self.is_held:
             self._end_wait_for_release()
             self.trace.released()
@@ -420,14 +422,14 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             choice: the choice.
             reason: the finish reason.
             message: message for the reader.
-            stop_reason: more exact reason, for programs.
-            held_back: text that was not sent yet. None: it is not sent.
+            stop_reason: more specific reason that programs can compare.
+            held_back: text that was not sent yet. None: no such text is sent.
             kv_transfer: how another engine can read the KV.
         """
         choice.is_ended = True
         if self.resume is not None and self.resume.finished[choice.index]:
-            # The choice had ended before this request, and its known output was not replayed yet. It gets no delta,
-            # unless all choices had ended: then no other delta reports the end.
+            # This choice had already finished in the earlier stream, and its known output was not replayed yet. It
+            # needs a delta only if all choices had finished, because then no other delta reports the end.
             if self.sequence_count or self._first_end is not None:
                 self._begun.set()
                 return
@@ -447,7 +449,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
 
     def end_silently(self, choice: Choice) -> None:
-        """End a choice without a delta, because the delta of another choice reports the end for all.
+        """End a choice without a delta, because the delta of another choice reports the end of the request.
 
         Args:
             choice: the choice.
@@ -462,7 +464,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     def fail(self, error: Exception) -> None:
         if not self.is_finished and self._unfinished_count == 0:
-            # The client resumes a response that has ended, and the known output was not replayed.
+            # The client resumes a response that was already complete, and the known output was not replayed yet.
             self._unfinished_count = 1
         super().fail(error)
         self._end_wait_for_release()
@@ -471,13 +473,13 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 def view_of(
     request: OpenRequest, sequences: Sequence[LiveRequest | None], now: float, *, held_block_count: int = 0
 ) -> LiveRequestView:
-    """Describe a request for status pages, from the engine's and the core's state.
+    """Describe a request for status pages, from the state in the engine and in the core.
 
     Args:
         request: the request.
         sequences: the core's state per choice. None: the choice has ended, or has not reached the core.
         now: seconds of Trio's clock.
-        held_block_count: its blocks that are held for another engine.
+        held_block_count: number of the request's blocks that are held for another engine.
     """
     living = [live for live in sequences if live is not None]
     if request.is_finished:

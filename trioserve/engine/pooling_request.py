@@ -1,7 +1,7 @@
-"""The engine's side of a request whose inputs become vectors or scores.
+"""The engine's state of a request whose inputs become vectors or scores.
 
-A request may have thousands of inputs. The core has only a bounded number of its sequences at a time. The next sequence
-joins when another one has ended. So the request neither fills the core's queue nor blocks other requests.
+A request may have thousands of inputs. The core has only a limited number of its sequences at a time, and the next
+sequence is added when another one has ended. So one request cannot fill the core's queue or block other requests.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ __all__ = [
 ]
 
 
-NO_SAMPLING = SamplingParams(max_tokens=0)  # no token is sampled
+NO_SAMPLING = SamplingParams(max_tokens=0)  # A pooled request samples no token.
 
 
 class PoolingRequest(OpenRequest):
-    """A pooled request. `Engine.embed` and `Engine.generate` document the other arguments.
+    """A pooled request. `Engine.embed` and `Engine.generate` document all arguments that are not listed in this
+    docstring.
 
     Args:
-        inputs: one sequence and one choice each, in this order.
-        params: what is computed from the inputs.
+        inputs: the inputs. Each becomes one sequence and one choice, in this order.
+        params: options that define which vectors or scores are computed.
         name_of: returns the name of an input for error messages, by its index.
-        cut: how to shorten an input that is too long. None: it is refused.
-        sequence_count_max: most sequences that the core has of this request at a time.
+        cut: how to shorten an input that is too long. None: the request is refused.
+        sequence_count_max: highest number of the request's sequences that are in the core at the same time.
 
     Attributes:
-        encoded: the tokenized inputs, until sequences are made from them.
-        input_token_counts: tokens of each input. Set when the inputs are tokenized.
+        encoded: the tokenized inputs, until the sequences are created.
+        input_token_counts: number of tokens of each input. Set when the inputs are tokenized.
     """
 
     generates = False
@@ -121,17 +122,18 @@ class PoolingRequest(OpenRequest):
         return 0
 
 
-LABELS_MAX = 128  # labels of one prompt. Each is a row of logits in the step that ends the prompt.
+# Highest number of labels in one prompt. The step that ends the prompt computes one row of logits for each label.
+LABELS_MAX = 128
 
 
 def checked_inputs(inputs: object) -> tuple[PoolingInput, ...]:
-    """Return the inputs of a pooled request as a tuple. A list of integers is one prompt.
+    """Check the inputs of a pooled request, and return them as a tuple. A list of integers is one prompt.
 
     Args:
         inputs: one input or a list of inputs.
 
     Raises:
-        InvalidRequest: an input has a wrong type, or there are none or too many.
+        InvalidRequest: an input has a wrong type, or there are no inputs or too many.
     """
     if isinstance(inputs, str | ChatPrompt | TextPair | LabelledPrompt):
         return (_checked_input(inputs),)
@@ -191,7 +193,7 @@ def check_can_generate(model: ModelDescription) -> None:
 
 
 def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: Sequence[object]) -> PoolingModel:
-    """Check that a model can compute what a pooled request asks for.
+    """Check that a model can compute the vectors or scores that a request needs.
 
     Args:
         model: description of the model.
@@ -199,10 +201,10 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
         inputs: the inputs.
 
     Returns:
-        The pooling abilities of the model.
+        The model's pooling abilities.
 
     Raises:
-        InvalidRequest: the model cannot compute this.
+        InvalidRequest: the model cannot compute these results.
     """
     pooled = model.pooled
     if pooled is None:
@@ -246,7 +248,7 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
 
 
 def pooling_sequences(model: ModelDescription, request: PoolingRequest) -> list[EngineRequest]:
-    """Make one sequence per choice of a pooled request.
+    """Create one sequence per choice of a pooled request.
 
     Args:
         model: description of the model.

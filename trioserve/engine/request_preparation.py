@@ -1,4 +1,4 @@
-"""Checks the options of a request before it enters, and makes its sequences for the core."""
+"""Checks the options of a request before it enters, and creates its sequences for the core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ __all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_
 
 T = TypeVar("T")
 
-SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of a request's choices far apart
+# The constant is 2**64 divided by the golden ratio. It makes the seeds of a request's choices very different.
+SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class RequestPreparation:
@@ -55,7 +56,7 @@ class RequestPreparation:
             request: the request.
 
         Raises:
-            InvalidRequest: an option is not possible here.
+            InvalidRequest: this model or engine does not support an option.
         """
         self._check_vocabulary(request.sampling)
         self._check_images(request)
@@ -69,7 +70,7 @@ class RequestPreparation:
             )
 
     def new_choices(self, request: OpenRequest) -> list[Choice]:
-        """Make the n choices of a request, with unique sequence ids.
+        """Create the n choices of a request, with unique sequence ids.
 
         Args:
             request: the request.
@@ -77,7 +78,7 @@ class RequestPreparation:
         return [self._new_choice(request, index) for index in range(request.choice_count)]
 
     def resumed_output(self, request: OpenRequest, resume: Resume) -> ResumedOutput:
-        """Return the known output of a resumed request, ready to be replayed.
+        """Return the known output of a resumed request, ready for its replay.
 
         Args:
             request: a request whose prompt is tokenized.
@@ -108,7 +109,7 @@ class RequestPreparation:
         )
 
     def sequences(self, request: OpenRequest) -> list[EngineRequest]:
-        """Make one sequence per unfinished choice.
+        """Create one sequence per unfinished choice.
 
         Args:
             request: a request whose prompt is tokenized.
@@ -140,7 +141,7 @@ class RequestPreparation:
                 priority=request.priority,
                 cache_salt=request.block_salt,
                 adapter=request.adapter_ref,
-                # Only the first choice loads KV. The others can find it in the prefix cache.
+                # Only the first choice loads KV. The other choices can find this KV in the prefix cache.
                 kv_transfer=request.kv_transfer if choice is choices[0] and not request.given else None,
                 guide=choice.guide,
                 resumed_output=() if request.resume is None else request.resume.token_ids[choice.index],
@@ -150,7 +151,7 @@ class RequestPreparation:
         ]
 
     def check_room(self, request: OpenRequest) -> None:
-        """Check the length of a prompt before costly work is done for it.
+        """Check the length of a prompt before the expensive preparation.
 
         Args:
             request: a request whose prompt is tokenized.
@@ -161,7 +162,7 @@ class RequestPreparation:
         self._tokens_max(request)
 
     def _tokens_max(self, request: OpenRequest) -> int:
-        """Return how many output tokens each choice may have. Raises ContextTooLong."""
+        """Return the highest number of output tokens of each choice. Raises ContextTooLong."""
         room = self._model.context_tokens_max - len(request.prompt_token_ids)
         if room < 1:
             raise ContextTooLong(
@@ -180,15 +181,16 @@ class RequestPreparation:
         return stop_token_ids if sampling.ignore_eos else stop_token_ids | frozenset(self._model.eos_token_ids)
 
     def continued(self, request: OpenRequest, sequence: EngineRequest, output: Sequence[int]) -> EngineRequest:
-        """Make a sequence for another core that continues after its delivered output.
+        """Create a sequence for the next core that continues after its delivered output.
 
         Args:
             request: the request.
-            sequence: the sequence of the old core.
-            output: the output tokens that were delivered.
+            sequence: the sequence in the old core.
+            output: the output tokens that were already delivered.
         """
         guide: SequenceGuide | None = None
-        if sequence.guide is not None:  # build a new guide: the old one may have seen tokens that were never delivered
+        # The old guide may have accepted tokens that were never delivered, so a new guide is created.
+        if sequence.guide is not None:
             assert request.guides is not None, request.id
             guide = request.guides.new_guide(sequence.stop_token_ids, sequence.prompt_token_ids)
             for token_id in output:
@@ -196,7 +198,7 @@ class RequestPreparation:
             if request.is_reasoning_ended_early:
                 guide.end_reasoning()
         kv_transfer = sequence.kv_transfer
-        if kv_transfer is not None:  # KV that was to be loaded is computed instead. A requested hold stays.
+        if kv_transfer is not None:  # KV that should have been loaded is computed instead. A requested hold is kept.
             kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None
         return msgspec.structs.replace(sequence, resumed_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
 
@@ -237,14 +239,14 @@ class RequestPreparation:
             )
 
     def _new_choice(self, request: OpenRequest, index: int) -> Choice:
-        # The number makes the id unique even when callers repeat theirs.
+        # The sequence number makes the id unique, even if callers use the same request id twice.
         sequence_id = RequestId(f"{next(self._sequence_numbers)}/{request.id}/{index}")
         output = ChoiceOutput(self._tokenizer, request.sampling, index=index, cache_salt=request.cache_salt)
         return Choice(request, index, sequence_id, output, is_mute=request.sampling.max_tokens == 0)
 
 
 def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
-    """Return a value of the right type, or the default for None.
+    """Return a value if it has the allowed type, or the default if it is None.
 
     Args:
         kind: allowed type.
@@ -263,7 +265,7 @@ def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
 
 
 def text_or_none(param: str, value: object) -> str | None:
-    """Return a text, or None for None.
+    """Check that a value is a text or None, and return it.
 
     Args:
         param: name of the parameter.
@@ -276,9 +278,9 @@ def text_or_none(param: str, value: object) -> str | None:
 
 
 def checked_prompt(prompt: object) -> Prompt:
-    """Return a prompt of a valid type.
+    """Check that a prompt has a valid type, and return it.
 
-    Long content is checked later: token ids when the prompt is tokenized, messages when the template is rendered.
+    Long content is checked later: token ids during tokenization, and messages when the template is rendered.
 
     Args:
         prompt: the prompt.
@@ -318,7 +320,7 @@ def _check_dicts(param: str, value: object) -> None:
 
 
 def checked_kv_transfer(asked: object) -> KVTransferParams | None:
-    """Return valid options for KV exchange, or None if none were given.
+    """Check the options for KV exchange, and return them. Return None if there are no options.
 
     Args:
         asked: the options.

@@ -32,9 +32,9 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
     `ScopeStream` documents entering, iterating and leaving. Entering can also raise ContextTooLong.
 
     A connector may hold blocks of the finished response for another engine. Then `is_held` is True, and the last delta
-    has `kv_transfer`. Leaving the scope ends the hold. To let the other engine read the blocks, either call
-    `wait_until_released` inside the scope, or call `keep_hold`, and the hold outlives the scope. A hold uses no slot
-    and no lease.
+    has `kv_transfer`. Leaving the scope ends the hold. There are two ways to let the other engine read the blocks: call
+    `wait_until_released` inside the scope, or call `keep_hold`, after which the hold outlives the scope. A hold uses no
+    slot and no lease.
     """
 
     @property
@@ -44,19 +44,21 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
 
     @property
     def known(self) -> tuple[Delta, ...]:
-        """Deltas of the earlier part of a resumed response (see `Engine.generate`), choice by choice.
+        """Deltas of the earlier part of a resumed response (see `Engine.generate`), sorted by choice.
 
-        Together they hold all of its tokens. Iteration does not yield them again. Available after entering.
+        Together, these deltas contain all known tokens. Iteration does not yield them again. Available after entering.
         """
         return self._request.known
 
     def forget_known(self) -> None:
-        """Drop the known deltas to save memory, because no reader needs them any more."""
+        """Drop the known deltas to save memory, because no reader will need them."""
         self._request.known = ()
 
     @property
     def ignored_keywords(self) -> tuple[str, ...]:
-        """Paths of schema keywords that the response need not satisfy. Available after entering."""
+        """Paths of the schema keywords that the output may violate, because they are not enforced. Available after
+        entering.
+        """
         guides = self._request.guides
         return () if guides is None else guides.ignored_keywords
 
@@ -78,31 +80,31 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
     def resume_state(self) -> Resume:
         """Return the state with which the same request can be resumed after the last delta that was read.
 
-        Resume in this engine or in another one: `engine.generate(..., resume=stream.resume_state())`. This may be
-        called at any time, also after the stream failed or its scope ended. Tokens that were not read are computed
-        again.
+        Resume in this engine or in another one: `engine.generate(..., resume=stream.resume_state())`. This method may
+        be called at any time, even after the stream failed or its scope ended. The resumed request computes unread
+        tokens again.
         """
         return self._request.resume_state()
 
     def weight_versions(self, index: int = 0) -> WeightVersions:
-        """Return which weight versions sampled the tokens that were read of a choice.
+        """Return which weight versions sampled the tokens of a choice that were read.
 
         Args:
             index: index of the choice.
 
         Returns:
-            Runs of (version, token count). Empty: all tokens are from the weights with which the engine was opened.
+            Runs of (version, token count). Empty: the weights with which the engine was opened sampled all tokens.
         """
         return self._request.weight_versions_of(index)
 
     @property
     def completion_token_count(self) -> int:
-        """Sampled tokens of all choices so far, including tokens that the client does not receive."""
+        """Number of tokens sampled so far in all choices, including tokens that the client does not receive."""
         return self._request.completion_token_count
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of the prompt. Available after entering."""
+        """Number of prompt tokens. Available after entering."""
         return self._request.prompt_token_count
 
     @property
@@ -112,12 +114,14 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
 
     @property
     def cached_token_count(self) -> int:
-        """Prompt tokens that were found in the prefix cache. Available at the end of the first choice."""
+        """Number of prompt tokens found in the prefix cache. Available when the first choice has ended."""
         return self._request.cached_token_count
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Log probabilities of the prompt's own tokens, if requested. Complete when the first token arrives."""
+        """Log probabilities of the prompt's tokens, if requested. They are complete when the first output token
+        arrives.
+        """
         return self._request.prompt_logprobs
 
     @property
@@ -128,8 +132,8 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
     async def wait_until_released(self) -> None:
         """Wait until no block of this request is held for another engine.
 
-        The wait ends when the blocks were read, were aborted, or their time has passed. If no block is held, it ends at
-        once.
+        The wait ends when the blocks were read or aborted, or when their time has passed. If no block is held, the
+        method returns at once.
 
         Raises:
             EngineFault: the engine broke while blocks were held.
@@ -138,14 +142,14 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
         await self._request.wait_until_released()
 
     def keep_hold(self) -> None:
-        """Let held blocks outlive the scope, until they are read, aborted by id, or expired.
+        """Keep blocks held after the scope has ended, until they are read, aborted by id, or expired.
 
-        Call this after another engine was notified how to read the blocks.
+        Call this after another engine has learned how to read the blocks.
         """
         self._request.is_hold_kept = True
 
     def drop_hold(self) -> None:
-        """End the hold when the scope is left, because no other engine was notified how to read the blocks."""
+        """End the hold when the scope is left, because no other engine has learned how to read the blocks."""
         self._request.is_hold_kept = False
 
 
@@ -153,11 +157,11 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
 class PoolingStream(RequestStream):
     """The results of a pooled request: `vectors = await engine.embed(texts)`.
 
-    To see its progress and its token counts, use `async with engine.embed(texts) as stream: vectors = await
+    To see the progress and the token counts, use `async with engine.embed(texts) as stream: vectors = await
     stream.results()`.
 
-    Entering raises the errors of `RequestStream`. Iteration yields one delta per input, in the order in which the
-    inputs end, with the input's index and its finish reason. `results` does this iteration itself.
+    Entering raises the same errors as for `RequestStream`. Iteration yields one delta per input, in the order in which
+    the inputs end. The delta contains the input's index and finish reason. `results` iterates itself.
     """
 
     def __init__(
@@ -185,8 +189,8 @@ class PoolingStream(RequestStream):
             One result per input, in the order of the inputs.
 
         Raises:
-            RequestFailed, RequestAborted, DeadlinePassed: an input ended without a result. The first such input
-                decides.
+            RequestFailed, RequestAborted, DeadlinePassed: an input ended without a result. The first failed input
+                decides which error is raised.
             EngineFault: the engine broke.
         """
         async for delta in self:
@@ -196,19 +200,19 @@ class PoolingStream(RequestStream):
 
     @property
     def pooled(self) -> tuple[PoolingResult, ...]:
-        """Results of a stream that was read to its end without an error, in the order of the inputs."""
+        """Results of a stream that was read completely and without an error, in the order of the inputs."""
         found = tuple(choice.pooled for choice in self._inputs.choices if choice.pooled is not None)
         assert len(found) == len(self._inputs.inputs), "an input has no result"
         return found
 
     @property
     def input_token_counts(self) -> tuple[int, ...]:
-        """Tokens of each input. Available after entering."""
+        """Number of tokens of each input. Available after entering."""
         return self._inputs.input_token_counts
 
 
 class ReadStream(Protocol):
-    """The interface of `RequestStream` that `PartStream` needs, for Trio and asyncio."""
+    """The methods of `RequestStream` that `PartStream` needs, for Trio and for asyncio."""
 
     def __anext__(self) -> Awaitable[Delta]: ...
 
@@ -220,12 +224,12 @@ class ReadStream(Protocol):
 
 
 class ChoiceParts(msgspec.Struct, frozen=True):
-    """New parts of one choice.
+    """New content, reasoning or tool calls of one choice.
 
     Attributes:
         index: index of the choice.
         parts: the new parts. May be empty.
-        delta: the delta from which the parts were read. The last delta of a choice has a finish_reason.
+        delta: the delta that contains these parts as text. The last delta of a choice has a finish_reason.
     """
 
     index: int
@@ -235,11 +239,12 @@ class ChoiceParts(msgspec.Struct, frozen=True):
 
 @uninterrupted
 class PartStream:
-    """Iterates over the parts of a response: `async for parts in engine.read_parts(stream, tools=...)`.
+    """Splits a response into content, reasoning and tool calls: `async for parts in engine.read_parts(stream,
+    tools=...)`.
 
-    Use this inside the stream's scope, instead of iterating over the stream. Iteration raises the errors of the stream.
-    A complete tool call ends with a `ToolCallEnd`. If a choice is aborted or passes its deadline, text that the parser
-    still held back is dropped.
+    Use this class inside the stream's scope, instead of iterating over the stream. Iteration raises the errors of the
+    stream. A complete tool call ends with a `ToolCallEnd`. If a choice is aborted or passes its deadline, text that the
+    parser has held back is dropped.
     """
 
     def __init__(
@@ -277,7 +282,7 @@ class PartStream:
             parser = self._parsers[delta.index] = self._families.new_parser(
                 self._tools, prompt_token_ids=self._stream.prompt_token_ids
             )
-            for known in self._stream.known:  # the reader got these parts from an earlier stream
+            for known in self._stream.known:  # The reader got these parts from an earlier stream.
                 if known.index == delta.index and known.text:
                     parser.feed(known.text)
         parts = parser.feed(delta.text) if delta.text else []

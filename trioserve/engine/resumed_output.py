@@ -1,7 +1,7 @@
-"""The output that the reader of a request has: what was delivered, and the known output of a resumed request.
+"""The output that the reader of a request has: delivered output, and the known output of a resumed request.
 
-`GivenOutput` is all that is needed to resume after the delivered output of a choice. To resume, the known tokens are
-replayed one by one, as if each had just been sampled. The deltas of the replay are not sent again.
+`GivenOutput` contains everything that is needed to resume a choice after its delivered output. To resume, the known
+tokens are replayed one by one, as if each had just been sampled. The deltas of the replay are not sent to the reader.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["GivenOutput", "RESUMED_TOKENS_MAX", "REPLAY_CHARACTERS", "ResumedCho
 
 
 class GivenOutput:
-    """Collects the deltas of a choice that were read.
+    """Collects the deltas of a choice that the reader has received.
 
     Args:
-        token_ids: tokens that were received before, for a resumed response.
+        token_ids: tokens that the reader received from an earlier stream, for a resumed response.
         logprobs: log probabilities of these tokens. None: log probabilities are not kept.
         weight_versions: versions of the weights that sampled these tokens.
-        is_complete: True if the choice had already finished.
+        is_complete: True if the choice had finished in an earlier stream.
 
     Attributes:
-        keeps: True if more than token ids must be kept of each delta.
+        keeps: True if log probabilities or weight versions must be kept of each delta, and not only token ids.
     """
 
     __slots__ = ("_versions", "finish_reason", "keeps", "logprobs", "token_ids")
@@ -52,7 +52,7 @@ class GivenOutput:
         self.logprobs = None if logprobs is None else list(logprobs)
         self._versions = [*weight_versions]
         self.keeps = logprobs is not None or bool(weight_versions)
-        # Replaying the known tokens later decides between STOP and LENGTH. Until then STOP stands for both.
+        # A later replay of the known tokens decides between STOP and LENGTH. Until then, STOP represents both.
         self.finish_reason = FinishReason.STOP if is_complete else None
 
     @property
@@ -60,7 +60,7 @@ class GivenOutput:
         return tuple(self._versions)
 
     def take(self, delta: Delta) -> None:
-        """Add the next delta that was read.
+        """Add the next delta that the reader has received.
 
         Args:
             delta: the delta.
@@ -71,15 +71,15 @@ class GivenOutput:
         self.token_ids += delta.token_ids
         if self.logprobs is not None:
             self.logprobs += delta.logprobs or ()
-        # A choice that was complete before stays complete, even if its request was stopped.
+        # A choice that was complete in the earlier stream stays complete, even if the request was stopped later.
         if self.finish_reason is None:
             self.finish_reason = delta.finish_reason
 
     def with_next(self, delta: Delta | None) -> PartialChoice:
-        """Return all received output, and optionally one unread delta.
+        """Return all received output, plus optionally one unread delta.
 
         Args:
-            delta: the delta that is not read yet. None: none.
+            delta: the unread delta. None: no unread delta is added.
         """
         given = self
         if delta is not None:
@@ -98,20 +98,21 @@ class GivenOutput:
         )
 
 
-# This limits all choices together to about two seconds of a thread. One choice may always fill the model's context.
+# This limit for all choices together is about two seconds of CPU time. One choice may always fill the model's context.
 RESUMED_TOKENS_MAX = 524_288
-REPLAY_CHARACTERS = 8  # cost of replaying one token, in characters of tokenized text: several microseconds
+# Cost of replaying one token, expressed as characters of text to tokenize. It is several microseconds.
+REPLAY_CHARACTERS = 8
 
 PARAM = "resume.token_ids"
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one choice after its known tokens.
+    """The state of one choice after its known tokens.
 
     Attributes:
-        output: continues after the known tokens.
-        deltas: the deltas of the replay. Joined, they hold all known tokens.
-        is_finished: True if the choice ended with the known tokens.
+        output: turns the tokens after the known tokens into text.
+        deltas: the deltas of the replay. Together, they contain all known tokens.
+        is_finished: True if the choice had ended with its known tokens.
         guide: grammar state. None: no grammar, or the choice has finished.
     """
 
@@ -122,7 +123,7 @@ class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResumedOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Known tokens of a request, ready to be replayed. A long replay belongs in a worker thread.
+    """The known tokens of a request, ready to be replayed. A long replay should run in a worker thread.
 
     Attributes:
         tokenizer: turns tokens into text.
@@ -130,7 +131,7 @@ class ResumedOutput(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: separates prefix caches of different users. None: shared.
         resume: the known tokens.
         stop_token_ids: token ids that end a choice.
-        tokens_max: most output tokens of each choice.
+        tokens_max: highest number of output tokens of each choice.
         prompt_token_ids: tokens of the prompt.
         guides: compiled grammars. None: no grammar.
     """
@@ -146,7 +147,7 @@ class ResumedOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Work of the replay, in the unit of `PromptEncoder.run`."""
+        """Cost of the replay, in the unit of `PromptEncoder.run`."""
         return REPLAY_CHARACTERS * sum(map(len, self.resume.token_ids))
 
     def choices(self) -> list[ResumedChoice]:
@@ -211,7 +212,7 @@ class ResumedOutput(msgspec.Struct, frozen=True, kw_only=True):
         return is_stop and len(token_ids) > self.sampling.min_tokens
 
     def _end(self, index: int) -> RequestFinished:
-        """Return how a finished choice ended, as far as its tokens show. The replay finds a stop string in the text."""
+        """Return how a finished choice ended, as far as its tokens show. The replay itself finds a stop string."""
         token_ids = self.resume.token_ids[index]
         is_stopped = self._stops(token_ids)
         is_full = len(token_ids) >= self.tokens_max and not is_stopped and not self._is_grammar_complete(token_ids)
@@ -224,7 +225,7 @@ class ResumedOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int, context_tokens_max: int) -> None:
-    """Check that known output can belong to a request, without looking at the prompt.
+    """Check whether known output can belong to a request. This check does not need the prompt.
 
     Args:
         resume: the known output.
@@ -265,7 +266,7 @@ def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int,
 
 
 def _check_logprobs(index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprob], vocab_size: int) -> None:
-    """Check that each entry belongs to its token, and that all token ids in it exist. Raises InvalidRequest."""
+    """Check that each entry belongs to its token, and that all its token ids exist. Raises InvalidRequest."""
     param = "resume.logprobs"
     for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if entry.token_id != token_id:

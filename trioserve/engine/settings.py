@@ -1,4 +1,4 @@
-"""Limits of an engine's shell, each with its unit and its reason."""
+"""Settings of the server code around an engine's core, with their units and reasons."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from trioserve.contracts.errors import InvalidRequest, StartupError
 
 __all__ = ["RESTARTS_MAX", "EngineSettings", "deadlines_of"]
 
-RESTARTS_MAX = 100  # within ten minutes. An engine that breaks more often is of no use.
+RESTARTS_MAX = 100  # Limit within ten minutes. An engine that breaks more often is useless.
 
 
 class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
-    """Settings of an engine's shell.
+    """Settings of the server code around an engine's core.
 
     Attributes:
-        step_seconds_max: age in seconds of the step in flight above which the engine refuses new requests and is not
-            ready. None: 60 s or ten times the longest step so far, the larger of both. 0: no limit.
-        kv_events_max: changes of the prefix cache that the engine keeps for subscribers. 0: no events, no subscribers.
-        restarts_max: how often within ten minutes the engine may be reopened after a fault. 0: a fault ends the engine.
-        seed: source of the seeds of requests that name no seed. None: those seeds are unpredictable.
+        step_seconds_max: highest age of the step in flight, in seconds. If a step is older, the engine refuses new
+            requests and is not ready. None: 60 s or ten times the longest step so far, whichever is larger. 0: no
+            limit.
+        kv_events_max: number of prefix cache changes that the engine keeps for subscribers. 0: subscribers are
+            disabled.
+        restarts_max: highest number of restarts after faults within ten minutes. 0: a fault ends the engine.
+        seed: random source for the seeds of requests that have no seed. None: these seeds are unpredictable.
     """
 
     step_seconds_max: float | None = None

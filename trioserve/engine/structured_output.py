@@ -1,9 +1,9 @@
-"""Compiles the grammars of requests in a thread while the requests wait for their turn, and shows metrics of grammars.
+"""Compiles grammars in a thread while their requests wait, fills token masks, and shows metrics of both.
 
 If a client leaves during the compilation, its request ends at once.
 
-Masks are filled in reused memory: synchronously, or in a thread. Only `fill` may run in another thread. Everything else
-belongs to the thread of the core.
+Masks are filled in reused memory, either synchronously or in a thread. Only `fill` may run in another thread. All other
+methods must run in the thread of the core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GuidePreparation", "MaskBuffers", "MaskRows", "MasksAtOnce", "MaskTh
 
 
 class MaskTotals(Protocol):
-    """Totals of a MaskMaker: seconds spent on filling masks, and rows filled."""
+    """Totals of a MaskMaker: seconds spent on filling masks, and number of rows filled."""
 
     seconds_total: float
     rows_total: int
@@ -78,7 +78,7 @@ class GuidePreparation:
 
     Args:
         factory: compiles grammars. None: this engine does not support structured output.
-        threads: run the compilation, tenants in turn.
+        threads: threads that compile grammars, taking tenants in turn.
         metrics: receive the duration of each compilation.
     """
 
@@ -92,7 +92,7 @@ class GuidePreparation:
     async def prepare(
         self, sampling: SamplingParams, cache_salt: str | None, *, tenant: str | None
     ) -> PreparedGuides | None:
-        """Compile the grammars of a request, in turn with other tenants.
+        """Compile the grammars of a request. Tenants take turns.
 
         Args:
             sampling: sampling options of the request.
@@ -100,10 +100,10 @@ class GuidePreparation:
             tenant: the tenant.
 
         Returns:
-            The guides, or None if the request does not restrain its tokens.
+            The guides. None if the request has no grammar or schema.
 
         Raises:
-            InvalidRequest: its grammar or schema cannot be compiled.
+            InvalidRequest: the grammar or schema cannot be compiled.
             Overloaded: too many grammars of this tenant wait.
         """
         if not is_guided(sampling):
@@ -124,11 +124,11 @@ class GuidePreparation:
 logger = logging.getLogger(__name__)
 
 WORD_BYTES = 4
-SPARE_MAX = 4  # two steps in flight, and two abandoned steps whose masks are still being filled
+SPARE_MAX = 4  # Two steps may be in flight, and two abandoned steps may still have masks that are being filled.
 
 
 class MaskRows:
-    """Token masks of one step. Implements `TokenMasks`.
+    """The token masks of one step. Implements `TokenMasks`.
 
     Args:
         words_per_row: 32-bit words per row.
@@ -136,7 +136,7 @@ class MaskRows:
 
     Attributes:
         row_count: rows that the current step uses.
-        is_over: True when no reader needs the rows any more.
+        is_over: True when no code needs the rows any more.
     """
 
     def __init__(self, words_per_row: int, row_capacity: int) -> None:
@@ -156,7 +156,7 @@ class MaskRows:
         return self._filled[0] == 1
 
     def begin(self, guided: Sequence[GuidedRows], row_count: int) -> None:
-        """Assign the memory to another step.
+        """Assign this memory to another step.
 
         Args:
             guided: the guides that fill the rows.
@@ -173,7 +173,7 @@ class MaskRows:
         self._is_filled.wait()
 
     def fill(self) -> None:
-        """Fill the rows, in any thread. After `is_over` is set, remaining rows are left unfilled."""
+        """Fill the rows. This may run in any thread. Once `is_over` is set, the remaining rows are not filled."""
         for rows in self._guided:
             if self.is_over:
                 break
@@ -187,14 +187,16 @@ class MaskRows:
         address = self.address + row * row_bytes
         try:
             guide.fill_masks(address, self.words_per_row, draft)
-        except BaseException:  # includes a panic of the library, because otherwise the sampler would wait for ever
-            # Only this request is affected. It fails because its mask allows no token.
+        # This includes a panic of the library. Without a filled mask, the sampler would wait for ever.
+        except BaseException:
+            # Only this request fails, because its mask allows no token.
             logger.exception("a mask could not be filled")
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 
 
 class MaskBuffers:
-    """Lends mask memory to steps. Memory that is returned while a thread still fills it becomes available after that.
+    """Lends mask memory to steps. If memory is returned while a thread still fills it, it is reused only after the
+    fill.
 
     Args:
         vocab_size: number of token ids.
@@ -203,7 +205,7 @@ class MaskBuffers:
     def __init__(self, vocab_size: int) -> None:
         self._words_per_row = mask_words(vocab_size)
         self._spare: list[MaskRows] = []
-        self._leaving: list[MaskRows] = []  # returned, and still being filled
+        self._leaving: list[MaskRows] = []  # Memory that was returned, and is still being filled.
 
     def take(self, guided: Sequence[GuidedRows], row_count: int) -> MaskRows:
         self._sweep()
@@ -224,12 +226,12 @@ class MaskBuffers:
         if self._leaving:
             filled = [rows for rows in self._leaving if rows.is_filled]
             self._leaving = [rows for rows in self._leaving if not rows.is_filled]
-            # Keep the largest buffers, because a busy moment usually has more steps of that size.
+            # Keep the largest buffers, because busy periods usually have more steps of their size.
             self._spare = sorted((*self._spare, *filled), key=lambda rows: rows.row_capacity)[-SPARE_MAX:]
 
 
 class MasksAtOnce:
-    """Fills masks synchronously, for tests and simulations. Implements `MaskMaker` without a thread.
+    """Fills masks synchronously, without a thread, for tests and simulations. Implements `MaskMaker`.
 
     Args:
         vocab_size: number of token ids.
@@ -250,17 +252,17 @@ class MasksAtOnce:
 
 @uninterrupted
 class MaskThread:
-    """A `MaskMaker` with its own thread: `with MaskThread(vocab_size) as masks: ...`.
+    """A `MaskMaker` that uses its own thread: `with MaskThread(vocab_size) as masks: ...`.
 
-    Leaving the context ends the thread after the guide that it is filling. Every method belongs to the thread of the
-    core. The queue is short: it holds the masks of the steps in flight, and of abandoned steps. Of an abandoned step
-    the thread fills at most the current guide.
+    When the context is left, the thread finishes its current guide and ends. Call every method in the thread of the
+    core. The queue is short, because it contains only the masks of the steps in flight and of abandoned steps. For an
+    abandoned step, the thread finishes at most the current guide.
 
     Args:
         vocab_size: number of token ids.
 
     Attributes:
-        seconds_total: time spent on filling so far.
+        seconds_total: seconds spent on filling so far.
         rows_total: number of rows filled so far.
     """
 
@@ -295,6 +297,6 @@ class MaskThread:
             began_at = time.perf_counter()
             row_count = rows.row_count
             rows.fill()
-            del rows  # its guides may use much memory
+            del rows  # Free the guides of these rows, because they may use much memory.
             self.seconds_total += time.perf_counter() - began_at
             self.rows_total += row_count

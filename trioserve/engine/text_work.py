@@ -1,6 +1,6 @@
-"""The work of an engine for text: requests for text and pooling, from their check to their release.
+"""Prepares text and pooling requests for an engine, creates their sequences, and releases their resources.
 
-`EngineLifecycle` runs the engine. It calls this work when a request enters, gets its lease, begins, and leaves.
+`EngineLifecycle` runs the engine. It calls `TextWork` when a request enters, gets its lease, begins, and leaves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ __all__ = ["EngineParts", "OpenParts", "TextWork"]
 
 
 class EngineParts(NamedTuple):
-    """Parts of one opening of an engine. `Engine` and `EngineLoop` document the fields that have no description here.
+    """Objects that an engine opens together. `Engine` and `EngineLoop` document the fields that have no description
+    here.
 
     Attributes:
         core: the scheduler and owner of the KV blocks.
@@ -69,10 +70,10 @@ class EngineParts(NamedTuple):
         readers_first: see `EngineLoop`.
         when_idle: see `EngineLoop`.
         image_encoder: computes the embeddings of images in prompts. None: the model reads text only.
-        guard: waits until the processes that compute are lost. None: only a failed step can report a loss.
-        cache_release: releases the KV cache alone. A string instead is a sentence that says why this is impossible.
-        weights: replaces the weights. A string instead is a sentence that says why this is impossible. The object stays
-            the same as long as the weights are loaded.
+        guard: waits until one of the computing processes is lost. None: only a failed step can report such a loss.
+        cache_release: releases only the KV cache. If this is impossible, a sentence that gives the reason.
+        weights: replaces the weights. If this is impossible, a sentence that gives the reason. The object stays the
+            same as long as the weights stay loaded.
     """
 
     core: EngineCore
@@ -92,7 +93,7 @@ OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]
 
 @uninterrupted
 class TextWork:
-    """The `Work` of an engine for text. `Engine` documents the arguments."""
+    """Implements `Work` for an engine for text. `Engine` documents the arguments."""
 
     part_name = "sequences"
 
@@ -135,7 +136,7 @@ class TextWork:
         self.guides = GuidePreparation(guides, text_threads, metrics)
         self._forget_connector: Callable[[], None] = lambda: None
 
-    # --- the parts ---
+    # --- opening ---
 
     def attach(self, engine: Host) -> None:
         self._engine = engine
@@ -210,7 +211,7 @@ class TextWork:
         self.metrics.weights_info.clear()
         self.metrics.weights_info.labels(self._engine.weight_updates.shown_version).set(1)
 
-    # --- a request ---
+    # --- the stages of a request ---
 
     def check(self, request: OpenRequest) -> None:
         if isinstance(request, PoolingRequest):
@@ -234,7 +235,7 @@ class TextWork:
             raise
 
     async def _prepare_in_turn(self, request: OpenRequest) -> None:
-        """Do the costly preparation before the core gets the request. Each stage takes tenants in turn."""
+        """Do the expensive preparation before the request is added to the core. In each stage, tenants take turns."""
         request.guides = await self.guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
         prompts = self.prompts.within(self._text_threads.of_tenant(request.tenant))
         await request.tokenize(prompts)
@@ -256,7 +257,7 @@ class TextWork:
 
     def release(self, request: OpenRequest) -> None:
         if self.images is not None:
-            self.images.release(request)  # so that other requests can use the memory of the embeddings
+            self.images.release(request)  # Other requests can then use the memory of these embeddings.
         lease, request.adapter_lease = request.adapter_lease, None
         if lease is not None:
             self.adapters.release(lease)
@@ -270,15 +271,13 @@ class TextWork:
         return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
 
     async def _take_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
-        """Put the choices into the state after their known tokens, in this thread if that is short, otherwise in a text
-        thread.
-        """
+        """Replay the known tokens of each choice. A short replay runs in this thread, a long one in a text thread."""
         known = self._preparation.resumed_output(request, resume)
         request.take_known(await prompts.run(known.choices, size=known.size))
         self.metrics.resumed_requests_total.inc()
         self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
         if request.is_finished:
-            request.on_gone()  # no output is left to compute
+            request.on_gone()  # All choices are complete, so nothing will be computed.
 
     def encoder(self, texts: TextRunner, media: MediaFetcher | None = None) -> PromptEncoder:
         model = self.model

@@ -1,9 +1,10 @@
-"""The weights with which an engine computes, and their replacement between two steps. `WeightTarget` writes them.
+"""Replaces the weights of an engine between two steps. A `WeightTarget` writes the new weights.
 
-    one at a time:  check the source ─► stop steps ─► the step in flight ends ─► replace ─► resume
+    for each update, in turn:  check the source ─► stop steps ─► the step in flight ends ─► replace ─► resume
 
-Nothing changes before the replacement begins. After that, nothing may be computed until it is complete. If a
-replacement fails halfway, the engine blocks all steps until another one is complete, or the model is read again.
+Nothing changes before the replacement begins. From then on, no step may run until the replacement is complete. If a
+replacement fails halfway, the engine blocks all steps until another one is complete, or until the model is loaded
+again.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ IN_FLIGHT = ("keep", "recompute", "abort")
 WEIGHTS_REPLACED = "weights_replaced"
 VERSION_CHARACTERS_MAX = 256
 ENDED_MEANWHILE = "the engine ended meanwhile; a reopened engine has its first weights"
-GROUP_SECONDS_MAX = 3600  # limits how long a dead trainer can block the engine
+GROUP_SECONDS_MAX = 3600  # This limits how long a dead trainer can block the engine.
 
 GivenSource = str | os.PathLike[str] | SharedWeights | BroadcastWeights
 
 
 class Replacement(Protocol):
-    """New weights that were checked and can be written.
+    """New weights that were checked and can now be written.
 
     Attributes:
         state: progress of the replacement.
@@ -52,16 +53,16 @@ class Replacement(Protocol):
     def state(self) -> ReplacementState: ...
 
     async def replace(self) -> None:
-        """Write the weights, while nothing computes.
+        """Write the weights. No step may run meanwhile.
 
-        When cancelled, weights from a file or shared memory are still written completely. Weights that are sent are
-        not, because the sender may be gone.
+        If the call is cancelled, weights from a file or shared memory are still written completely. Weights that a
+        trainer sends are left incomplete, because the trainer may be gone.
 
         Raises:
             ModelLoadError: the weights cannot be read.
-            WeightsLost: the sender is gone.
+            WeightsLost: the trainer that sends the weights is gone.
             RankLost: a process that computes is lost.
-            Exception: the model was closed meanwhile.
+            Exception: the model was closed during the replacement.
         """
         ...
 
@@ -70,7 +71,7 @@ class WeightTarget(Protocol):
     """Replaces the weights of the executor."""
 
     async def check(self, source: WeightSource) -> Replacement:
-        """Check new weights, without a change to anything.
+        """Check new weights without changing anything.
 
         Args:
             source: the new weights.
@@ -108,20 +109,20 @@ class WeightUpdates:
     """Updates the weights of one engine.
 
     Args:
-        place: replaces weights. A string instead is a sentence that says why this is impossible.
+        place: replaces the weights of the executor. If this is impossible, a sentence that gives the reason.
         pausing: pause state of the engine.
-        gate: waits for the end of the step in flight.
+        gate: used to wait until the step in flight has ended.
         computes: returns True if the engine can run steps.
-        check_may_replace: raises the refusal if the weights cannot be replaced now.
+        check_may_replace: raises an error if the weights cannot be replaced now.
         end_begun: ends begun requests with their partial results.
-        take_weights: called with the version, and with True if KV must be computed again, when the weights are replaced
-            and no step is in flight.
-        note_ended: called when an update has ended, successful or not.
+        take_weights: called when the weights are replaced and no step is in flight. Its arguments are the version, and
+            True if the KV must be computed again.
+        note_ended: called when an update has ended, with or without success.
 
     Attributes:
         version: version of the current weights. None: the weights with which the engine was opened.
-        turn: lock that other code must hold while it releases what computes.
-        is_half: True if the last replacement failed halfway.
+        turn: lock for code that releases the executor. Updates hold this lock, too.
+        is_half: True if the last replacement failed halfway, so that the weights are a mixture.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class WeightUpdates:
 
     @property
     def is_possible(self) -> bool:
-        """True if weights can be replaced, and so the turn matters."""
+        """True if weights can be replaced. Otherwise `turn` is not needed."""
         return not isinstance(self._place, str)
 
     @property
@@ -166,17 +167,17 @@ class WeightUpdates:
 
     @property
     def is_under_way(self) -> bool:
-        """True while an update stops the steps for a short time."""
+        """True while an update in progress stops the steps."""
         return self._pausing.is_replacing and not self.is_half
 
     def install(self, place: WeightTarget | str) -> bool:
-        """Use the place of newly opened parts.
+        """Use the weight target of newly opened parts.
 
         Args:
-            place: the place, or a sentence.
+            place: the weight target, or a sentence that says why weights cannot be replaced.
 
         Returns:
-            True if the place is a new one, with the weights from opening.
+            True if the target is a new object, with the weights with which the engine was opened.
         """
         if place is self._place:
             return False
@@ -215,7 +216,7 @@ class WeightUpdates:
             await self._known_place().leave_group(to_str("group_name", name))
 
     def _known_place(self) -> WeightTarget:
-        """Return the place. Raises InvalidRequest if weights cannot be replaced."""
+        """Return the weight target. Raises InvalidRequest if weights cannot be replaced."""
         if isinstance(self._place, str):
             raise InvalidRequest(f"{self._place}: the weights of a running engine cannot be replaced")
         return self._place
@@ -225,7 +226,7 @@ class WeightUpdates:
 
         Args:
             source: the new weights.
-            version: their name. None: a new name.
+            version: name of the new weights. None: a name is generated.
             in_flight: one of IN_FLIGHT.
 
         Returns:
@@ -250,18 +251,18 @@ class WeightUpdates:
         return new
 
     async def _checked_by_place(self, source: WeightSource) -> tuple[WeightTarget, Replacement]:
-        """Check a source with the current place. Checks again if the engine was reopened meanwhile."""
+        """Check a source with the current weight target. Check again if the engine was reopened meanwhile."""
         while True:
             self._check_may_replace()
             place = self._known_place()
             try:
                 replacement = await place.check(source)
-            except RankLost as error:  # the engine handles its fault itself
+            except RankLost as error:  # The engine handles the fault of its executor itself.
                 raise WeightsLost(ENDED_MEANWHILE) from error
             except Exception:
                 if self._is_current(place):
                     raise
-                continue  # The check failed because its place was closed, not because of the weights.
+                continue  # The check failed because its target was closed, and not because of the weights.
             self._check_may_replace()
             if self._is_current(place):
                 return place, replacement
@@ -282,7 +283,7 @@ class WeightUpdates:
 
     def _note_end(self, state: ReplacementState, version: str, *, recomputes: bool) -> None:
         if state is ReplacementState.GONE:
-            return  # no step begins until the engine handles the loss, too
+            return  # The lost process also breaks the engine, so no step begins until the engine has handled the fault.
         if state is ReplacementState.WHOLE:
             self.is_half = False
             self.version, self._has_replaced = version, True
@@ -298,7 +299,7 @@ class WeightUpdates:
         return place is self._place and self._computes()
 
     def _check_is_current(self, place: WeightTarget) -> None:
-        """Raise WeightsLost if the place was closed or replaced."""
+        """Raise WeightsLost if the weight target was closed or replaced."""
         if not self._is_current(place):
             raise WeightsLost(ENDED_MEANWHILE)
 

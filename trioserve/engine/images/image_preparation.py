@@ -219,7 +219,6 @@ class ImagePreparation:
         """Return the width or height of the image. An image that is changed keeps its own size by default, rounded to a
         size that the model allows.
         """
-
         model = self._model
         multiple = model.side_multiple
         asked: int | None = getattr(params, name)

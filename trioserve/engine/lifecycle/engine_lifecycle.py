@@ -808,7 +808,6 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         """Enter the queue, wait for a lease, prepare, and add the sequences to the core. If an error is raised, all
         resources are released.
         """
-
         count = request.sequence_count
         self._work.check(request)
         self._check_open(count)

@@ -1,12 +1,13 @@
-"""The step loop: schedule, forward pass, update, deliver. The update processes aborts first.
+"""The step loop: schedule a step, compute it, update the core, and deliver the results. The update processes aborts
+first.
 
-The forward pass runs in another thread. Meanwhile this task waits, and the event loop stays responsive, so that aborts
-reach their requests. When the loop is cancelled, it waits for the step in flight, because the step uses the blocks.
+The forward pass runs in another thread. This task waits meanwhile, so the event loop stays responsive and delivers
+aborts. When the loop is cancelled, it waits for the step in flight, because that step uses the blocks.
 
-With overlapping steps, the next step is planned and handed over while one is computed. So the compute thread starts the
-next forward pass without waiting for the event loop. Between two forward passes only the new tokens are passed on,
-because the next step needs them. The loop processes and delivers the result, and plans the step after next, while the
-next step is computed. core/steps_in_flight.py describes how the core plans ahead.
+With overlapping steps, the next step is planned and submitted while the current one is computed. So the compute thread
+starts the next forward pass without waiting for the event loop. Between two forward passes, only the new tokens are
+copied, because the next step needs them. The loop then processes and delivers the result, and plans another step, while
+the next step is computed. core/steps_in_flight.py describes how the core plans ahead.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle", "OverlappedSteps", "LaunchedSteps"]
 
 
-READER_TURNS = 3  # the readers run in one turn, the flusher writes in the next. Trio promises no order within a turn.
+# Readers run in one turn of the event loop, and the flusher writes in the next. Trio promises no order within a turn.
+READER_TURNS = 3
 
 
 WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
 
 
 class StepRunner(StepRunnerOf[StepPlan, StepResult], Protocol):
-    """A step runner for plans of `EngineCore`."""
+    """Computes the plans of `EngineCore`."""
 
 
 Plan = TypeVar("Plan", bound=AnyPlan)
@@ -54,7 +56,8 @@ class ThreadedExecutor(Generic[Plan, Result]):
     Args:
         executor: computes the plans.
         thread: the compute thread.
-        takes_cpu: True to begin a step on the CPU of the event loop. For steps that use every CPU and do not overlap.
+        takes_cpu: True to begin a step on the CPU where the event loop runs. Use it for steps that need every CPU and
+            do not overlap.
     """
 
     def __init__(self, executor: ComputesPlans[Plan, Result], thread: WorkerThread, *, takes_cpu: bool = False) -> None:
@@ -77,20 +80,20 @@ class ThreadedExecutor(Generic[Plan, Result]):
 
 
 class EngineLoop(Generic[Plan, Result, Event]):
-    """Runs steps until it is cancelled.
+    """Runs the steps of an engine until it is cancelled.
 
     Args:
         core: plans the steps.
-        steps: computes them.
-        delivery: delivers their results.
-        readers_first: True to let readers write a step's results before the next step begins. For steps that also use
-            the CPU of the event loop: otherwise a reader slows one thread of the step, and the others wait for that
-                thread. Has no effect on overlapping steps.
-        when_idle: called repeatedly while there is nothing to compute, until it returns False. New work waits for each
-            call, so calls must be short. None: nothing to do.
-        after_step: called after a step was delivered.
+        steps: computes the plans.
+        delivery: delivers the results of the steps.
+        readers_first: True to let readers write a step's results before the next step begins. Use it for steps that
+            also need the CPU of the event loop. Otherwise a reader delays one thread of the step, and the other threads
+            wait for that thread. Overlapping steps ignore it.
+        when_idle: called repeatedly while there is nothing to compute, until it returns False. Each call delays new
+            work, so a call must be short. None: nothing is called.
+        after_step: called after the results of a step are delivered.
         step_times: receives the times of each step. None: no times are recorded.
-        gate: while it is closed, no step begins. Connector events and deadlines are still processed.
+        gate: prevents further steps while it is closed. Connector events and deadlines are still processed.
     """
 
     def __init__(
@@ -120,12 +123,12 @@ class EngineLoop(Generic[Plan, Result, Event]):
         self._is_woken = False
 
     def wake(self) -> None:
-        """Note that there may be something to do. Costs nothing while steps run."""
+        """Note that there may be new work. This is cheap while steps run."""
         self._is_woken = True
         self._work_arrived.set()
 
     async def run(self) -> None:
-        """Run until cancelled. An error of a step is raised here, because it is a fault of the engine."""
+        """Run until cancelled. Raise the error of a step, because it is a fault of the engine."""
         checkpoint: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint_if_cancelled
         while True:
             await checkpoint()
@@ -137,7 +140,7 @@ class EngineLoop(Generic[Plan, Result, Event]):
             if plan is None:
                 await self._wait_for_work()
                 continue
-            self._gate.is_stepping = True  # for all overlapping steps together
+            self._gate.is_stepping = True  # One call covers all overlapping steps.
             try:
                 self._delivery.on_plan(plan)
                 if self._overlapped is not None:
@@ -170,8 +173,8 @@ class EngineLoop(Generic[Plan, Result, Event]):
                 await trio.lowlevel.checkpoint()
 
     async def _wait_for_work(self) -> None:
-        """Wait until there may be something to compute, or the core has something overdue."""
-        if self._is_woken:  # The connector woke the loop while the core asked it, and has more to report.
+        """Wait until there may be new work, or a deadline of the core has passed."""
+        if self._is_woken:  # The connector reported new events while the core processed its earlier events.
             await trio.lowlevel.checkpoint()
         elif self._when_idle is not None:
             if not await self._when_idle():
@@ -184,13 +187,13 @@ class EngineLoop(Generic[Plan, Result, Event]):
 
 
 class _StepInFlight(Generic[Plan, Result]):
-    """A plan that was handed over.
+    """A plan that was submitted, and whose result is not processed yet.
 
     Attributes:
-        at: when it was handed over.
+        at: time of the submission.
         plan: the plan.
-        result: awaitable of the result.
-        schedule_at: when its planning began.
+        result: awaitable that returns the result of the step.
+        schedule_at: time at which the planning of the step began.
     """
 
     __slots__ = ("at", "plan", "result", "schedule_at")
@@ -203,15 +206,15 @@ class _StepInFlight(Generic[Plan, Result]):
 
 
 class OverlappedSteps(Generic[Plan, Result, Event]):
-    """Runs overlapping steps.
+    """Runs steps that overlap.
 
     Args:
         core: plans the steps.
-        run_step: computes them.
-        delivery: delivers their results.
-        after_step: called after a step was delivered.
+        run_step: computes the plans.
+        delivery: delivers the results of the steps.
+        after_step: called after the results of a step are delivered.
         step_times: receives the times of each step. None: no times are recorded.
-        gate: while it is closed, no further step is planned.
+        gate: prevents further plans while it is closed.
     """
 
     def __init__(
@@ -231,14 +234,14 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
         self._delivery = delivery
 
     async def run(self, plan: Plan, schedule_at: float) -> None:
-        """Compute a plan and all plans that can be made ahead, until no further plan can be made.
+        """Compute a plan, and all later plans that can be made ahead. Return when no further plan can be made ahead.
 
         When cancelled, this function plans no further step, waits for the steps in flight, and returns. If a step
-        raises, the error is raised after no step is in flight any more.
+        raises an error, the function waits for the steps in flight, and then raises that error.
 
         Args:
-            plan: the first plan, made by the core. The delivery was notified of it.
-            schedule_at: when its planning began.
+            plan: the first plan. It was made by the core, and reported to the delivery.
+            schedule_at: time at which the planning of the first step began.
         """
         ended_at = -math.inf
         out = [self._hand_over(plan, schedule_at)]
@@ -252,7 +255,7 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
                 ended_at = now
         except BaseException:
             for step in out:
-                await step.result  # wait, because the steps still write to their blocks
+                await step.result  # Wait for the steps in flight, because they still write to their blocks.
             raise
 
     def _hand_over(self, plan: Plan, schedule_at: float) -> _StepInFlight[Plan, Result]:
@@ -263,7 +266,7 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
         if self._core.has_connector:
             self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
         if not self._gate.is_open or trio.current_effective_deadline() == -math.inf:
-            return []  # the step in flight is the last one
+            return []  # No further step is planned after the step in flight.
         plan = self._core.schedule_ahead(now)
         if plan is None:
             return []
@@ -297,9 +300,9 @@ Finish = Callable[[], StepResult | None]
 
 
 class LaunchedSteps:
-    """A `StepRunner` that launches and finishes each step in the compute thread, as two separate jobs.
+    """A `StepRunner` that launches and finishes each step in two separate jobs of the compute thread.
 
-    The launch of a later step runs before an earlier step is finished.
+    A later step is launched before an earlier step is finished.
 
     Args:
         executor: launches steps on the device.

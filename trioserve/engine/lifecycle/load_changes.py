@@ -12,18 +12,18 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["LoadChanges"]
 
-READERS_MAX = 64  # one subscriber per router
+READERS_MAX = 64  # Each router has one subscriber.
 RETRY_SECONDS = 30.0
 
 
 class LoadChanges:
-    """Lets tasks wait for a change of an engine's load.
+    """Lets tasks wait until the load of an engine changes.
 
-    Every method belongs to the thread of the engine's Trio program.
+    Call every method in the thread of the engine's Trio program.
 
     Attributes:
-        clock: random name of the engine's clock, unique to this opening of the engine.
-        is_over: True if no more changes will come.
+        clock: random name of the engine's clock. Each opening of the engine has another name.
+        is_over: True if the engine ended, so the load will not change any more.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class LoadChanges:
         self._waiting = trio.lowlevel.ParkingLot()
 
     def note(self) -> None:
-        """Wake the waiting tasks, because the load may have changed. Called after every step. Costs nothing without
-        waiters.
+        """Wake the waiting tasks, because the load may have changed. Called after every step. This is cheap if no task
+        waits.
         """
         if self._waiting:
             self._waiting.unpark_all()
 
     def end(self) -> None:
-        """Wake the waiting tasks for the last time, because the engine ends."""
+        """Wake the waiting tasks for the last time, because the engine has ended."""
         self.is_over = True
         self._waiting.unpark_all()
 

@@ -1,6 +1,6 @@
 """The states in which an engine begins no step: paused, replacing weights, and asleep. All decisions are synchronous.
 
-`StepGate` is the gate before each step. `Pausing` opens and closes it. Callers may wait for the effect of a pause:
+`StepGate` is checked before each step. `Pausing` opens and closes it. Callers can wait until a pause has taken effect:
 
     RUNS ──pause──► PAUSED                    the step in flight is the last
     RUNS ──pause, draining──► DRAINS          begun requests continue, and no new one begins
@@ -8,14 +8,14 @@
     DRAINS ──pause──► PAUSED
     any ──resume──► RUNS
 
-Sleep and weight replacement are separate states. They also stop the steps. An engine that was paused before is still
-paused after them. A caller that stops waiting does not undo the pause, because the pause belongs to the engine. The
-states of sleep:
+Sleep and weight replacement are separate states that also stop the steps. An engine that was paused before them stays
+paused after them. If the caller of a pause is cancelled, the engine still pauses, because the pause belongs to the
+engine. The states of sleep are:
 
     AWAKE ──fall_asleep──► FALLING ──note_down──► DOWN ──note_up──► AWAKE
 
-A call to wake up may come at any time from FALLING on. The engine wakes up only after it reached DOWN, so memory is
-always released and allocated completely. The supervisor releases and allocates the memory.
+Wake-up can be requested at any time from FALLING on. The engine wakes up only after it reached DOWN, so the whole
+memory is always released and then allocated again. The supervisor releases and allocates the memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["StepGate", "PauseState", "Pausing", "LEVELS", "SleepState", "Sleepin
 
 
 class StepGate:
-    """A gate that is open until it is closed. Every method belongs to the thread of the engine's Trio program.
+    """A gate that stops the steps while it is closed. Call every method in the thread of the engine's Trio program.
 
     Attributes:
         is_open: True if further steps may begin. Changed by `set_open` only.
-        is_stepping: True while steps are in flight, until they are delivered. The step loop sets it, and then calls
+        is_stepping: True while steps are in flight or not delivered yet. The step loop sets it, and later calls
             `end_steps`.
     """
 
@@ -54,12 +54,12 @@ class StepGate:
             self._waiting.unpark_all()
 
     def end_steps(self) -> None:
-        """Note that all steps in flight are delivered."""
+        """Note that all steps in flight have ended and are delivered."""
         self.is_stepping = False
         self._waiting.unpark_all()
 
     async def wait_until_at_rest(self) -> None:
-        """Wait until no step is in flight while the gate is closed. Opening the gate ends the wait."""
+        """Wait until the gate is closed and no step is in flight. Opening the gate also ends the wait."""
         while self.is_stepping and not self.is_open:
             await self._waiting.park()
 
@@ -71,11 +71,11 @@ class PauseState(enum.Enum):
 
 
 class Pausing:
-    """Pause state of one engine.
+    """The pause state of one engine.
 
     Args:
         gate: the gate that stops the steps.
-        has_begun: returns True while a draining pause must wait for begun requests.
+        has_begun: returns True while requests that have begun are not finished. A pause with `drains` waits for them.
         on_resume: called when steps may begin again.
     """
 
@@ -88,7 +88,7 @@ class Pausing:
         self._at_rest: list[Callable[[], bool]] = []
         self.is_replacing = False
         self._is_over = False
-        self._waiting = trio.lowlevel.ParkingLot()  # for a change of any of these attributes
+        self._waiting = trio.lowlevel.ParkingLot()  # Tasks that wait for a change of any attribute above.
 
     @property
     def holds_up(self) -> bool:
@@ -96,10 +96,10 @@ class Pausing:
         return not self._is_over and (self.state is not PauseState.RUNS or self.is_asleep or self.is_replacing)
 
     def pause(self, *, drains: bool) -> None:
-        """Pause. No effect if the engine is paused already.
+        """Pause the engine. No effect if the engine is already paused.
 
         Args:
-            drains: True to let begun requests end first.
+            drains: True to let begun requests finish before the pause.
         """
         if self.state is not PauseState.PAUSED:
             self.state = PauseState.DRAINS if drains else PauseState.PAUSED
@@ -110,13 +110,13 @@ class Pausing:
         """Register a function to be called when the engine is paused. Call this before `pause`.
 
         Args:
-            do: called when no step may begin. It returns False if a step is still in flight, and is then called again
-                later. A resume before that drops the function.
+            do: called when no step may begin. If a step is still in flight, it returns False and is called again later.
+                If the engine is resumed first, the function is not called any more.
         """
         self._at_rest.append(do)
 
     def look(self) -> None:
-        """Check for progress of a pause. Call this after a step was delivered, and when a request has left the core."""
+        """Check the progress of a pause. Call this after a step was delivered, and when a request has left the core."""
         if self.state is PauseState.DRAINS and not self._has_begun():
             self.state = PauseState.PAUSED
             self._settle()
@@ -134,7 +134,8 @@ class Pausing:
         self._settle()
 
     def set_replacing(self, is_replacing: bool) -> None:
-        """Set whether weights are being replaced, or are only replaced in part.
+        """Set whether an update of the weights blocks the steps. A failed update that wrote only some weights also
+        blocks them.
 
         Args:
             is_replacing: True to stop the steps.
@@ -143,7 +144,7 @@ class Pausing:
         self._settle()
 
     def end(self) -> None:
-        """Release all waiters, because the engine accepts no new requests, or computes nothing any more."""
+        """Wake all waiting tasks, because the engine accepts no new requests, or will not compute any more."""
         self._is_over = True
         self._waiting.unpark_all()
 
@@ -179,7 +180,7 @@ class SleepState(enum.Enum):
 
 
 class Sleeping:
-    """Sleep state of one engine.
+    """The sleep state of one engine.
 
     Attributes:
         state: the current state.
@@ -191,8 +192,9 @@ class Sleeping:
         self.level = 0
         self._is_woken = False
         self._is_over = False
-        self._count = 0  # number of sleeps so far, so that a waiter for one sleep does not wait for the next one
-        self._waiting = trio.lowlevel.ParkingLot()  # for a change of any of these attributes
+        # Number of sleeps so far. A task that waits for the end of one sleep does not wait for the next sleep.
+        self._count = 0
+        self._waiting = trio.lowlevel.ParkingLot()  # Tasks that wait for a change of any attribute above.
 
     @property
     def is_waking(self) -> bool:
@@ -205,27 +207,27 @@ class Sleeping:
         self._waiting.unpark_all()
 
     def note_down(self) -> None:
-        """Note that the memory is released."""
+        """Note that the engine has released its memory."""
         self.state = SleepState.DOWN
         self._waiting.unpark_all()
 
     def wake(self) -> None:
-        """Request to wake up. No effect if the engine is awake."""
+        """Request the engine to wake up. No effect if the engine is awake."""
         self._is_woken = True
         self._waiting.unpark_all()
 
     def note_up(self) -> None:
-        """Note that all memory is allocated and loaded again."""
+        """Note that all memory is allocated and loaded again, so the engine is awake."""
         self.state, self.level = SleepState.AWAKE, 0
         self._waiting.unpark_all()
 
     def end(self) -> None:
-        """Release all waiters, because the engine will not wake up any more."""
+        """Wake all waiting tasks, because the engine will not wake up any more."""
         self._is_over = True
         self._waiting.unpark_all()
 
     async def wait_until_down(self) -> None:
-        """Wait until the memory of the current sleep is released, or that sleep has ended."""
+        """Wait until the memory of the current sleep is released, or until that sleep has ended."""
         count = self._count
         while self.state is SleepState.FALLING and self._count == count and not self._is_over:
             await self._waiting.park()
@@ -237,6 +239,6 @@ class Sleeping:
             await self._waiting.park()
 
     async def wait_until_woken(self) -> None:
-        """Wait for a request to wake up. Returns at once if the engine is awake."""
+        """Wait until a wake-up is requested. Return at once if the engine is awake."""
         while self.level and not self._is_woken:
             await self._waiting.park()

@@ -1,4 +1,4 @@
-"""Admits the requests of an engine to its queue, or refuses them. Each refusal is counted once."""
+"""Admits the requests of an engine to its queue, or refuses them. Each refused request is counted once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_request_id() -> str:
 
 
 class ScopeArguments(TypedDict):
-    """Arguments that every request has, see `RequestScope`."""
+    """Arguments that are common to all requests, see `RequestScope`."""
 
     request_id: str
     priority: int
@@ -40,7 +40,7 @@ class ScopeArguments(TypedDict):
 
 
 class RequestAdmission:
-    """Gives requests a place in the queue and then a lease.
+    """Gives each request a position in the queue, and later a lease.
 
     Args:
         dispatch: the queue before the engine.
@@ -98,7 +98,7 @@ class RequestAdmission:
             request: the request.
 
         Returns:
-            The admission. The caller must call `leave` of the dispatch with it.
+            The admission. The caller must later pass it to the `leave` method of the dispatch.
 
         Raises:
             Overloaded: the queue is full. Nothing needs to be released.
@@ -110,7 +110,7 @@ class RequestAdmission:
             raise
 
     async def lease(self, request: AnyScope, admission: AdmissionScope) -> None:
-        """Wait for the lease, and use it.
+        """Wait until the request gets its lease, and mark the lease as used.
 
         Args:
             request: the request.
@@ -121,7 +121,7 @@ class RequestAdmission:
         """
         try:
             await admission.lease()
-            if admission.is_queued:  # False if the request was ended just when it had got the lease
+            if admission.is_queued:  # This is False if the request was ended right after it got the lease.
                 admission.sent()
         except Overloaded as refusal:
             self._note(request, refusal)
@@ -145,10 +145,10 @@ class RequestAdmission:
         )
 
     def refused_overdue(self, overdue: str) -> StepOverdue:
-        """Return the refusal of a request because the step in flight is overdue, and count it.
+        """Return the refusal for a request that arrives while the step in flight is overdue. Count the refusal.
 
         Args:
-            overdue: sentence about the overdue step.
+            overdue: sentence that describes the overdue step.
         """
         self._metrics.requests_rejected_total.labels("step_overdue").inc()
         return StepOverdue(

@@ -1,7 +1,7 @@
-"""The engine's side of any request, from its creation until everything that it holds is released.
+"""The engine's state of a request, from its creation until all its resources are released.
 
-A request consists of parts. Each part is one sequence or one image in the core. Deltas wait here until the reader gets
-them. For a reader that is slower than the engine, deltas are merged, so at most about one delta per part waits.
+A request consists of choices or images. Each is one sequence or one image in the core. Deltas wait in this state until
+the reader gets them. If a reader is slower than the engine, deltas are merged, so about one delta per choice waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _NoneOutcome(outcome.Outcome[None]):
     """An outcome with the value None that can be used any number of times.
 
     Trio would create a new Value for each wake-up, because a Value can be unwrapped only once. Creating and unwrapping
-    a Value takes a tenth of the event loop's time for a token.
+    a Value takes a tenth of the event loop's time per token.
     """
 
     __slots__ = ()
@@ -54,14 +54,14 @@ NONE_OUTCOME = _NoneOutcome()
 
 
 class ScopeState(enum.Enum):
-    """States of the caller's `async with`."""
+    """States of the `async with` block in which the caller reads a request."""
 
     NEW = "new"
     ENTERED = "entered"
     LEFT = "left"
 
 
-_ENTERED = ScopeState.ENTERED  # lookup of an enum member is slow before Python 3.12
+_ENTERED = ScopeState.ENTERED  # A global, because lookup of an enum member is slow before Python 3.12.
 
 
 ScopeT = TypeVar("ScopeT", bound="RequestScope[Any, Any, Any]")
@@ -71,7 +71,7 @@ AskedT = TypeVar("AskedT")
 
 
 class RequestPart(ABC, Generic[ScopeT]):
-    """One of a request's n results, and its sequence in the core.
+    """One of a request's n results (a choice or an image), and its sequence in the core.
 
     Args:
         request: the request.
@@ -79,8 +79,9 @@ class RequestPart(ABC, Generic[ScopeT]):
         sequence_id: id of its sequence in the core.
 
     Attributes:
-        is_ended: True if its last delta was pushed, or its request failed.
-        running_at: when it was first in a step. It stays set after a preemption. None: never.
+        is_ended: True if the last delta of this result was pushed, or the request failed.
+        running_at: time at which the sequence was first in a step. It does not change after a preemption. None: it was
+        in no step yet.
     """
 
     __slots__ = ("index", "is_ended", "request", "running_at", "sequence_id")
@@ -99,7 +100,7 @@ class RequestPart(ABC, Generic[ScopeT]):
     @property
     @abstractmethod
     def progress(self) -> int:
-        """Amount of computed output. It becomes smaller when output is computed again."""
+        """Amount of computed output. It shrinks when the output must be computed again."""
 
 
 @uninterrupted
@@ -112,24 +113,24 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         deadlines: deadlines of the request.
         owner: user who may see and abort the request. None: not restricted.
         tenant: the queue is fair between tenants.
-        sequence_count: most sequences that the core has of this request at a time.
-        merge: merges two consecutive deltas of one part that the reader has not read, the older one first.
+        sequence_count: highest number of the request's sequences that are in the core at the same time.
+        merge: merges two consecutive unread deltas of one choice. The older delta is the first argument.
         part_of: parent span of the request's trace.
 
     Attributes:
-        choices: the parts.
-        core_count: number of parts that the core has.
-        upcoming: parts that the core gets later, one when another one has ended. This bounds the core's work for one
-            request.
-        begin_next: hands the next of these to the core.
-        on_gone: called when the core has no part of the request, and will get none.
+        choices: the choices or images of the request.
+        core_count: number of its choices that are in the core.
+        upcoming: sequences that are added to the core later, one whenever another one has ended. This limits the core's
+            work for one request.
+        begin_next: adds the next sequence of `upcoming` to the core.
+        on_gone: called when no sequence of the request is in the core, and none will be added.
         preparation: cancel scope around the wait for a lease and the preparation of the sequences.
-        fault_count: failed steps that had this request since it last made progress.
-        lone_fault_count: how many of these steps had no other request.
+        fault_count: number of failed steps that computed this request since it last made progress.
+        lone_fault_count: number of these steps that computed no other request.
         trace: receives the events of the request.
         is_resumable: True if the request can be resumed elsewhere after an abort or a deadline.
         cached_token_count: prompt tokens that the prefix cache had.
-        on_released: called when no block is held any more.
+        on_released: called when none of the request's blocks is held any more.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.trace: RequestTrace = NO_TRACE
         self.alarms: dict[Deadline, Alarm] = {}
         self.entered_at = 0.0
-        self.is_leased = False  # it has got its lease, and is being prepared
+        self.is_leased = False  # The request has a lease, and is being prepared.
         self.running_at: float | None = None
         self.ended_at: float | None = None
         self.choices: list[PartT] = []
@@ -170,31 +171,31 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.fault_count = 0
         self.lone_fault_count = 0
         self.scope = ScopeState.NEW
-        self._pending: dict[int, list[DeltaT]] = {}  # per choice, see hold_unread
+        self._pending: dict[int, list[DeltaT]] = {}  # Unread deltas by choice, see `hold_unread`.
         self._unfinished_count = sequence_count
-        self._run_count = 0  # choices that run, or have run
-        self._first_end: DeltaT | None = None  # the last delta of the choice that ended first
+        self._run_count = 0  # Number of choices that run, or have run.
+        self._first_end: DeltaT | None = None  # The last delta of the choice that ended first.
         self._error: Exception | None = None
-        self._waiting: list[trio.lowlevel.Task] = []  # usually only the reader
+        self._waiting: list[trio.lowlevel.Task] = []  # Usually only the reader waits.
         self._begun = trio.Event()
 
-    # --- different for each kind of engine ---
+    # --- implemented by each engine type ---
 
     @abstractmethod
     def routed(self) -> RoutedRequest:
-        """Return the description of the request for the queue."""
+        """Return the request's description for the queue."""
 
     @abstractmethod
     def push_end(
         self, choice: PartT, reason: FinishReason, message: str | None = None, *, stop_reason: str | None = None
     ) -> None:
-        """Push the last delta of a part that was ended from outside.
+        """Push the last delta of a choice that was ended from outside.
 
         Args:
             choice: the part.
             reason: the finish reason.
             message: message for the reader.
-            stop_reason: more exact reason, for programs.
+            stop_reason: more specific reason that programs can compare.
         """
 
     def note_read(self, delta: DeltaT) -> None:
@@ -213,29 +214,29 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
 
     @property
     def completion_token_count(self) -> int:
-        """Sampled tokens so far, or 0 if the request samples none."""
+        """Number of tokens sampled so far, or 0 if the request samples no tokens."""
         return 0
 
     def use_weights(self, version: str | None) -> None:
-        """Use a weight version for all sequences that the core gets from now on.
+        """Use a weight version for all sequences that are added to the core from now on.
 
         Args:
-            version: the version. None: the engine's first weights.
+            version: the version. None: the weights with which the engine was opened.
         """
 
     @property
     def has_begun(self) -> bool:
-        """True if the core has a part of the request, or gets one without waiting for anything."""
+        """True if a sequence of the request is in the core, or can be added without waiting."""
         return self.core_count > 0 or bool(self.upcoming)
 
     @property
     def has_run(self) -> bool:
-        """True if one of its choices was in a step."""
+        """True if at least one choice was in a step."""
         return self._run_count > 0
 
     @property
     def is_finished(self) -> bool:
-        """True if every choice had its last delta, or the request failed."""
+        """True if every choice has ended with its last delta, or if the request failed."""
         for choice in self.choices:  # noqa: SIM110 (a generator would cost a call for each choice)
             if not choice.is_ended:
                 return False
@@ -252,10 +253,10 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         return None if self._first_end is None else self._first_end.finish_reason
 
     def note_fault(self, *, is_alone: bool) -> None:
-        """Count a failed step that had this request.
+        """Count a failed step that computed this request.
 
         Args:
-            is_alone: True if the step had no other request.
+            is_alone: True if the step computed no other request.
         """
         self.fault_count += 1
         self.lone_fault_count += is_alone
@@ -264,7 +265,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         """Reset the fault counts, because the request made progress in a reopened engine."""
         self.fault_count = self.lone_fault_count = 0
 
-    # --- the reader's side ---
+    # --- called by the reader ---
 
     def enter(self) -> None:
         """Begin the scope. Raises AlreadyEnded if it has begun before."""
@@ -274,7 +275,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.entered_at = trio.current_time()
 
     def leave(self) -> None:
-        """End the scope. Tasks that still wait for the request get AlreadyEnded.
+        """End the scope. Tasks that still wait for a delta get AlreadyEnded.
 
         Raises:
             AlreadyEnded: the scope was left before, or was never entered.
@@ -290,11 +291,11 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         """Wait for the next delta.
 
         Raises:
-            StopAsyncIteration: each choice had its last delta.
-            AlreadyEnded: the scope was left, or not entered.
+            StopAsyncIteration: each choice has ended with its last delta.
+            AlreadyEnded: the scope was left, or was never entered.
             Exception: the error with which the request failed.
         """
-        if self.scope is not _ENTERED:  # Checked inline, because this runs for every delta.
+        if self.scope is not _ENTERED:  # The check is inline, because it runs for every delta.
             self._check_entered()
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._pending:
@@ -302,7 +303,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
-            # A Trio event per token would cost more than everything else here, and so would one more call.
+            # Tasks wait directly, because a Trio event or one more function call per token would cost too much time.
             task = current_task()
             self._waiting.append(task)
 
@@ -320,7 +321,8 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         else:
             delta = take_unread(held, self._merge)
             if held:
-                self._pending[index] = held  # after the other choices
+                # The other choices of this request are read before this choice is read again.
+                self._pending[index] = held
         self.note_read(delta)
         return delta
 
@@ -339,13 +341,14 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         if self.scope is not ScopeState.ENTERED:
             raise AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
 
-    # --- the engine's side: synchronous, called while delivering ---
+    # --- called by the engine while it delivers, synchronous ---
 
     def carry(self, sequences: Iterable[tuple[PartT, AskedT]]) -> None:
-        """Take sequences back from a lost core. They come before the sequences that the core did not have yet.
+        """Take unfinished sequences back from a broken core. They come before the sequences that were not in that core
+        yet.
 
         Args:
-            sequences: unfinished parts, and their requests to the next core.
+            sequences: unfinished choices, each with its request to the next core.
         """
         self.core_count = 0
         self.upcoming.extendleft(reversed([*sequences]))
@@ -378,7 +381,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             alarm.cancel()
 
     def push(self, delta: DeltaT) -> None:
-        """Hand a delta to the reader. It is merged with a delta that the reader has not read yet.
+        """Push a delta to the reader. The delta is merged with an unread delta of the same choice.
 
         Args:
             delta: the delta.
@@ -400,7 +403,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             reschedule(self._waiting.pop(), NONE_OUTCOME)
 
     def fail(self, error: Exception) -> None:
-        """Fail the request. The reader gets the error after the deltas that came before it.
+        """Fail the request. The reader gets the earlier deltas first, and then the error.
 
         Args:
             error: the error.
@@ -423,7 +426,7 @@ AnyScope = RequestScope[Any, Any, Any]
 
 
 class RequestsById(Generic[ScopeT]):
-    """Entered requests. Requests of equal id stay in the order in which they entered."""
+    """The entered requests by id. Requests with the same id stay in the order in which they entered."""
 
     def __init__(self) -> None:
         self._requests: dict[str, list[ScopeT]] = {}
@@ -435,7 +438,7 @@ class RequestsById(Generic[ScopeT]):
         return sum(len(requests) for requests in self._requests.values())
 
     def __iter__(self) -> Iterator[ScopeT]:
-        """Iterate over a copy, so that requests may be removed meanwhile."""
+        """Iterate over a copy, so that requests may be removed during the iteration."""
         return iter([request for requests in self._requests.values() for request in requests])
 
     def of(self, request_id: str) -> list[ScopeT]:

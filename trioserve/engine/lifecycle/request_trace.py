@@ -1,7 +1,7 @@
-"""The life of a request as a trace span, with a child span per stage: queue, tokenize, wait, prefill, decode, hold.
+"""Records a request as a trace span, with a child span per stage: queue, tokenize, wait, prefill, decode, hold.
 
-Names follow OpenTelemetry's conventions for generative AI. The span ends when three things are over: the caller's
-scope, the core's state of the request, and the holds of its blocks.
+Names follow OpenTelemetry's conventions for generative AI. The span ends after the caller's scope, the core's state of
+the request, and the holds of the request's blocks have all ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
 class Traced(Protocol):
-    """A request that gets a span."""
+    """The attributes of a request that the trace needs."""
 
     id: str
     priority: int
@@ -29,8 +29,8 @@ class Traced(Protocol):
 
 
 class RequestTrace:
-    """Receives the events of a request, in the order in which they happen. This class ignores them, for untraced
-    requests.
+    """Receives the events of a request, in the order in which they happen. This base class ignores the events, for
+    requests without a trace.
     """
 
     __slots__ = ()
@@ -39,32 +39,32 @@ class RequestTrace:
         """Note that the request left the queue."""
 
     def prepared(self, prompt_tokens: int) -> None:
-        """Note that the request is tokenized and handed to the core.
+        """Note that the request is tokenized and was added to the core.
 
         Args:
             prompt_tokens: tokens of the prompt.
         """
 
     def runs(self) -> None:
-        """Note that the request is in a step. May be called more than once."""
+        """Note that the request is in a step. This method may be called more than once."""
 
     def first_token(self) -> None: ...
 
     def cancelled(self, reason: str) -> None:
-        """Note that the request is ended from outside, before its own end.
+        """Note that the request was ended from outside before its own end.
 
         Args:
             reason: the finish reason.
         """
 
     def freed(self) -> None:
-        """Note that the core has no state of the request any more."""
+        """Note that the core has no sequence of the request any more."""
 
     def held(self) -> None:
-        """Note that a connector holds blocks of the request."""
+        """Note that a connector holds blocks of the request for another engine."""
 
     def released(self) -> None:
-        """Note that no block is held any more."""
+        """Note that none of the request's blocks is held any more."""
 
     def failed(self, error: Exception) -> None: ...
 
@@ -75,12 +75,12 @@ class RequestTrace:
             delta: the delta.
 
         Returns:
-            The delta, with the trace context for the engine that will read its KV.
+            The delta. If another engine will read the KV, the delta then contains the trace context.
         """
         return delta
 
     def left(self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
-        """Note that the caller's scope is over.
+        """Note that the caller's scope has ended.
 
         Args:
             prompt_tokens: tokens of the prompt.
@@ -93,10 +93,10 @@ NO_TRACE = RequestTrace()
 
 
 class SpannedRequest(RequestTrace):
-    """Records the events of a request in a span.
+    """Records the events of a request in a trace span.
 
     Args:
-        span: a span that begins with the request.
+        span: a span that begins together with the request.
         is_pooling: True if the request has no output tokens.
     """
 
@@ -218,7 +218,7 @@ class SpannedRequest(RequestTrace):
 def sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
     """Return the sampling options that the caller set, as trace attributes.
 
-    Stop strings and schemas are never included, because they are the caller's text.
+    Stop strings and schemas are never included, because they contain the caller's text.
 
     Args:
         sampling: sampling options.
@@ -244,15 +244,15 @@ def request_span(
     attributes: Attributes,
     traceparent: str | None = None,
 ) -> Span:
-    """Begin a span for a request that has entered the queue now.
+    """Begin a span for a request that has just entered the queue.
 
     Args:
-        tracer: makes the span.
+        tracer: creates the span.
         request: the request.
         operation: operation name from OpenTelemetry's conventions for generative AI.
         model_name: name of the model or adapter.
         attributes: further attributes.
-        traceparent: trace context of another engine that gave the request away. None: none.
+        traceparent: trace context of the other engine that handed the request over. None: there is none.
     """
     return tracer.begin(
         f"{operation} {model_name}",

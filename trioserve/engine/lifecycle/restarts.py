@@ -1,17 +1,18 @@
-"""Decides whether a broken engine is reopened, and in which order requests resume in it. Nothing here waits.
+"""Decides whether a broken engine is reopened, and in which order requests resume in it. No function in this module
+waits.
 
-A failed step has many requests, and a fault can also be the machine's. So all requests of a failed step are suspects.
-Only evidence turns a suspect into the cause:
+A failed step computes many requests, and a fault of the machine can also break a step. So all requests of a failed step
+are suspects. Only evidence shows which suspect is the cause:
 
 - In the reopened engine the suspects begin one by one. The next suspect begins after the previous one produced a token.
-- The first suspect begins alone. No other request is in the engine until this suspect has passed the point where the
-  step failed. Suspects that were in the most failed steps come first. Suspects that have failed alone come last.
-- A suspect that was in three failed steps, and alone in one of them, is accused. It is ended as soon as another request
-  completes a step in the reopened engine: the machine works, so the accused request was the cause.
-- A suspect that fails alone a second time is ended at once. This happens when there is no other request to compare.
-- Two accused requests clear each other. Then the machine is the cause, and `RestartBudget` counts its faults.
-- A request that was ended as the cause costs the budget nothing, because the budget is for faults of the machine.
-  Ending the engine instead would do more harm than the restarts that found the request.
+- The first suspect begins alone. No other request runs until this suspect has passed the point where the step failed.
+Suspects that were in the most failed steps come first. Suspects that have failed alone come last.
+- A suspect is accused if it was in three failed steps, and alone in one of them. It is ended as soon as another request
+completes a step in the reopened engine. That step shows that the machine works, so the accused request was the cause.
+- A suspect that fails alone a second time is ended at once, even if there is no other request that can be compared.
+- If two requests are accused, both are cleared. Then the machine is the cause, and `RestartBudget` counts its faults.
+- If a request was ended as the cause, its faults do not count against the budget, because the budget limits faults of
+the machine. Ending the engine instead would do more harm than the restarts that found the request.
 """
 
 from __future__ import annotations
@@ -24,41 +25,42 @@ from trioserve.engine.lifecycle.request_scope import AnyScope, RequestPart
 
 __all__ = ["LONE_FAULTS_MAX", "Readmission", "RestartBudget"]
 
-PERIOD_SECONDS = 600.0  # older restarts no longer count, because faults this far apart are independent
-FAULTS_IN_A_ROW_MAX = 3  # after this many restarts without any progress, another restart will not help either
-BACKOFF_SECONDS = 1.0  # delay after the first restart without progress. It doubles with each further one.
-FAULTS_OF_ONE_MAX = 3  # a request that was in this many failed steps, and alone in one of them, is accused
-LONE_FAULTS_MAX = 2  # a request that was alone in this many failed steps is ended at once
+PERIOD_SECONDS = 600.0  # Older restarts do not count any more, because faults this far apart are independent.
+FAULTS_IN_A_ROW_MAX = 3  # After this many restarts without any progress, another restart will not help either.
+BACKOFF_SECONDS = 1.0  # Delay after the first restart without progress. The delay doubles with each further restart.
+FAULTS_OF_ONE_MAX = 3  # A request is accused if it was in this many failed steps, and alone in one of them.
+LONE_FAULTS_MAX = 2  # A request that was alone in this many failed steps is ended at once.
 
 
 class RestartBudget:
     """Limits how often an engine is reopened. Times are seconds of any clock.
 
     Args:
-        restarts_max: restarts within PERIOD_SECONDS. 0: the first fault ends the engine.
+        restarts_max: highest number of restarts within PERIOD_SECONDS. 0: the first fault ends the engine.
 
     Attributes:
-        taken_count: all restarts so far.
-        ended_by: reason why no further restart is allowed, as part of a sentence. Empty: restarts were never enabled,
-            or are still allowed.
+        taken_count: number of all restarts so far.
+        ended_by: why no further restart is allowed, as part of a sentence. Empty: restarts are still allowed, or were
+            never enabled.
     """
 
     def __init__(self, restarts_max: int) -> None:
         self._restarts_max = restarts_max
         self._restarted_at: deque[float] = deque()
-        self._in_a_row = 0  # faults since a step last made progress
+        self._in_a_row = 0  # Number of faults since a step last made progress.
         self.taken_count = 0
         self.ended_by = ""
 
     def take(self, now: float, *, has_progress: bool) -> float | None:
-        """Count a fault, and decide about a restart.
+        """Count a fault, and decide whether the engine is restarted.
 
         Args:
             now: current time.
             has_progress: True if a step made progress since the engine was opened.
 
         Returns:
-            Seconds to wait before the engine is reopened. None: no further restart, and `ended_by` has the reason.
+            Seconds to wait before the engine is reopened. None: the engine is not restarted, and `ended_by` has the
+            reason.
         """
         self._in_a_row = 0 if has_progress else self._in_a_row + 1
         while self._restarted_at and now - self._restarted_at[0] >= PERIOD_SECONDS:
@@ -75,7 +77,7 @@ class RestartBudget:
         return BACKOFF_SECONDS * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
     def forgive(self, count: int) -> None:
-        """Return the latest restarts to the budget, because their cause was found and has ended.
+        """Remove the latest restarts from the count, because their cause was found and ended.
 
         Args:
             count: number of restarts.
@@ -88,12 +90,12 @@ ScopeT = TypeVar("ScopeT", bound=AnyScope)
 
 
 class Readmission(Generic[ScopeT]):
-    """Decides when carried requests begin in a reopened engine.
+    """Decides when each request of the broken engine begins in the reopened engine.
 
     Args:
-        begin: hands a request's sequences to the core.
+        begin: adds a request's sequences to the core.
         end: ends an accused request.
-        has_brought: returns True if a step made progress since the engine was opened.
+        has_brought: returns True if a step has made progress since the engine was opened.
     """
 
     def __init__(
@@ -103,18 +105,19 @@ class Readmission(Generic[ScopeT]):
         self._end = end
         self._has_brought = has_brought
         self._suspects: deque[ScopeT] = deque()
-        self._others: deque[ScopeT] = deque()  # were in no failed step, and wait only while a suspect runs alone
+        # Requests that were in no failed step. They wait only while a suspect runs alone.
+        self._others: deque[ScopeT] = deque()
         self._accused: list[ScopeT] = []
-        self._is_alone = False  # the request on trial has the engine for itself
+        self._is_alone = False  # True while only the request on trial may run.
         self._on_trial: ScopeT | None = None
-        # Progress of each choice of the request when its trial began.
+        # For each choice of the request on trial: its progress at the begin of the trial.
         self._tried: list[tuple[RequestPart[Any], int]] = []
 
     def start(self, requests: Iterable[ScopeT]) -> None:
         """Begin requests in a reopened engine.
 
         Args:
-            requests: carried requests, in the order in which they should be computed.
+            requests: requests of the broken engine, in the order in which they should be computed.
         """
         self.stop()
         requests = [*requests]
@@ -128,7 +131,7 @@ class Readmission(Generic[ScopeT]):
         self._others.extend(others)
         self._accused = [request for request in suspects if _is_accused(request)]
         if suspects == self._accused and self._others:
-            self._suspects.appendleft(self._others.popleft())  # shows whether the machine works
+            self._suspects.appendleft(self._others.popleft())  # This request shows whether the machine works.
         if len(self._accused) > 1:
             for request in self._accused:
                 request.lone_fault_count = 0
@@ -137,7 +140,7 @@ class Readmission(Generic[ScopeT]):
         self.look()
 
     def admit(self, request: ScopeT) -> None:
-        """Begin a new request, or keep it until the request on trial is not alone any more.
+        """Begin a new request, or let it wait while the request on trial runs alone.
 
         Args:
             request: the request.
@@ -152,7 +155,7 @@ class Readmission(Generic[ScopeT]):
         """Forget all state, because the engine broke again.
 
         Returns:
-            The requests that have not begun.
+            The requests that have not begun yet.
         """
         waiting = [*self._suspects, *self._others]
         self._suspects.clear()
@@ -164,35 +167,36 @@ class Readmission(Generic[ScopeT]):
         return waiting
 
     def look(self) -> None:
-        """Begin the next suspect if the one on trial has passed.
+        """Begin the next suspect if the request on trial has passed.
 
         Call this after a step was delivered, and when a request has left the core.
         """
         if self._on_trial is None and not self._is_alone and not self._suspects:
-            return  # nearly always
+            return  # Nearly all calls end here.
         while self._has_passed():
             if self._on_trial is not None:
                 passed, self._on_trial = self._on_trial, None
                 passed.clear_faults()
             if self._is_alone and (self._has_brought() or not self._suspects):
                 self._let_others_begin()
-                continue  # ending a request may have begun others
+                continue  # Check again, because ending a request may have let other requests begin.
             if not self._suspects:
                 return
             request = self._suspects.popleft()
-            if request.upcoming:  # otherwise it has left meanwhile
+            if request.upcoming:  # A request without upcoming sequences has left meanwhile.
                 self._on_trial = request
                 self._tried = [(choice, choice.progress) for choice, _ in request.upcoming]
                 self._begin(request)
 
     def _let_others_begin(self) -> None:
-        """Let the other requests begin, and end accused requests if the machine works."""
+        """Let the other requests begin. If the machine works, end the accused requests."""
         self._is_alone = False
         accused, others = [*self._accused], [*self._others]
         self._accused.clear()
         self._others.clear()
         for request in accused:
-            if request in self._suspects and self._has_brought():  # otherwise it has passed, or left
+            # An accused request that is no suspect any more has passed its trial, or left.
+            if request in self._suspects and self._has_brought():
                 self._suspects.remove(request)
                 self._end(request)
         for request in others:
@@ -200,7 +204,7 @@ class Readmission(Generic[ScopeT]):
                 self._begin(request)
 
     def _has_passed(self) -> bool:
-        """Return True if the request on trial left the core, or each of its sequences made progress or ended."""
+        """Return True if the request on trial has left the core, or each of its sequences made progress or ended."""
         request = self._on_trial
         if request is None or not request.has_begun:
             return True

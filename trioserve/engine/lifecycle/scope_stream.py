@@ -1,7 +1,7 @@
-"""The caller's side of any request: iterate for new deltas, and leave the context to abort.
+"""The caller's side of a request: iterate to read deltas, and leave the context to abort.
 
-Entering puts the request into the waiting queue before any costly work. Leaving is one synchronous call that aborts
-unfinished work.
+Entering the context puts the request into the queue before any expensive work. Leaving is one synchronous call that
+aborts unfinished work.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["error_of", "ScopeStream"]
 
 
 def error_of(delta: AnyDelta) -> TrioserveError | None:
-    """Return the error for the last delta of a request or part that failed.
+    """Return the error for the last delta of a failed request, choice or image.
 
     Args:
         delta: any delta.
 
     Returns:
-        The error, or None if the delta has no finish reason or a successful one.
+        The error. None if the delta has no finish reason, or a successful one.
     """
     if delta.finish_reason is FinishReason.DEADLINE:
         return DeadlinePassed(delta.message or "the request's deadline has passed")
@@ -47,18 +47,18 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 class ScopeStream(Generic[ScopeT, DeltaT]):
     """A stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
 
-    Entering raises Overloaded, Draining or InvalidRequest. Then nothing needs to be released.
+    Entering raises Overloaded, Draining or InvalidRequest if the request is refused. Then nothing needs to be released.
 
-    Iteration yields deltas until each choice had a delta with a finish_reason. It raises EngineFault if the engine
-    broke. It raises Draining if the server shuts down before the request began to run. Several tasks may iterate over
-    one stream. Then one of them gets each delta, and all of them see the end.
+    Iteration yields deltas until each choice has had a delta with a finish_reason. It raises EngineFault if the engine
+    broke. It raises Draining if the server shuts down before the request begins to run. If several tasks iterate over
+    one stream, each delta goes to one of them, and all of them see the end.
 
-    All waiting belongs inside the scope. A task that still waits when the scope is left gets AlreadyEnded.
+    Read only inside the scope. A task that still waits when the scope is left gets AlreadyEnded.
 
     Args:
-        request: the engine's side of the request.
-        submit: admits the request, and hands it to the core.
-        leave: aborts the request, and releases everything that it holds.
+        request: the engine's state of the request.
+        submit: admits the request, and adds it to the core.
+        leave: aborts the request, and releases all its resources.
         own_run: checks that calls come from the right thread, Trio program and process.
     """
 
@@ -96,30 +96,31 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
     def __aiter__(self) -> Self:
         return self
 
-    def __anext__(self) -> Awaitable[DeltaT]:  # not async, because one more call for every delta would be measurable
+    # This function is not async, because one more call per delta takes measurable time.
+    def __anext__(self) -> Awaitable[DeltaT]:
         if getpid() != self._process_id:
-            self._own_run.check_process("reading a request")  # a forked child would wait for ever
+            self._own_run.check_process("reading a request")  # Without this check, a forked child would wait for ever.
         return self._request.next_delta()
 
     @property
     def id(self) -> str:
-        """Id of the request: the caller's id, or a generated one."""
+        """Id of the request, which the caller chose or the engine generated."""
         return self._request.id
 
     @property
     def is_finished(self) -> bool:
-        """True if every choice had its last delta, or the request failed."""
+        """True if every choice has ended with its last delta, or if the request failed."""
         return self._request.is_finished
 
     async def wait_until_begun(self) -> DeltaT | None:
-        """Wait until the request runs. So an HTTP handler can still choose the response status.
+        """Wait until the request runs. An HTTP handler can still choose the response status until then.
 
         Returns:
-            None if the request runs. If it ended in the queue, the delta that reports this. Iteration yields this
-            delta, too.
+            None if the request runs. If the request ended in the queue, the last delta, which contains the reason.
+            Iteration yields this delta, too.
 
         Raises:
-            AlreadyEnded: called outside of the scope.
+            AlreadyEnded: the caller is outside of the scope.
             Exception: the error with which the request failed.
         """
         begun: DeltaT | None = await self._request.wait_until_begun()

@@ -1,7 +1,7 @@
-"""The times and the work of the last 1,000 steps, their totals, and a trace of them.
+"""Records the times and the work of the last 1,000 steps, computes totals, and exports a trace.
 
-The step loop records one entry per step. Readers take a copy when they need one. The trace is JSON in the Trace Event
-Format, for ui.perfetto.dev and chrome://tracing. It has one row for the event loop, one row for the computation, and
+The step loop records one entry per step. Readers copy the entries when they need them. The trace is JSON in the Trace
+Event Format, for ui.perfetto.dev and chrome://tracing. It has a row for the event loop, a row for the computation, and
 counters of the tokens and sequences of each step.
 """
 
@@ -22,25 +22,26 @@ from trioserve.engine.lifecycle.stepped_core import AnyPlan
 __all__ = ["STEPS_MAX", "PlanTimes", "StepCounts", "StepTime", "StepTimes", "step_trace"]
 
 
-STEPS_MAX = 1000  # half a minute of decoding on a CPU, some seconds on a GPU: enough to see where steps lose time
+# 1,000 steps are half a minute of decoding on a CPU, or some seconds on a GPU. This is enough to find lost time.
+STEPS_MAX = 1000
 
 
 class StepTime(NamedTuple):
     """Times and work of one step. Times are seconds of Trio's clock.
 
-    A step that overlaps was planned while the step before it was computed. Its forward pass begins when that of the
-    step before ends.
+    An overlapping step was planned while the previous step was computed. Its forward pass begins when the forward pass
+    of the previous step ends.
 
     Attributes:
         step_index: number of the step, from 0.
-        schedule_at: when planning began.
+        schedule_at: time at which planning began.
         schedule_seconds: duration of planning.
-        forward_at: when the forward pass began.
+        forward_at: time at which the forward pass began.
         forward_seconds: duration of the forward pass.
-        update_seconds: duration of the core's update from the result.
+        update_seconds: duration of updating the core with the result.
         deliver_seconds: duration of the delivery.
         sequence_count: sequences in the step.
-        prefill_tokens: prompt tokens, and tokens that are computed again after a preemption.
+        prefill_tokens: prompt tokens, including tokens that are computed again after a preemption.
         decode_tokens: tokens of decoding sequences, including draft tokens.
         admitted_count: sequences that the plan admitted.
         preempted_count: sequences that the plan preempted.
@@ -69,7 +70,7 @@ class StepTime(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """Amount of work in a plan. `StepTime` documents the fields."""
+    """The amount of work in a plan. `StepTime` documents the fields."""
 
     sequence_count: int
     prefill_tokens: int = 0
@@ -87,7 +88,7 @@ class PlanTimes(ABC, Generic[Plan]):
 
     Attributes:
         count: number of all steps so far.
-        schedule_seconds: sum over all steps. The other sums are named likewise.
+        schedule_seconds: sum over all steps. The other fields are sums, too, and `StepTime` documents their names.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class PlanTimes(ABC, Generic[Plan]):
         self.deliver_seconds = 0.0
 
     def latest(self) -> Iterable[StepTime]:
-        """Return a copy of the last steps, the oldest first."""
+        """Return a copy of the recorded steps, the oldest first."""
         return tuple(self._steps)
 
     @abstractmethod
@@ -122,12 +123,12 @@ class PlanTimes(ABC, Generic[Plan]):
 
         Args:
             plan: the plan of the step.
-            schedule_at: when planning began.
-            planned_at: when planning ended.
-            forward_at: when the forward pass began.
-            computed_at: when the result was there.
-            updated_at: when the core had processed the result.
-            delivered_at: when the result was delivered.
+            schedule_at: time at which planning began.
+            planned_at: time at which planning ended.
+            forward_at: time at which the forward pass began.
+            computed_at: time at which the result arrived.
+            updated_at: time at which the core had processed the result.
+            delivered_at: time at which the result was delivered.
             is_dropped: True if there was no result.
         """
         counts = self._counts(plan)
@@ -158,7 +159,7 @@ class PlanTimes(ABC, Generic[Plan]):
 
 
 class StepTimes(PlanTimes[StepPlan]):
-    """Step times of an engine for text."""
+    """Records the step times of an engine for text."""
 
     def _counts(self, plan: StepPlan) -> StepCounts:
         decode_tokens = 0

@@ -1,8 +1,8 @@
-"""Watches the age of the step in flight, and for how long the engine has made no progress.
+"""Watches how long the step in flight has run, and how long the engine has made no progress.
 
-An engine can hang while its event loop runs: the GPU hangs, or the compute thread waits for ever. A step cannot be
-ended from outside. So the watch only reports: the engine becomes unready, and routers send requests elsewhere until the
-step ends.
+An engine can hang while its event loop still runs, if the GPU hangs or the compute thread waits for ever. A running
+step cannot be ended from outside. So the watch only reports the hang: the engine becomes unready, and routers send
+requests to other endpoints until the step ends.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ __all__ = ["StepWatch"]
 
 logger = logging.getLogger(__name__)
 
-STEP_SECONDS_MAX = 60.0  # far more than a small model needs on a slow machine, far less than clients wait
-LONGEST_STEPS_MAX = 10.0  # times the longest step so far. Healthy steps (a prompt chunk, a decode) differ by less.
-HANGS_AFTER = 5.0  # times the allowed age. After that the step will not end, and only a new process helps.
+STEP_SECONDS_MAX = 60.0  # Far more than a small model needs on a slow machine, and far less than clients wait.
+LONGEST_STEPS_MAX = 10.0  # Multiple of the longest step so far. The times of healthy steps differ by a smaller factor.
+HANGS_AFTER = 5.0  # Multiple of the allowed age. An older step will not end, and only a new process helps.
 
 
 class StepWatch:
-    """Compares the age of the step in flight with a limit.
+    """Compares the time that the step in flight has run with a limit.
 
-    A step above the limit counts as a step of exactly the limit. So after one long step a slow machine gets a higher
-    limit, but one hang of an hour does not raise the limit to ten hours.
+    A step that exceeded the limit is recorded as a step of exactly the limit. So a slow machine gets a higher limit
+    after one long step, but one hang of an hour does not raise the limit to ten hours.
 
     Args:
-        seconds_max: highest allowed age in seconds. None: 60 s or ten times the longest step so far, the larger of
-            both. 0: no limit.
+        seconds_max: longest time in seconds that a step may run. None: 60 s or ten times the longest step so far,
+            whichever is larger. 0: no limit.
     """
 
     def __init__(self, seconds_max: float | None = None) -> None:
         self._fixed_seconds_max = seconds_max
         self._longest_seconds = 0.0
-        self._handed_over_at: deque[float] = deque()  # submission times of the plans in flight, the oldest first
+        self._handed_over_at: deque[float] = deque()  # Submission times of the plans in flight, the oldest first.
         self._ended_at = -math.inf
         self._is_logged = False
 
     def begin(self, now: float) -> None:
-        """Note that a plan is handed over, perhaps while another one is in flight.
+        """Note that a plan is submitted. Another plan may still be in flight.
 
         Args:
             now: current time.
@@ -49,7 +49,7 @@ class StepWatch:
         self._handed_over_at.append(now)
 
     def end(self, now: float) -> None:
-        """Note that the oldest plan in flight has ended.
+        """Note that the step of the oldest plan in flight has ended.
 
         Args:
             now: current time.
@@ -58,7 +58,9 @@ class StepWatch:
         self._ended_at = now
         self._is_logged = False
         if seconds <= self._longest_seconds:
-            return  # no limit is smaller than a step that has ended, as nearly every step
+            # Nearly every step ends here. The limit is always larger than the longest step, so this step did not exceed
+            # it.
+            return
         seconds_max = self.seconds_max
         self._longest_seconds = max(self._longest_seconds, min(seconds, seconds_max))
         if seconds > seconds_max:
@@ -75,7 +77,7 @@ class StepWatch:
         self._is_logged = False
 
     def note_unblocked(self, now: float) -> None:
-        """Note that steps were blocked on purpose until now. This time does not count as lack of progress.
+        """Note that steps were blocked on purpose until now. The blocked time does not count as lack of progress.
 
         Args:
             now: current time.
@@ -91,8 +93,7 @@ class StepWatch:
         return self._fixed_seconds_max or math.inf
 
     def age_seconds(self, now: float) -> float:
-        """Return the age of the step that is being computed. A step that was planned ahead begins when the step before
-        it ends.
+        """Return how long the step in flight has run. A step that was planned ahead begins when the previous step ends.
 
         Args:
             now: current time.
@@ -103,11 +104,11 @@ class StepWatch:
         return now - max(self._handed_over_at[0], self._ended_at) if self._handed_over_at else 0.0
 
     def idle_seconds(self, now: float, waiting_since: float | None) -> float:
-        """Return for how long requests have waited since the last step ended.
+        """Return how long requests have waited since the last step ended.
 
         Args:
             now: current time.
-            waiting_since: when the oldest unfinished request entered. None: there is none.
+            waiting_since: time at which the oldest unfinished request entered. None: there is no such request.
 
         Returns:
             Seconds. 0 if no request waits or runs.
@@ -115,7 +116,7 @@ class StepWatch:
         return 0.0 if waiting_since is None else now - max(waiting_since, self._ended_at)
 
     def overdue(self) -> str | None:
-        """Return a sentence if the step in flight is older than allowed, or None if it is not."""
+        """Return a sentence that describes the step in flight if it has run too long. Otherwise return None."""
         seconds, seconds_max = self.age_seconds(trio.current_time()), self.seconds_max
         if seconds <= seconds_max:
             return None

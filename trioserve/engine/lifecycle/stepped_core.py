@@ -1,4 +1,4 @@
-"""Protocols of the step loop: the core that plans steps, the delivery of their results, and the executor."""
+"""Protocols for the step loop: the core that plans steps, the delivery of their results, and the executor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["AnyPlan", "ComputesPlans", "NotesSteps", "RunStep", "StepDelivery", 
 
 
 class AnyPlan(Protocol):
-    """A plan of one step.
+    """The plan of one step.
 
     Attributes:
         step_index: number of the step, from 0.
-        admitted: requests that get the memory they run with by this plan.
-        preempted: requests that lose this memory.
+        admitted: requests that get their memory with this plan.
+        preempted: requests that lose their memory with this plan.
     """
 
     @property
@@ -39,7 +39,7 @@ ResultOut = TypeVar("ResultOut", covariant=True)
 
 
 class SteppedCore(Protocol[Plan, ResultIn, Event]):
-    """A core as the step loop uses it. `EngineCore` and `IterativeCore` document the methods."""
+    """The interface of a core for the step loop. `EngineCore` and `IterativeCore` document the methods."""
 
     @property
     def plans_ahead(self) -> bool:
@@ -48,7 +48,7 @@ class SteppedCore(Protocol[Plan, ResultIn, Event]):
 
     @property
     def has_connector(self) -> bool:
-        """True if `progress` and `expire` may return events, because blocks are exchanged with other engines."""
+        """True if a connector moves blocks between engines, so that `progress` and `expire` may return events."""
         ...
 
     def progress(self, now: float) -> list[Event]: ...
@@ -72,7 +72,7 @@ class StepDelivery(Protocol[PlanIn, Event]):
     """Delivers the results of steps to the requests. All methods are synchronous."""
 
     def on_plan(self, plan: PlanIn) -> None:
-        """Note that a plan is handed over now.
+        """Note that a plan is being submitted.
 
         Args:
             plan: the plan.
@@ -95,43 +95,43 @@ class StepDelivery(Protocol[PlanIn, Event]):
 
 
 class StepRunnerOf(Protocol[PlanIn, ResultOut]):
-    """An executor as the event loop uses it."""
+    """The interface of an executor for the event loop."""
 
     def run_step(self, plan: PlanIn, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, ResultOut | None]:
-        """Hand a plan over. It is computed after the plans that were handed over before.
+        """Submit a plan. It is computed after all plans that were submitted earlier.
 
         The caller must await every result, in the order of the plans. The computation begins when the result is
-        awaited, or earlier. The await is not cancellable: it ends with the result, or with None once `is_abandoned`
-        returned True.
+        awaited, or earlier. The await cannot be cancelled. It returns the result, or None if `is_abandoned` returned
+        True.
 
         Args:
             plan: the plan.
             is_abandoned: returns True if the rest of the step need not be computed.
 
         Returns:
-            An awaitable of the result.
+            An awaitable that returns the result.
 
         Raises:
-            Exception: the error of the executor, when awaited. Plans that were handed over later are not computed then,
-                and their results are None.
+            Exception: the error of the executor, raised by the await. Plans that were submitted later are then not
+                computed, and their results are None.
         """
         ...
 
 
 class ComputesPlans(Protocol[PlanIn, ResultOut]):
-    """An executor of any kind of plan."""
+    """An executor for any type of plan."""
 
     def execute(self, plan: PlanIn, is_abandoned: IsAbandoned) -> ResultOut | None: ...
 
 
 class RunStep(Protocol[PlanIn, ResultOut]):
-    """The function `StepRunnerOf.run_step`: hands a plan over at once, and returns an awaitable of its result."""
+    """The function `StepRunnerOf.run_step`: submits a plan at once, and returns an awaitable of the result."""
 
     def __call__(self, plan: PlanIn, is_abandoned: IsAbandoned, /) -> Coroutine[Any, Any, ResultOut | None]: ...
 
 
 class NotesSteps(Protocol[PlanIn]):
-    """Receives the times of each step, see `StepTimes`."""
+    """Receives the times of each step. `StepTimes` implements it."""
 
     def note(
         self,

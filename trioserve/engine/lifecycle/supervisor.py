@@ -1,9 +1,9 @@
-"""The task of an engine from its first opening to its end. It opens the parts, and opens them again after a fault.
+"""The task that runs an engine from its first opening to its end. It reopens the engine after a fault.
 
-There is one task with one nursery. A fault ends the `async with` of the parts. So threads, KV memory and connections of
-the old parts are released before new parts are opened. Requests, the queue and the HTTP server only notice the delay.
-An engine that sleeps has no open parts. If it keeps its weights while it sleeps, the parts stay open: they release the
-KV cache and allocate it again inside the same `async with`.
+There is one task with one nursery. A fault ends the `async with` of the engine's parts, so their threads, KV memory and
+connections are released before new parts are opened. Requests, the queue and the HTTP server only notice the delay. A
+sleeping engine has no open parts. If it keeps its weights while it sleeps, its parts stay open. They release the KV
+cache and allocate it again inside the same `async with`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["supervise"]
 
 
 class Parts(Protocol):
-    """Parts of an engine, such as `EngineParts`."""
+    """The parts of an engine, such as `EngineParts`."""
 
     @property
     def cache_release(self) -> CacheRelease[Any] | str: ...
@@ -40,17 +40,17 @@ async def supervise(
     *,
     task_status: trio.TaskStatus[EngineType] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run an engine until it is cancelled or breaks for good. `task_status` reports the engine once it runs.
+    """Run an engine until it is cancelled or cannot be reopened. `task_status` reports the engine once it runs.
 
     When this function ends, every block is free.
 
     Args:
         open_parts: opens the parts of the engine.
-        make_engine: makes the engine from its first parts.
+        make_engine: creates the engine with the parts of the first opening.
         task_status: receives the engine.
 
     Raises:
-        Exception: the error of the first opening.
+        Exception: the first opening failed with this error.
         EngineFault: the engine broke, and is not reopened again.
     """
     engine: EngineType | None = None
@@ -64,7 +64,8 @@ async def supervise(
                     else:
                         engine.reopen(parts)
                     cache_release = parts.cache_release
-                    # Keep no reference: from here on the engine owns the parts, and drops them when it breaks.
+                    # Drop this reference. The engine owns the parts from now on, and must be able to free them when it
+                    # breaks.
                     del parts
                     await (_run_first(engine, task_status) if is_first else engine.run())
                     while engine.sleep_level == 1 and not isinstance(cache_release, str):
@@ -72,7 +73,7 @@ async def supervise(
                         await engine.sleep_on()
                         engine.reopen(await cache_release.rebuild_parts())
                         await engine.run()
-                    del cache_release  # it refers to the executor
+                    del cache_release  # Drop this reference, because it keeps the executor alive.
             except Exception as error:
                 if engine is None or engine.reopens_at is None:
                     raise
@@ -82,7 +83,8 @@ async def supervise(
                 await engine.sleep_on()
             await trio.sleep_until(engine.reopens_at)
     finally:
-        if engine is not None and engine.reopens_at is not None:  # cancelled while the engine had no parts
+        # The task was cancelled while the engine had no parts.
+        if engine is not None and engine.reopens_at is not None:
             engine.close()
 
 

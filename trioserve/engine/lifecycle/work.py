@@ -1,4 +1,4 @@
-"""The interface between the lifecycle of an engine and its work: texts and pooling, or images."""
+"""Protocols between the lifecycle of an engine and the code for its requests: text and pooling, or images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CacheRelease(Protocol[PartsOut]):
     """Releases the memory of the KV cache and allocates it again, while the weights stay loaded."""
 
     async def release_cache(self) -> None:
-        """Free all memory except the weights. The caller guarantees that no other code uses the parts."""
+        """Free all memory except the weights. The caller guarantees that nothing else uses the parts."""
         ...
 
     async def rebuild_parts(self) -> PartsOut:
@@ -40,20 +40,20 @@ class CacheRelease(Protocol[PartsOut]):
             New parts for the engine.
 
         Raises:
-            Exception: the same errors as when the engine is opened.
+            Exception: the same errors as when the engine is first opened.
         """
         ...
 
 
 class NoSteps:
-    """Stands for what computes while an engine is being opened. No step may begin."""
+    """A placeholder for the executor while an engine is being opened. No step may begin."""
 
     def run_step(self, plan: AnyPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, Any]:
         raise AssertionError(f"step {plan.step_index} of an engine that is being opened")
 
 
 class Parts(Protocol):
-    """Parts of one opening of an engine, which are lost with a fault. `EngineParts` documents the fields."""
+    """Parts that are opened together, and are lost when the engine breaks. `EngineParts` documents the fields."""
 
     @property
     def core(self) -> Any: ...
@@ -74,7 +74,7 @@ class Parts(Protocol):
 
 
 class Host(Protocol):
-    """The lifecycle of an engine, as its work sees it. `EngineLifecycle` documents the members."""
+    """The interface of `EngineLifecycle` that a `Work` uses. `EngineLifecycle` documents the members."""
 
     tracer: Tracer
     draining: bool
@@ -98,12 +98,12 @@ PartsT = TypeVar("PartsT", bound=Parts)
 
 
 class Work(Protocol[ScopeT, PartsT]):
-    """One kind of work of an engine: how its requests become sequences of its core.
+    """Defines how an engine's requests become sequences in its core. There is one implementation per engine type.
 
     Attributes:
-        part_name: name of the parts of a request, for error messages.
+        part_name: name of a choice or image, for error messages.
         step_times: receives the times of each step.
-        tasks: run as long as the engine, until they are cancelled.
+        tasks: functions that run as long as the engine, until they are cancelled.
     """
 
     part_name: str
@@ -111,7 +111,7 @@ class Work(Protocol[ScopeT, PartsT]):
     tasks: Sequence[Callable[[], Awaitable[None]]]
 
     def attach(self, engine: Host) -> None:
-        """Store the lifecycle of the engine. Called once, before all other methods.
+        """Store the lifecycle of the engine. This is called once, before all other methods.
 
         Args:
             engine: the lifecycle.
@@ -119,7 +119,7 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def install(self, parts: PartsT) -> tuple[Any, CoreDelivery[ScopeT, Any, Any, Any]]:
-        """Use new parts, and forget the previous ones. Return their core, and the delivery of its results.
+        """Use new parts, and forget the old ones. Return the new core, and the delivery of its results.
 
         Args:
             parts: the new parts.
@@ -127,20 +127,20 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def no_parts(self) -> PartsT:
-        """Return the parts of an engine that is being reopened: an empty core, and no computation."""
+        """Return placeholder parts for an engine that is being reopened: an empty core, and no executor."""
         ...
 
     def continued(self) -> Callable[[Any], Any]:
-        """Keep what the core knows of its sequences, because the core is dropped.
+        """Save the core's state of its sequences, because the core is about to be dropped.
 
         Returns:
-            A function that returns, for each part that the core had, how the part continues in the next core. None
-            means that this is unknown, so the request ends with an error.
+            A function that takes a choice that was in the core, and returns its sequence for the next core. None means
+            that the choice cannot be continued, so its request ends with an error.
         """
         ...
 
     def check(self, request: ScopeT) -> None:
-        """Raise InvalidRequest if this engine cannot serve the request. Called before anything is acquired.
+        """Raise InvalidRequest if this engine cannot serve the request. Called before any resource is acquired.
 
         Args:
             request: the request.
@@ -148,17 +148,17 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def begin(self, request: ScopeT, *, is_waiting: bool) -> list[Any]:
-        """Make the parts of a request that has entered the queue, each with a unique id for the core. Begin its trace,
-        and acquire what the request has from the start.
+        """Create the choices of a request that has entered the queue, each with a unique id for the core. Begin the
+        request's trace, and acquire the resources that the request needs from the start.
 
         Args:
             request: the request.
-            is_waiting: True if it has no lease yet.
+            is_waiting: True if the request has no lease yet.
         """
         ...
 
     async def prepare(self, request: ScopeT) -> None:
-        """Make the input of the core's sequences. Called when the request has its lease.
+        """Compute the input of the request's sequences. Called when the request has its lease.
 
         Args:
             request: the request.
@@ -166,7 +166,7 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def sequences(self, request: ScopeT) -> Sequence[Any]:
-        """Return one sequence per part that has not ended.
+        """Return one sequence for each choice that has not ended.
 
         Args:
             request: the request.
@@ -174,7 +174,8 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def release(self, request: ScopeT) -> None:
-        """Release what was acquired for a request, because the core has no part of it any more. May be called again.
+        """Release the resources of a request that has no sequence in the core any more. This may be called more than
+        once.
 
         Args:
             request: the request.
@@ -182,7 +183,7 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def keeps_hold(self, request: ScopeT) -> bool:
-        """Return True if blocks of a request that leaves stay held for another engine.
+        """Return True if blocks of a request stay held for another engine after its scope has ended.
 
         Args:
             request: the request.
@@ -190,7 +191,7 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def gives_away(self, request: ScopeT) -> bool:
-        """Return True if another engine resumes the request, from now on or already.
+        """Return True if the request is handed over to another engine. The call starts the hand-over if it is possible.
 
         Args:
             request: the request.
@@ -198,16 +199,16 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def use_weights(self, version: str | None, *, recomputes: bool = False) -> None:
-        """Use new weights from now on. No step is in flight.
+        """Use new weights from now on. Call this when no step is in flight.
 
         Args:
-            version: their version. None: the weights from opening.
+            version: version of the new weights. None: the weights with which the engine was opened.
             recomputes: True to compute the KV of all requests again.
         """
         ...
 
     def note_left(self, request: ScopeT) -> None:
-        """Note that the scope of a request is over, and none of its blocks are held.
+        """Note that the scope of a request has ended, and none of its blocks are held.
 
         Args:
             request: the request.
@@ -219,11 +220,11 @@ class Work(Protocol[ScopeT, PartsT]):
         ...
 
     def note_over(self) -> None:
-        """Notify subscribers that no more steps will come from these parts, or that the engine drains."""
+        """Notify subscribers that these parts will compute no more steps, or that the engine drains."""
         ...
 
     def show(self, stats: Any) -> int:
-        """Update the gauges of this kind of work. Return how many sequences wait for something else than blocks.
+        """Update the gauges of this engine type. Return how many sequences wait for something other than blocks.
 
         Args:
             stats: counts of the core.
