@@ -1,12 +1,13 @@
-"""The Trio shell around the router core: scopes in which a request waits, gets its lease and runs at its endpoint.
+"""The Trio code around the router core: scopes in which a request waits, gets its lease and runs at its endpoint.
 
     with dispatch.enter(request) as admission:      # raises refusals; leaving returns the lease
         endpoint = await admission.lease()          # raises the refusals of requests that waited
         with admission.attempt():
             ...                                     # send the request; admission.first_token() once it answers
 
-The router core makes all decisions (router/core). A disaggregated request has two leases, one after the other.
-admission.stage says what the current lease is for. admission.prefilled() returns the first lease to the router.
+The router core makes all decisions (router/core). A disaggregated request first has a lease for its prefill, and then a
+lease for its decode. admission.stage is the stage for which the current lease was granted. admission.prefilled()
+returns the prefill lease to the router.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RETRY_SECONDS = 5.0
 
 
 class Withdrawn(EndpointLost):
-    """The router withdraws the request from its endpoint.
+    """Raised when the router withdraws a request from its endpoint.
 
     Args:
         message: Explanation for the log and the client.
@@ -50,21 +51,22 @@ class Withdrawn(EndpointLost):
 
 @uninterrupted
 class Dispatch:
-    """One router. All methods must be called in the thread of the Trio program that runs it.
+    """Runs one router. All methods must be called in the thread of the Trio program that runs the router.
 
     Args:
         settings: Limits and timeouts.
-        policy: Makes the policy that chooses endpoints.
-        rng: Source of random numbers. Default: a new one.
+        policy: Creates the policy that chooses endpoints.
+        rng: Source of random numbers. Default: a new source.
 
     Attributes:
-        on_gone: Called with the id of an endpoint that was drained and has no request left.
+        on_gone: Called with the id of an endpoint that was drained and has no requests any more.
         on_move: Called with a request that runs at one endpoint and now also has a lease at a second endpoint. The
             first endpoint may hand the request over. The callee must make sure that `admission.withdraw()` is called,
             unless the attempt ends earlier.
         on_drain: Called when the router begins to drain.
-        on_wait_over: Called with the seconds that a request waited, when it gets its lease or is refused in the queue.
-        on_paired: Called with the seconds between the end of a disaggregated request's prompt and its first token.
+        on_wait_over: Called when a request gets its lease or is refused in the queue, with the seconds that it has
+            waited.
+        on_paired: Called at the first token of a disaggregated request, with the seconds since the end of its prompt.
         load_reports_total: Number of load reports by kind: "asked" (the router requested the report) or "pushed" (the
             endpoint sent the report by itself).
     """
@@ -92,11 +94,11 @@ class Dispatch:
         self._idle = trio.Event()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Do the work that depends on time: refuse requests at their queue deadlines, and allow probes of endpoints.
-        Runs until cancelled.
+        """Run the timers of the router until cancelled. Requests are refused at their queue deadlines, and probes of
+        endpoints are allowed.
 
         Args:
-            task_status: `started` is called when the loop runs.
+            task_status: The method `started` is called when the loop runs.
         """
         task_status.started()
         while True:
@@ -113,7 +115,7 @@ class Dispatch:
             request: The request.
 
         Returns:
-            Sizes in tokens. Empty if there is only one possible endpoint.
+            Sizes in tokens. Empty if only one endpoint is possible.
         """
         sizes = self.core.policy.block_sizes()
         return sizes if sizes and self.core.has_choice(request) else frozenset()
@@ -170,7 +172,7 @@ class Dispatch:
         ticket = self.core.enter(request, trio.current_time())
         admission = self._admissions[ticket.index] = AdmissionScope(self, self.core, ticket, id=id, owner=owner)
         if ticket.state is TicketState.WAITING:
-            self.retime()  # the request's queue deadline may be earlier than the next tick
+            self.retime()  # The request's queue deadline may be earlier than the next tick of `run`.
         return admission
 
     def leave(self, admission: AdmissionScope) -> None:
@@ -223,11 +225,11 @@ class Dispatch:
         return [admission for admission in self._admissions.values() if owner in (None, admission.owner)]
 
     def note_sent(self) -> None:
-        """Note that a request is sent to its endpoint now."""
+        """Note that a request is being sent to its endpoint."""
         self._sent_times.note(trio.current_time())
 
     def sent_total_at(self, moment: float) -> int:
-        """Return the number of requests that were sent to endpoints until an earlier time.
+        """Return the number of requests that were sent to endpoints before an earlier time.
 
         Args:
             moment: Time on Trio's clock.
@@ -239,7 +241,7 @@ class Dispatch:
 
         Args:
             id: The endpoint.
-            load: Its load.
+            load: The reported load.
             sent_when_asked: Value of sent_total when the router asked for the load, or when the endpoint measured the
                 load of a pushed report.
             is_pushed: True if the endpoint sent the report by itself.
@@ -253,7 +255,7 @@ class Dispatch:
 
     @property
     def endpoints(self) -> Collection[EndpointState]:
-        """Return the states of all endpoints, read-only."""
+        """Return the states of all endpoints. The caller must not change them."""
         return self.core.endpoints.values()
 
     def model_names(self) -> KeysView[str]:
@@ -275,13 +277,13 @@ class Dispatch:
         return self.core.is_draining
 
     def endpoint(self, id: EndpointId) -> EndpointState | None:
-        """Return the state of one endpoint, read-only.
+        """Return the state of one endpoint. The caller must not change it.
 
         Args:
             id: The endpoint.
 
         Returns:
-            None if there is no such endpoint.
+            The state. None if there is no such endpoint.
         """
         return self.core.endpoints.get(id)
 
@@ -289,7 +291,7 @@ class Dispatch:
         return self.core.is_endpoint_draining(id)
 
     def is_pair_there(self, model: str) -> bool:
-        """Return True if requests for a model can be disaggregated: there is an endpoint for prefill and an endpoint
+        """Return True if requests for a model can be disaggregated. This needs an endpoint for prefill and an endpoint
         for decode.
 
         Args:
@@ -309,9 +311,9 @@ class Dispatch:
 
         Args:
             id: Name of the endpoint.
-            models: Names of the models that the endpoint serves. Empty if not known yet.
-            leases_max: Most leases that the endpoint may have at a time. None for the router's default.
-            role: Role of the endpoint in disaggregated requests. None if not known.
+            models: Names of the models that the endpoint serves. Empty if the names are unknown.
+            leases_max: Highest number of leases that the endpoint may have at a time. None for the router's default.
+            role: Role of the endpoint in disaggregated requests. None if the role is unknown.
 
         Raises:
             StartupError: the id is in use.
@@ -337,11 +339,11 @@ class Dispatch:
     def lend(self, id: EndpointId, sequences: int) -> None:
         """Grant extra leases at an endpoint to the first requests of the queue, up to the endpoint's own limit.
 
-        Several routers may share an endpoint. This router's share of the leases does not change.
+        Several routers may share an endpoint. The number of leases that belong to this router does not change.
 
         Args:
             id: The endpoint.
-            sequences: Sequences that the extra leases may have.
+            sequences: Highest number of sequences of the extra leases.
         """
         state, now = self.core.endpoints[id], trio.current_time()
         share = state.leases_own_max
@@ -372,13 +374,13 @@ class Dispatch:
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool, is_hung: bool = False) -> None:
         """Note the result of a health check.
 
-        An endpoint that is ejected because it hangs loses its requests that have no response yet. The router retries
-        these requests. The endpoint also loses its streams that can resume, as soon as another endpoint is available.
+        If an endpoint is ejected because it hangs, its requests without a response are withdrawn, and the router
+        retries them. Streams that can resume are also withdrawn, as soon as another endpoint is available.
 
         Args:
             id: The endpoint.
             is_well: True if the check succeeded.
-            hangs: True if the check got no response, or if the endpoint reported that its current step does not end.
+            hangs: True if the check got no response, or if the endpoint reported that its current step hangs.
             is_hung: True if the endpoint hangs for so long that the router ejects it at once.
         """
         was_given = self._is_given(id)
@@ -390,8 +392,8 @@ class Dispatch:
         self.retime()
 
     def note_leaving(self, id: EndpointId, *, move_seconds: float | None) -> None:
-        """Note that an endpoint will stop. The router drains it as drain_endpoint does, and sends it no requests until
-        a health check succeeds.
+        """Note that an endpoint will stop. The router drains the endpoint as in drain_endpoint, and sends it no
+        requests until a health check succeeds.
 
         Args:
             id: The endpoint.
@@ -401,7 +403,8 @@ class Dispatch:
         self.retime()
 
     def wants_probe(self, id: EndpointId) -> bool:
-        """Return True if the endpoint has failed requests, and must answer a probe before it gets requests again.
+        """Return True if requests have failed at the endpoint, so that it must answer a probe before it gets requests
+        again.
 
         Args:
             id: The endpoint.
@@ -414,7 +417,7 @@ class Dispatch:
 
         Args:
             id: The endpoint.
-            is_well: True if the endpoint served the probe. None if it is alive but refused the probe.
+            is_well: True if the endpoint served the probe. None if the endpoint is alive but refused the probe.
         """
         self.core.note_probe(id, is_well, trio.current_time())
         self.retime()
@@ -437,15 +440,15 @@ class Dispatch:
             admission.end(Draining(message, reason="draining", retry_after_seconds=RETRY_SECONDS))
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is left. For use after drain()."""
+        """Wait until the router has no requests any more. Intended for use after drain()."""
         while self._admissions:
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
 
     def retime(self) -> None:
-        """Wake `run` if its next tick is now earlier than before. Call this method after changes that may make the tick
-        earlier.
+        """Wake `run` if its next tick is now earlier than before. Call this method after each change that may make the
+        tick earlier.
         """
         if self.core.next_tick(trio.current_time()) < self._ticks_at:
             self._tick_is_earlier.set()
@@ -475,7 +478,7 @@ class Dispatch:
 
     def _wake_admission(self, ticket: Ticket) -> None:
         admission = self._admissions.get(ticket.index)
-        if admission is not None:  # None while the request enters: `begin` reads the ticket itself
+        if admission is not None:  # It is None while the request enters, because `begin` reads the ticket itself.
             admission.wake()
 
 
@@ -487,14 +490,16 @@ class AdmissionScope:
         ticket: State of the request in the router core.
         id: Id under which the request may be seen and aborted. None for a request without an id.
         owner: Owner of the request. None if clients are not distinguished.
-        can_resume: Called after the first token. True if another endpoint could resume the stream.
+        can_resume: Called after the first token. Returns True if another endpoint could resume the stream.
         note_reasoning_ended: Called when the endpoint has ended the reasoning at the client's request.
-        headers: Returns the HTTP headers with which the router asks the endpoint about this request on behalf of the
+        headers: Returns the HTTP headers that the router sends when it asks the endpoint about this request for the
             client.
-        gives_partial: True if the client wants the partial result, also after an abort by another party.
+        gives_partial: True if the client needs the partial result, even if another client or an operator aborts the
+            request.
         withdrawn_for: Reason why the current attempt must end. None if the attempt may continue.
-        is_telling: True while data is sent to the client. A withdrawn attempt ends only after that, see `tell`.
-        attempts: Number of attempts that have begun.
+        is_telling: True while data is sent to the client. A withdrawn attempt ends only after the data is sent, see
+            `tell`.
+        attempts: Number of attempts that have started.
     """
 
     def __init__(
@@ -524,7 +529,7 @@ class AdmissionScope:
             Overloaded: the request waited too long in this queue.
             QueueWaitOver: the request's own queue deadline passed.
             Draining: the server drains.
-            NoEndpoint: no endpoint is left for the request.
+            NoEndpoint: no endpoint can serve the request any more.
             RequestAborted: the request was aborted.
         """
         ticket = self.ticket
@@ -542,7 +547,7 @@ class AdmissionScope:
 
     @property
     def index(self) -> int:
-        """Return the request's number, in order of arrival at this router."""
+        """Return the request's number in order of arrival at this router."""
         return self.ticket.index
 
     @property
@@ -560,7 +565,7 @@ class AdmissionScope:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt's tokens as counted or estimated at entry."""
+        """Return the number of prompt tokens, counted or estimated when the request entered."""
         return self.ticket.request.prompt_tokens
 
     @property
@@ -569,7 +574,7 @@ class AdmissionScope:
 
     @property
     def is_pinned(self) -> bool:
-        """Return True if the request may run at one endpoint only."""
+        """Return True if the request may run at only one endpoint."""
         return self.ticket.request.pinned is not None
 
     @property
@@ -583,7 +588,7 @@ class AdmissionScope:
 
     @property
     def endpoint(self) -> EndpointId | None:
-        """Return the endpoint of the lease, also after the lease was returned at the first token."""
+        """Return the endpoint of the current lease. At the first token the lease is returned, but this value stays."""
         return self.ticket.endpoint
 
     @property
@@ -603,17 +608,17 @@ class AdmissionScope:
 
     @property
     def stage(self) -> Stage | None:
-        """Return the part of a disaggregated request that the current lease is for. None if the lease is for the whole
-        request. The value may change with each call of `lease`.
+        """Return the stage of a disaggregated request for which the current lease was granted. None if the lease is for
+        the whole request. Each call of `lease` may change the value.
         """
         return self.ticket.stage
 
     @property
     def state(self) -> str:
-        """Return the progress of the request in one word.
+        """Return the state of the request as one word.
 
-        Usually "waiting" or "running". For a disaggregated request: "waiting", "prefill", "handover" (the request waits
-        for its decode endpoint) or "decode".
+        The usual states are "waiting" and "running". A disaggregated request has the states "waiting", "prefill",
+        "handover" (it waits for its decode endpoint) and "decode".
         """
         if self.ticket.stage is Stage.DECODE:
             return "handover" if self.is_queued else "decode"
@@ -628,12 +633,12 @@ class AdmissionScope:
 
     @property
     def is_queued(self) -> bool:
-        """Return True if the request waits for a lease, or has a lease and was not sent yet."""
+        """Return True if the request waits for a lease, or has a lease but was not sent yet."""
         ticket = self.ticket
         return ticket.state in (TicketState.WAITING, TicketState.LEASED) and not ticket.is_sent
 
     def sent(self) -> None:
-        """Note that the request is sent to its endpoint, for callers that do not use `attempt`."""
+        """Note that the request is being sent to its endpoint. For callers that do not use `attempt`."""
         self._core.sent(self.ticket)
         self._dispatch.note_sent()
 
@@ -643,7 +648,7 @@ class AdmissionScope:
 
         Raises:
             Withdrawn: the router withdrew the request from the endpoint.
-            TrioserveError: the request was ended, such as RequestAborted or Draining.
+            TrioserveError: the request was ended, for example with RequestAborted or Draining.
         """
         self.sent()
         self.withdrawn_for, self.is_telling = None, False
@@ -654,7 +659,7 @@ class AdmissionScope:
             try:
                 yield
             finally:
-                self._attempt = None  # a later end of the request no longer cancels this scope
+                self._attempt = None  # From here on, the end of the request does not cancel this scope any more.
                 self._is_attempt_over.set()
         if scope.cancelled_caught:
             raise self._end or self._withdrawn()
@@ -669,7 +674,7 @@ class AdmissionScope:
             await self._is_attempt_over.wait()
 
     def check_withdrawn(self) -> None:
-        """Check that data from the endpoint may still be passed to the client. Call this method for all data that
+        """Check that data from the endpoint may still be sent to the client. Call this method for all data that
         arrives.
 
         Raises:
@@ -679,12 +684,12 @@ class AdmissionScope:
             raise self._withdrawn()
 
     async def tell(self, telling: Awaitable[None], *, is_last: bool = False) -> None:
-        """Send data to the client. The attempt does not end while the data is sent, so the client never gets half of an
-        event.
+        """Send data to the client. The attempt does not end while data is being sent, so the client never gets half of
+        an event.
 
         Args:
             telling: Awaitable that sends the data.
-            is_last: True if no more data follows. Then the attempt does not end after the sending either.
+            is_last: True if no more data follows. Then the attempt is not withdrawn after the data is sent.
 
         Raises:
             Withdrawn: the request was withdrawn while the data was sent.
@@ -701,7 +706,7 @@ class AdmissionScope:
         return Withdrawn(f'the endpoint "{self.ticket.endpoint}" {reason}', fault)
 
     def first_token(self, *, is_last: bool = False) -> None:
-        """Note that the endpoint has begun to answer.
+        """Note that the endpoint has begun its response.
 
         Args:
             is_last: True if the response arrived as a whole, so that the time of its first token is not known.
@@ -713,18 +718,18 @@ class AdmissionScope:
         self._dispatch.retime()
 
     def prefilled(self, *, outcome: PairOutcome | None = None) -> None:
-        """Note that the endpoint has computed the prompt and freed its slot. The caller calls `lease` again for the
-        response.
+        """Note that the endpoint has computed the prompt and freed its slot. The caller must call `lease` again before
+        the decode.
 
         Args:
-            outcome: Why the request can no longer be disaggregated, so that one endpoint serves the rest. None if the
-                blocks are held for a decode endpoint.
+            outcome: Reason why one endpoint must serve the rest of the request. None if the blocks are held for a
+                decode endpoint.
         """
         self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
         self._dispatch.retime()
 
     def hold_lost(self) -> None:
-        """Note that the prefill endpoint no longer holds the request's blocks. Legal at any time."""
+        """Note that the prefill endpoint does not hold the request's blocks any more. Allowed at any time."""
         self._core.hold_lost(self.ticket, trio.current_time())
         self._dispatch.retime()
 
@@ -742,12 +747,13 @@ class AdmissionScope:
         Args:
             fault: Kind of the failure.
             busy_seconds: Seconds for which a busy or leaving endpoint gets no requests.
-            token_count: Tokens that the client has received.
+            token_count: Number of tokens that the client has received.
             is_certain: True if the endpoint itself reported that the failure is its fault.
             reason: Label of the failure for metrics. None for the default of the fault.
 
         Returns:
-            True if the caller may call `lease` again. False if the router does not continue the request, see `refusal`.
+            True if the caller may call `lease` again. False if the router gives up the request. `refusal` then has the
+            reason.
         """
         if fault is Fault.LEAVING and self.ticket.next_lease is not None:
             self._core.moved(self.ticket, trio.current_time())
@@ -766,7 +772,7 @@ class AdmissionScope:
         return is_waiting
 
     def note_client_fault(self) -> bool:
-        """Note that the endpoint refused the request and blamed the client.
+        """Note that the endpoint refused the request as invalid.
 
         Returns:
             True if another endpoint must confirm the refusal.
@@ -783,7 +789,7 @@ class AdmissionScope:
             id: The endpoint.
             fault: Why the attempt ends.
             unbegun: True to end the attempt if it has no response yet.
-            streams: True to end the attempt if it is a stream that another endpoint can resume.
+            streams: True to end the attempt if another endpoint can resume its stream.
         """
         if self._attempt is None or self.ticket.endpoint != id:
             return
@@ -791,8 +797,8 @@ class AdmissionScope:
             self.withdraw(fault)
 
     def withdraw(self, fault: Fault = Fault.LEAVING) -> None:
-        """End the attempt with Withdrawn, as soon as no data is being sent to the client. Without an attempt, this call
-        has no effect.
+        """End the attempt with Withdrawn, as soon as no data is being sent to the client. This call has no effect if
+        there is no attempt.
 
         Args:
             fault: Why the attempt ends.
@@ -804,12 +810,12 @@ class AdmissionScope:
 
     @property
     def refusal(self) -> TrioserveError | None:
-        """Return why the router does not continue the request, or None if the router continues it."""
+        """Return the reason why the router does not continue the request. None if the router continues it."""
         return self.ticket.refusal
 
     @property
     def end_reason(self) -> TrioserveError | None:
-        """Return the reason with which `end` was called, or None if it was not called."""
+        """Return the reason that was passed to `end`. None if `end` was not called."""
         return self._end
 
     @property
@@ -818,8 +824,7 @@ class AdmissionScope:
         return self._end is not None or self.ticket.state is TicketState.ENDED
 
     def end(self, reason: TrioserveError) -> None:
-        """End the request. If it is in the queue, its queue position is free at once. If it is at an endpoint, the
-        attempt is cancelled.
+        """End the request. In the queue, its queue position is free at once. At an endpoint, its attempt is cancelled.
 
         Args:
             reason: Error that is raised in the request's task.

@@ -1,4 +1,4 @@
-"""Parts that the feeds of a live page share: who watches, and names of tenants that do not reveal the API key."""
+"""Helpers for live status pages: a counter of watching clients, and names of tenants that do not reveal the API key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Watchers", "tenant_name"]
 
 
 class Watchers:
-    """A counter of watchers. It is true while there are watchers.
+    """Counts the clients that watch a live page. The counter is true while at least one client watches.
 
     Args:
         forget: Called when the last watcher has left.
@@ -25,7 +25,7 @@ class Watchers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the caller as a watcher while the scope is open."""
+        """Count the caller as a watching client while the scope is open."""
         self._count += 1
         try:
             yield
@@ -43,10 +43,10 @@ def tenant_name(owner: str | None, tenant: str) -> str | None:
 
     Args:
         owner: Owner of the request. None if clients are not distinguished.
-        tenant: Tenant in the queue. Begins with the owner if there is one.
+        tenant: Tenant in the queue. It begins with the owner if there is an owner.
 
     Returns:
-        A hash of the owner, followed by the tenant's own part. None if there is neither an owner nor a tenant's part.
+        A hash of the owner, followed by the name that the owner gave the tenant. None if there is neither of them.
     """
     if owner is None:
         return tenant[:CHARACTERS_MAX] or None

@@ -1,8 +1,8 @@
 """Decodes clients' images in separate processes (ProcessPool), which can be killed.
 
-Decoders are C code that reads untrusted bytes. A decoder cannot be interrupted, and an image's header does not predict
-the time and memory of decoding. So each image has a time limit and a memory limit. An image that exceeds a limit fails
-only its own request.
+Image decoders are C code that reads untrusted bytes. A running decoder cannot be interrupted, and the header of an
+image does not predict how much time and memory the decoding needs. So each image has a time limit and a memory limit.
+An image that exceeds a limit fails only its own request.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from trioserve.vision.tiles import tiles_from
 
 __all__ = ["ImageDecoder"]
 
-# One tenant uses at most two processes, so that one is left for other tenants. An idle process takes about 50 MB.
+# One tenant uses at most two processes, so that the third is free for other tenants. An idle process needs about 50 MB.
 PROCESSES_MAX = 3
 RETRY_SECONDS = 5.0
 
 
 class ImageDecoder:
-    """Pool of decoder processes: `async with decoder.turn(tenant): await decoder.tiles(...)`.
+    """A pool of decoder processes: `async with decoder.turn(tenant): await decoder.tiles(...)`.
 
-    The processes start with the first image. `close` ends them.
+    The processes are started for the first image. `close` ends them.
 
     Args:
         limits: Limits of images. The largest allowed image sets the memory limit.
@@ -95,7 +95,7 @@ class ImageDecoder:
 
         Args:
             content: The encoded mask.
-            place: Name of the mask in errors.
+            place: Name of the mask in error messages.
 
         Raises:
             InvalidRequest: see `tiles`.
@@ -143,5 +143,5 @@ class ImageDecoder:
         return reply, pixels
 
     def close(self) -> None:
-        """End all processes at once. Does not wait."""
+        """End all processes at once, without waiting."""
         self._pool.close()

@@ -1,4 +1,4 @@
-"""The local engine as the only endpoint of a router, so that the router's queue is also the queue of the engine."""
+"""The local engine as the only endpoint of a router. The router's queue is also the queue of the engine."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ LOCAL_ENDPOINT = EndpointId("local")
 LOCAL_MODEL = "local"
 """The only model name in this router: an engine has one queue for all names of its model."""
 
-# Requests that are tokenized before the batch has space, so that a free batch slot is used at once.
+# Number of requests that are tokenized before the batch has space for them, so that a free batch slot is used at once.
 WAITING_DEPTH_MAX = 4
-TOKEN_CHARACTERS = 4  # average of English text
-IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole image in small models
+TOKEN_CHARACTERS = 4  # Average number of characters per token of English text.
+# Estimate for one image: a thousand tokens, as for twelve tiles and the whole image in small models.
+IMAGE_CHARACTERS = 4000
 
 
 def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: int = 0) -> Dispatch:
-    """Make a router with the local engine as its endpoint.
+    """Create a router whose only endpoint is the local engine.
 
-    The router accepts max_num_seqs + waiting_requests_max requests of one sequence, counting the engine and the queue
-    together.
+    The router accepts max_num_seqs + waiting_requests_max requests with one sequence each. This counts requests in the
+    engine and in the queue.
 
     Args:
-        max_num_seqs: Sequences that may run at once.
-        settings: Limits of waiting.
-        lent_max: Further leases that may be lent (Dispatch.lend).
+        max_num_seqs: Highest number of sequences that run at the same time.
+        settings: Limits of the queue.
+        lent_max: Number of additional leases that may be lent (Dispatch.lend).
     """
     waiting_depth = min(WAITING_DEPTH_MAX, settings.waiting_requests_max // 2)
     dispatch = Dispatch(
@@ -60,14 +61,15 @@ def local_request(
 ) -> RoutedRequest:
     """Return the routing properties of a request.
 
-    The token count is estimated from the length, because tokenization happens after the lease.
+    The number of tokens is estimated from the length of the prompt, because the prompt is tokenized after the lease.
 
     Args:
         prompts: Prompts of the request.
         tenant: Tenant of the request.
         priority: A lower number runs sooner.
-        sequences: Sequences of the request.
-        known_tokens: Output tokens of a resumed response, which are computed like a prompt. 0 for a new response.
+        sequences: Number of sequences of the request.
+        known_tokens: Number of output tokens of a resumed response, which are computed like a prompt. 0 for a new
+            response.
     """
     return RoutedRequest(
         model=LOCAL_MODEL,
@@ -91,7 +93,7 @@ def _token_count(prompt: PoolingInput) -> int:
 
 
 def _character_count(message: dict[str, Any]) -> int:
-    """Return the characters of a message's text. Accepts malformed messages, which are refused later."""
+    """Return the number of characters of a message's text. Malformed messages are accepted, and refused later."""
     content = message.get("content")
     if isinstance(content, str):
         return len(content)

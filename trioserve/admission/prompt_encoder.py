@@ -1,7 +1,7 @@
 """Turns prompts into token ids, and token ids into text, without blocking the event loop.
 
-Short texts are processed at once, long texts in a text thread. A text that cannot fit the model's context is refused
-before it is tokenized.
+Short texts are processed at once, and long texts in a text thread. A text that cannot fit into the model's context is
+refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from trioserve.vision.image_prompt import ImageReader, PromptImage
 __all__ = ["NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
 
 # Work is measured in characters. One character takes about a microsecond.
-INLINE_CHARACTERS_MAX = 1000  # under a millisecond. More work in the event loop would add to every request's latency.
-TOKEN_CHARACTERS = 1  # work of checking one token id, in characters
-VALUE_CHARACTERS = 8  # work of a JSON value that is not text, in characters
-CHAT_VALUES_MAX = 8192  # values to count in a chat, which takes up to 2 ms. A chat with more counts as LONGEST.
+# This much work takes less than a millisecond. More work in the event loop would delay every request.
+INLINE_CHARACTERS_MAX = 1000
+TOKEN_CHARACTERS = 1  # The work of checking one token id, in characters.
+VALUE_CHARACTERS = 8  # The work of a JSON value that is not text, in characters.
+# Number of values that are counted in a chat, which takes up to 2 ms. A chat with more values counts as LONGEST.
+CHAT_VALUES_MAX = 8192
 LONGEST = LONG_CHARACTERS_MAX + 1
-IMAGE_CHARACTERS = 2000  # work of an image, in characters, in addition to the work of its bytes
-IMAGE_BYTES_PER_CHARACTER = 200  # bytes decoded in a microsecond
+IMAGE_CHARACTERS = 2000  # The work of an image, in characters, in addition to the work of its bytes.
+IMAGE_BYTES_PER_CHARACTER = 200  # Number of image bytes that are decoded in a microsecond.
 NO_IMAGES = "is an image, and this model accepts only text: send text"
-INPUT_CHARACTERS = 30  # least work of one of many inputs
-# Work of one piece of many inputs. After its caller was cancelled, a piece still occupies the thread until it ends.
+INPUT_CHARACTERS = 30  # The smallest work of one input in a list of inputs.
+# When many inputs are encoded in pieces, the work of one piece. A cancelled caller's piece occupies the thread until it
+# ends.
 PIECE_CHARACTERS = 32_768
 
 T = TypeVar("T")
@@ -50,7 +53,7 @@ class EncodedPrompt(NamedTuple):
 
     Attributes:
         token_ids: The tokens.
-        images: Images in the order of the prompt. Their embeddings are not computed here.
+        images: Images in the order of the prompt. Their embeddings are not computed yet.
     """
 
     token_ids: list[int]
@@ -60,7 +63,7 @@ class EncodedPrompt(NamedTuple):
 class PromptEncoder:
     """Encodes the prompts of one model.
 
-    A prompt that cannot fit the model's context is refused before it is tokenized. A prompt that may fit is encoded,
+    A prompt that cannot fit into the model's context is refused before it is tokenized. Any other prompt is encoded,
     and the caller compares its token count with the context. The check assumes that every token of a text is as long as
     the longest token of the vocabulary. So a text that fits is never refused.
 
@@ -69,8 +72,8 @@ class PromptEncoder:
         texts: Runs the work of long texts in threads.
         vocab_size: Number of token ids.
         context_tokens_max: The model's context, in tokens.
-        tool_family: Format of tools and tool calls if the chat template does not render them. None for the common
-            format.
+        tool_family: Format of tools and tool calls. It is used if the chat template does not render tools. None for the
+            common format.
         images: Reads the images of chats. None if the model takes no images.
         media: Fetches images by URL. None if this is not allowed.
     """
@@ -105,25 +108,25 @@ class PromptEncoder:
         return encoder
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
-        """Return the token ids of a prompt. A cancelled caller returns at once.
+        """Return the token ids of a prompt. If the caller is cancelled, it returns at once.
 
         Args:
             prompt: Text, token ids or a chat.
             add_special_tokens: True to add the tokenizer's special tokens to a text.
-            cut: Truncation of a prompt that is too long. None to refuse such a prompt.
+            cut: How a prompt that is too long is truncated. None to refuse such a prompt.
 
         Raises:
             InvalidRequest: the prompt is not valid.
-            ContextTooLong: the prompt cannot fit the model's context.
+            ContextTooLong: the prompt cannot fit into the model's context.
         """
         return (await self.encode_prompt(prompt, add_special_tokens=add_special_tokens, cut=cut)).token_ids
 
     async def encode_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedPrompt:
-        """Return the token ids and images of a prompt. A cancelled caller returns at once.
+        """Return the token ids and images of a prompt. If the caller is cancelled, it returns at once.
 
-        Only the headers of images are read. Damage after the header is found when the image is decoded.
+        Only the headers of images are read. Damage after the header is detected later, when the image is decoded.
 
         Args:
             prompt: Text, token ids or a chat.
@@ -132,7 +135,7 @@ class PromptEncoder:
 
         Raises:
             InvalidRequest: the prompt is not valid.
-            ContextTooLong: the prompt cannot fit the model's context.
+            ContextTooLong: the prompt cannot fit into the model's context.
         """
         if isinstance(prompt, ChatPrompt):
             messages, sources = split_images(prompt.messages)
@@ -178,13 +181,13 @@ class PromptEncoder:
 
         Args:
             inputs: Prompts, pairs of texts, or prompts with labels.
-            name_of: Returns the name of an input for errors, by index.
+            name_of: Returns the name of an input for error messages, by index.
             add_special_tokens: See `encode`.
             cut: See `encode`.
 
         Raises:
             InvalidRequest: an input is not valid. The message names the input.
-            ContextTooLong: an input cannot fit the model's context. The message names the input.
+            ContextTooLong: an input cannot fit into the model's context. The message names the input.
         """
         encoded: list[EncodedInput] = []
 
@@ -220,11 +223,11 @@ class PromptEncoder:
         )
 
     async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """Call a function at once if its work is small, else in a text thread.
+        """Call a function at once if its work is small. Otherwise call it in a text thread.
 
         Args:
-            function: Must not use state of the event loop.
-            size: Work of the function, see TextRunner.
+            function: The function. It must not use state of the event loop.
+            size: Estimated work of the function, see TextRunner.
         """
         return function() if size <= INLINE_CHARACTERS_MAX else await self._texts.run(function, size=size)
 
@@ -252,8 +255,8 @@ class PromptEncoder:
         chat = self._chat_text(prompt)
         if not is_cut:
             self._check_length(chat.plain, param="messages")
-        # The template writes the special tokens itself. Only the rendered text counts, because the template may leave
-        # out parts of the messages.
+        # The template writes the special tokens itself. Only the rendered text is checked, because the template may
+        # omit parts of the messages.
         return self._tokenizer.encode_chat(chat)
 
     def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:
@@ -306,7 +309,7 @@ class PromptEncoder:
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         try:
-            # A float would pass the range check and make a later step fail.
+            # A float would pass the range check, and would make a later step fail.
             checked = list(map(operator.index, token_ids))
         except TypeError:
             wrong = next((token_id for token_id in token_ids if not _is_whole(token_id)), token_ids)
@@ -353,8 +356,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _chat_size(prompt: ChatPrompt) -> int:
-    """Return the work of rendering a chat, in characters. Return LONGEST if counting would take too long, or if the
-    request has its own chat template, whose work cannot be predicted.
+    """Return the work of rendering a chat, in characters. Return LONGEST if counting would take too long. Also return
+    LONGEST if the request has its own chat template, because the work of such a template cannot be predicted.
     """
     if prompt.chat_template is not None:
         return LONGEST

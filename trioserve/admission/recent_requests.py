@@ -1,4 +1,4 @@
-"""Bounded memory of recent requests: the ids that ended, and the times at which requests were sent."""
+"""Records of recent requests with bounded memory: the ids that ended, and the times at which requests were sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDED_IDS_MAX = 10_000
 
 
 class EndedIds:
-    """The latest ENDED_IDS_MAX ids, with the owners that used them. The owner None stands for requests without an
+    """The latest ENDED_IDS_MAX ids of ended requests, with their owners. The owner is None for requests without an
     owner.
     """
 
@@ -36,18 +36,18 @@ class EndedIds:
         return bool(owners) if owner is None else owner in owners
 
 
-KEPT_SECONDS = 10.0  # the router uses a load report for two seconds
+KEPT_SECONDS = 10.0  # The router uses a load report for two seconds.
 
 
 class SentTimes:
-    """The recent times, in seconds of one monotonic clock."""
+    """The times at which recent requests were sent, in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
-        self._before = 0  # requests that were sent before the first time in the deque
+        self._before = 0  # Number of requests that were sent before the first time in the deque.
 
     def note(self, now: float) -> None:
-        """Note that a request is sent.
+        """Note that a request is being sent.
 
         Args:
             now: Current time.
@@ -59,10 +59,10 @@ class SentTimes:
             del self._times[:half]
 
     def count_at(self, moment: float) -> int:
-        """Return the number of requests sent until a moment.
+        """Return the number of requests that were sent before a given time.
 
         Args:
-            moment: A recent time. If the moment is earlier than all kept times, the count is unknown and 0 is returned.
+            moment: A recent time. If it is earlier than all stored times, the count is unknown, and 0 is returned.
         """
         if self._before and self._times and moment < self._times[0]:
             return 0

@@ -14,7 +14,7 @@ ENDPOINT_METRICS = tuple(
 
 
 def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
-    """Update `metrics` from the router at every scrape. Call it once for each router.
+    """Update the metrics from the router at every scrape. Call this function once for each router.
 
     Args:
         metrics: Metrics to update.
@@ -47,7 +47,7 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
             metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats
         for name in ENDPOINT_METRICS:
-            # Remove the series of removed endpoints: a fleet may add and remove any number of endpoints.
+            # Remove the series of removed endpoints, because a fleet may add and remove any number of endpoints.
             getattr(metrics, name).clear()
         for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)

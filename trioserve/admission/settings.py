@@ -1,4 +1,4 @@
-"""Limits of waiting before a request runs, and of stopping."""
+"""Limits for requests that wait, and for stopping the server."""
 
 from __future__ import annotations
 

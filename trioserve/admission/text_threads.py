@@ -1,15 +1,15 @@
-"""Threads that tokenize, detokenize and compile, in which a long text does not delay shorter texts.
+"""Threads that tokenize, detokenize and compile. A long text in these threads does not delay shorter texts.
 
-One call tokenizes a whole text. The call cannot be interrupted, and takes about a microsecond per character. So texts
-of each size class have their own thread. A short text never waits for a long text. A long text waits only for texts of
-its own size class. Tokenizing releases the GIL, so the operating system shares the cores between these threads.
+One call tokenizes a whole text. The call cannot be interrupted, and takes about a microsecond per character. So there
+is one thread per size class of texts. A short text never waits for a long text. A long text waits only for texts of its
+own size class. Tokenizing releases the GIL, so the operating system shares the cores between these threads.
 
-Schemas and grammars are compiled in their own thread, which has a larger stack.
+Schemas and grammars are compiled in a separate thread, which has a larger stack.
 
-At each thread, tenants take turns (FairSlots). A tenant's text waits for at most one text of each other tenant.
+Tenants take turns at each thread (FairSlots). A tenant's text waits for at most one text of each other tenant.
 
-Work that is not part of a request in the queue, such as /tokenize, runs in one more thread with its own limit. Such
-work is called "aside", and it delays no request.
+Some work does not belong to a request in the queue, such as /tokenize. It is called "aside", and runs in a separate
+thread with its own limit. It delays no request.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ __all__ = [
     "TextThreads",
 ]
 
-SHORT_CHARACTERS_MAX = 65_536  # under 100 ms with the slowest known tokenizer. More than most contexts hold.
-LONG_CHARACTERS_MAX = 1_048_576  # about a second. Longer texts are books.
-ASIDE_JOBS_MAX = 16  # jobs aside that run or wait. Each job keeps its text in memory.
-ASIDE_JOBS_OF_ONE_MAX = 4  # jobs aside of one owner, so that other owners can also have jobs
-ASIDE_CHARACTERS_MAX = 8_388_608  # characters of all jobs aside, about ten seconds. A single job may be longer.
-CHARACTERS_PER_SECOND = 800_000  # speed of a slow tokenizer, to compute retry times
+# A text of this size takes less than 100 ms with the slowest known tokenizer, and fills most contexts.
+SHORT_CHARACTERS_MAX = 65_536
+LONG_CHARACTERS_MAX = 1_048_576  # A text of this size takes about a second. Only books are longer.
+ASIDE_JOBS_MAX = 16  # Highest number of jobs aside that run or wait. Each job keeps its text in memory.
+ASIDE_JOBS_OF_ONE_MAX = 4  # Highest number of jobs aside of one owner, so that other owners can have jobs, too.
+# Limit on the characters of all jobs aside, about ten seconds of work. A single job may be longer.
+ASIDE_CHARACTERS_MAX = 8_388_608
+CHARACTERS_PER_SECOND = 800_000  # Speed of a slow tokenizer, from which retry times are computed.
 TEXT_QUEUE_FULL = "text_queue_full"
 """Reason of a refusal when there are too many jobs aside."""
 
@@ -52,17 +54,17 @@ class TextRunner(Protocol):
     """Runs functions on texts outside of the event loop."""
 
     async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """Call a function in a thread. A cancelled caller returns at once, and the function's result is discarded.
+        """Call a function in a thread. If the caller is cancelled, it returns at once, and the result is discarded.
 
         Args:
-            function: Must not use state of the event loop.
+            function: The function. It must not use state of the event loop.
             size: Estimated work in microseconds. For a text, its number of characters.
         """
 
 
 @uninterrupted
 class TextThreads:
-    """The threads: `async with TextThreads() as threads: await threads.run(function, size=len(text))`.
+    """Starts and ends the threads: `async with TextThreads() as threads: await threads.run(function, size=len(text))`.
 
     Leaving the scope waits for the current jobs and ends the threads. Later calls raise AlreadyEnded.
     """
@@ -73,7 +75,7 @@ class TextThreads:
         self._longest = WorkerThread("text-longest")
         self._aside = WorkerThread("text-aside")
         self._compiling = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
-        # FairSlots admits one job at a time, so a thread needs no queue of its own.
+        # FairSlots admits one job at a time, so a thread does not need a queue.
         self._places = {
             thread: FairSlots(1, what=what)
             for thread, what in (
@@ -85,7 +87,7 @@ class TextThreads:
             )
         }
         self._scopes = AsyncExitStack()
-        self._aside_jobs: Counter[str | None] = Counter()  # number of jobs aside by owner
+        self._aside_jobs: Counter[str | None] = Counter()  # Number of jobs aside by owner.
         self._aside_characters = 0
 
     async def __aenter__(self) -> TextThreads:
@@ -126,8 +128,8 @@ class TextThreads:
         return await self._run_in_turn(thread, tenant, function)
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a text thread without waiting for a turn. For use while the server loads, before the first
-        request.
+        """Call a function in a text thread without waiting for a turn. Use this only while the server loads, before the
+        first request.
 
         Args:
             function: Function to call.
@@ -136,11 +138,11 @@ class TextThreads:
         return await self._short.run_cancellable(function, *arguments)
 
     async def run_compile(self, function: Callable[[Callable[[], None]], T], *, tenant: str | None) -> T:
-        """Compile a schema or grammar. A cancelled caller returns at once.
+        """Compile a schema or grammar. If the caller is cancelled, it returns at once.
 
         Args:
-            function: Gets a check function, which it must call often. The check raises if the caller was cancelled,
-                which ends the work.
+            function: The function. It gets a check function, and must call it often. The check raises if the caller was
+                cancelled, which ends the compilation.
             tenant: Owner of the request.
 
         Raises:
@@ -150,7 +152,7 @@ class TextThreads:
         try:
             return await self._run_in_turn(self._compiling, tenant, function, job.check)
         finally:
-            job.cancel()  # the thread may still run it
+            job.cancel()  # The thread may still run this job.
 
     async def _run_aside(self, function: Callable[[], T], owner: str | None) -> T:
         return await self._run_in_turn(self._aside, owner, function)
@@ -163,10 +165,10 @@ class TextThreads:
 
     @contextmanager
     def aside(self, owner: str | None) -> Iterator[TextRunner]:
-        """Return a runner for work that is not part of a request in the queue.
+        """Return a runner for work that does not belong to a request in the queue.
 
-        The runner counts as one job from its first `run` until the scope ends. That `run` raises Overloaded if there
-        are too many jobs.
+        The runner counts as one job from its first `run` until the scope ends. The first `run` raises Overloaded if
+        there are too many jobs.
 
         Args:
             owner: Owner of the work. None if clients are not distinguished.
@@ -184,7 +186,7 @@ def _without_panic(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class _TenantTexts:
-    """A TextRunner for one tenant."""
+    """Runs the texts of one tenant. Implements TextRunner."""
 
     __slots__ = ("_tenant", "_threads")
 
@@ -197,7 +199,7 @@ class _TenantTexts:
 
 
 class _AsideJob:
-    """A TextRunner whose calls together count as one job aside."""
+    """Runs texts aside. All its calls together count as one job. Implements TextRunner."""
 
     def __init__(self, threads: TextThreads, owner: str | None) -> None:
         self._threads = threads
@@ -232,7 +234,7 @@ class _AsideJob:
         if self._is_counted:
             threads = self._threads
             threads._aside_jobs[self._owner] -= 1
-            threads._aside_jobs += Counter()  # adding an empty Counter removes owners with a count of 0
+            threads._aside_jobs += Counter()  # Adding an empty Counter removes the owners whose count is 0.
             threads._aside_characters -= self._characters
 
     def _refusal(self, message: str) -> Overloaded:

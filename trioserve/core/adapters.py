@@ -1,13 +1,13 @@
-"""Book of LoRA adapters: which adapters are loaded, how many requests use each adapter, and when an adapter may be
+"""Records of LoRA adapters: which adapters are loaded, how many requests use each adapter, and when an adapter may be
 unloaded.
 
-The book stores names and counts, but no weights.
+This module stores names and counts, but no weights.
 
     LOADING ──► READY ──► RETIRED ──► (forgotten)
         └────────────────────┘
 
-A name refers to the adapter that is READY under this name. A lease belongs to one loaded adapter. The lease stays valid
-if another adapter takes over the name. A RETIRED adapter no longer has a name, and is unloaded when its last lease is
+A name refers to the adapter that is READY under this name. A lease belongs to one loaded adapter, and stays valid if
+another adapter gets the same name. A RETIRED adapter has no name any more, and is unloaded when its last lease is
 released.
 """
 
@@ -29,18 +29,18 @@ class AdapterState(enum.Enum):
 
 
 class LoadedAdapter:
-    """One load of an adapter.
+    """One loaded adapter. If an adapter is loaded again, the second load is another object.
 
     Args:
         id: id of this load, unique among all loads.
         name: name that requests use for the adapter.
-        source: where the adapter came from, as text for people.
+        source: origin of the adapter, as text for humans.
         replaces: True if the adapter may take over the name of a ready adapter.
 
     Attributes:
         ref: reference for steps. None until the load has finished and the digest is known.
-        is_owed: True until the loader has reported how the load ended. Until then, the loader may still write weights.
-        user_count: number of leases that are not released.
+        is_owed: True until the loader has reported the end of the load. Until then, the loader may still write weights.
+        user_count: number of leases that are not released yet.
     """
 
     __slots__ = ("id", "is_owed", "name", "ref", "replaces", "source", "state", "user_count")
@@ -82,16 +82,17 @@ class AdapterLease:
 
 
 class AdapterBook:
-    """All adapters that are not forgotten.
+    """All adapters of an engine that are loading, ready or retired.
 
     Args:
-        adapters_max: most names, including names that are being loaded. In addition, up to the same number of retired
-            adapters may still be in use. A load beyond either limit is refused.
+        adapters_max: highest number of names, including names that are being loaded. In addition, the same number of
+            retired adapters may still be in use. A load that exceeds either limit is refused.
     """
 
     def __init__(self, adapters_max: int) -> None:
         self.adapters_max = adapters_max
-        self._adapters: dict[AdapterId, LoadedAdapter] = {}  # all adapters that are not forgotten
+        # All adapters, including retired adapters that are still in use.
+        self._adapters: dict[AdapterId, LoadedAdapter] = {}
         self._ready: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, LoadedAdapter] = {}
         self._count = 0
@@ -109,12 +110,12 @@ class AdapterBook:
         return self._ready.get(name)
 
     def begin_load(self, name: str, source: str, *, replaces: bool = False) -> AdapterId:
-        """Start to load an adapter under a name. The caller must call finish_load or fail_load later.
+        """Start to load an adapter under a name. The caller must later call finish_load or fail_load.
 
         Args:
             name: name that requests will use.
-            source: where the adapter comes from, for people.
-            replaces: True to take over the name if a ready adapter has it.
+            source: origin of the adapter, for humans.
+            replaces: True to take over the name of a ready adapter.
 
         Raises:
             AdapterRefused: the name is in use or being loaded, or there are too many adapters. Nothing was changed.
@@ -152,7 +153,7 @@ class AdapterBook:
             digest: digest of the weights.
 
         Returns:
-            The reference that steps use, or None if the adapter was retired while it was being loaded.
+            The reference that steps use. None if the adapter was retired while it was being loaded.
         """
         adapter = self._adapters[id]
         adapter.is_owed = False
@@ -170,7 +171,7 @@ class AdapterBook:
         return adapter.ref
 
     def fail_load(self, id: AdapterId) -> None:
-        """Note that a load failed. If the adapter was retired while it was being loaded, only its end is recorded.
+        """Note that a load failed. If the adapter was retired during the load, it can now be forgotten.
 
         Args:
             id: id from begin_load.
@@ -189,19 +190,19 @@ class AdapterBook:
             name: name from the request.
 
         Returns:
-            The lease, or None if no adapter of this name is ready.
+            The lease. None if no adapter with this name is ready.
         """
         adapter = self._ready.get(name)
         return None if adapter is None else AdapterLease(adapter)
 
     def retire(self, name: str) -> list[AdapterId]:
-        """Retire the ready adapter of a name, and the adapter that is being loaded under this name.
+        """Retire the ready adapter with a name, and the adapter that is being loaded under this name.
 
         Args:
             name: name to free.
 
         Returns:
-            Ids of the retired adapters, or an empty list if no adapter has the name.
+            Ids of the retired adapters. The list is empty if no adapter has the name.
         """
         retired = [found for names in (self._ready, self._loading) if (found := names.pop(name, None)) is not None]
         for adapter in retired:
@@ -209,7 +210,7 @@ class AdapterBook:
         return [adapter.id for adapter in retired]
 
     def idle(self) -> list[AdapterId]:
-        """Return the ids of retired adapters without users. The caller must unload them, then call forget."""
+        """Return the ids of retired adapters without leases. The caller must unload them, and then call forget."""
         return [
             adapter.id
             for adapter in self._adapters.values()
@@ -230,7 +231,7 @@ class AdapterBook:
         """Return the current name of an adapter, or its last name if it was retired.
 
         Args:
-            id: id of an adapter that is not forgotten.
+            id: id of an adapter that was not passed to `forget`.
         """
         return self._adapters[id].name
 
@@ -243,7 +244,7 @@ class AdapterBook:
 
     @property
     def lease_count(self) -> int:
-        """Return the number of leases on all adapters."""
+        """Return the number of leases on all adapters together."""
         return sum(adapter.user_count for adapter in self._adapters.values())
 
     def count_of(self, state: AdapterState) -> int:

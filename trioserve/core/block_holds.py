@@ -1,9 +1,10 @@
 """Holds on the blocks of finished requests, each with a deadline. Each hold ends exactly once.
 
-A hold is identified by its request and its kind: SEND while the connector reads the blocks, LOAD while it may still
-write to them. A request may have one hold of each kind. A block may have several holds and several users at a time. The
-block is free again when its last claim is released (kv_blocks.py). A hold ends by the connector's report or at its
-deadline, whichever comes first. Reports that are late, repeated or unknown are counted and ignored.
+A hold is identified by its request and its kind. SEND means that the connector reads the blocks. LOAD means that the
+connector may still write to the blocks. A request may have one hold of each kind. A block may have several holds and
+several users at the same time. The block is free when its last claim is released (kv_blocks.py). A hold ends at the
+connector's report or at its deadline, whichever comes first. Reports that are late, repeated or unknown are counted and
+ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trioserve.core.kv_blocks import BlockPool
 
 __all__ = ["BlockHolds", "Hold"]
 
-ENDED_MAX = 10_000  # ended holds that are remembered, to distinguish repeated reports from unknown reports
+ENDED_MAX = 10_000  # Ended holds that are remembered, so that a repeated report is not counted as unknown.
 
 HoldKey = tuple[RequestId, HoldKind]
 
@@ -57,17 +58,19 @@ class BlockHolds:
         self._pool = pool
         self._seconds_max = seconds_max
         self._faults = faults
-        # Sorted by deadline: all holds last equally long, and a StillRead report moves its hold to the end.
+        # The dict stays sorted by deadline, because all holds have equal durations, and a StillRead report moves its
+        # hold to the end.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
-        self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # True if the hold expired
-        # Called after the blocks are released, with True if the hold expired. It must not call the core.
+        self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # The value is True if the hold expired.
+        # Called after the blocks are released. The second argument is True if the hold expired. It must not call the
+        # core.
         self.on_end: Callable[[Hold, bool], None] = lambda hold, expired: None
 
     def __len__(self) -> int:
         return len(self._holds)
 
     def __iter__(self) -> Iterator[Hold]:
-        """Iterate over the current holds by deadline, the earliest first. Read only."""
+        """Iterate over the current holds, sorted by deadline. The caller must not change them."""
         return iter(self._holds.values())
 
     def has(self, request_id: RequestId) -> bool:
@@ -82,12 +85,12 @@ class BlockHolds:
         return self._holds.get((request_id, kind))
 
     def add(self, request_id: RequestId, kind: HoldKind, blocks: Sequence[BlockIndex], now: float) -> None:
-        """Add a hold to blocks. The user of the blocks must still release them.
+        """Add a hold to blocks. The request that uses the blocks must still release them.
 
         Args:
             request_id: id of the request that owns the blocks. The request must not have a hold of this kind.
             kind: SEND or LOAD.
-            blocks: used blocks.
+            blocks: blocks that the request uses.
             now: time in seconds.
         """
         key = (request_id, kind)
@@ -112,8 +115,8 @@ class BlockHolds:
     def extend(self, request_id: RequestId, kind: HoldKind, now: float) -> None:
         """Restart the deadline of a hold, because the connector reported that the blocks are still read.
 
-        A report for an unknown hold is counted. A report for an ended hold is ignored, because the two reports may have
-        been sent at nearly the same time.
+        A report for an unknown hold is counted. A report for an ended hold is ignored, because the connector may have
+        sent it just before the hold ended.
 
         Args:
             request_id: id of the request that the report names.
@@ -135,7 +138,7 @@ class BlockHolds:
             now: time in seconds.
 
         Returns:
-            The holds that ended. Their blocks are released already.
+            The holds that ended. Their blocks are already released.
         """
         expired = []
         while self._holds:
@@ -154,11 +157,11 @@ class BlockHolds:
         return next(iter(self._holds.values())).deadline if self._holds else None
 
     def note_ended(self, request_id: RequestId, kind: HoldKind) -> None:
-        """Remember the end of a load that never became a hold, so that a second report is counted as repeated.
+        """Remember the end of a load that never became a hold. A second report of this end then counts as repeated.
 
         Args:
             request_id: id of the request that the report names.
-            kind: kind of the hold that a second report would end.
+            kind: kind of hold that a second report would end.
         """
         self._remember((request_id, kind), expired=False)
 
@@ -179,7 +182,7 @@ class BlockHolds:
         if expired is None:
             self._faults.count(TransferFault.UNKNOWN, f"{request_id}: the end of an unknown {kind.value} was reported")
         elif expired:
-            self._ended[key] = False  # the next report counts as repeated
+            self._ended[key] = False  # The next report for this hold counts as repeated.
             self._faults.count(TransferFault.LATE, f"{request_id}: the end of its {kind.value} came after the deadline")
         else:
             self._faults.count(TransferFault.DOUBLE, f"{request_id}: the end of its {kind.value} was reported twice")

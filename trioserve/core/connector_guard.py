@@ -1,4 +1,6 @@
-"""Guard around the connector: checks its answers, counts its exceptions, and returns a safe answer instead."""
+"""A wrapper around the connector. It checks return values, counts exceptions, and replaces a bad value with a safe
+value.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ __all__ = ["TransferFaults", "ConnectorGuard"]
 
 
 class TransferFaults:
-    """Counts of the faults of a connector, by kind. A fault never stops the engine.
+    """Counts the faults of a connector by kind. A fault never stops the engine.
 
     Attributes:
         totals: number of faults by kind. Every kind has an entry from the start.
@@ -35,14 +37,14 @@ Result = TypeVar("Result")
 
 
 class ConnectorGuard:
-    """The calls of a KVConnector, without exceptions.
+    """Calls a KVConnector, and never raises an exception.
 
-    Connectors identify a prompt by its tokens. Two requests with given embeddings may have the same tokens but
-    different content. So the guard does not show such requests to the connector.
+    Connectors identify a prompt by its tokens. Two requests with embeddings from clients may have the same tokens but
+    different content. So the guard does not pass such requests to the connector.
 
     Args:
         connector: the connector to call.
-        faults: counts exceptions and impossible answers.
+        faults: counts exceptions and invalid return values.
     """
 
     def __init__(self, connector: KVConnector, faults: TransferFaults) -> None:
@@ -50,15 +52,15 @@ class ConnectorGuard:
         self._faults = faults
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """Return how many tokens after the computed tokens the connector can load.
+        """Return how many tokens the connector can load after the tokens that are already computed.
 
         Args:
             request: a request that waits.
             computed_count: number of known tokens whose KV is in this engine.
 
         Returns:
-            A count from 0 to the number of further known tokens minus one. The last known token is always computed in
-            this engine.
+            A count of at least 0. It is smaller than the number of remaining known tokens, because this engine always
+            computes the last known token.
         """
         if request.given:
             return 0
@@ -119,7 +121,7 @@ class ConnectorGuard:
         self._notify(self._connector.hold_expired, (request_id, kind))
 
     def progress(self) -> Iterable[TransferEvent]:
-        """Return the connector's reports. Values that are not reports are counted as faults and left out."""
+        """Return the connector's reports. Values that are not reports are counted as faults and removed."""
         nothing: tuple[object, ...] = ()
         events = []
         for event in self._call(lambda: tuple(self._connector.progress()), (), nothing):

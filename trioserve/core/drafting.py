@@ -1,6 +1,6 @@
-"""The state of one request's drafts: by prompt lookup (`Drafter`), and by a draft model (`ModelDraft`).
+"""State of one request's draft tokens, from prompt lookup (`Drafter`) or from a draft model (`ModelDraft`).
 
-A draft token is verified by the step that computes it. So drafts change the speed of a response, never its content.
+The step that computes a draft token also verifies it. So drafts change the speed of a response, but never its content.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Sequence
 __all__ = ["Drafter", "ACCEPTANCE_FIRST", "ModelDraft"]
 
 
-NGRAM_MIN = 3  # tokens that must be equal. Two tokens are equal by chance too often.
-NGRAM_MAX = 8  # with more equal tokens, a position is not better
-PLACES_MAX = 16  # positions that a draft compares, the latest first
-ENTERED_MAX = 512  # positions entered per draft, so that a long prompt is entered over several steps
+NGRAM_MIN = 3  # Number of equal tokens that a draft needs. Two equal tokens are too often a coincidence.
+NGRAM_MAX = 8  # More equal tokens than this do not improve a draft.
+PLACES_MAX = 16  # Number of earlier positions that a draft compares, starting with the latest position.
+ENTERED_MAX = 512  # Number of positions entered per draft. A long prompt is entered over several steps.
 HEADS_MAX = 2**14
-LENGTH_FIRST = 4  # tokens of the first draft
-PAUSE_MAX = 32  # longest pause after wrong drafts, in tokens without a draft
+LENGTH_FIRST = 4  # Number of tokens in the first draft.
+PAUSE_MAX = 32  # Longest pause after wrong drafts, as a number of tokens that are computed without a draft.
 
 
 class Drafter:
-    """Drafts for one request by prompt lookup: if the latest tokens occur earlier in the text, the tokens that followed
-    them are copied.
+    """Drafts tokens for one request by prompt lookup. If the latest tokens occur earlier in the text, the tokens that
+    followed the earlier occurrence become the draft.
 
     This is prompt lookup decoding (Apoorv Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), known as the
     ngram speculator of vLLM and as prompt_lookup_num_tokens of transformers.
 
-    Other implementations search the whole text for every draft. This class finds earlier positions like deflate
-    (RFC 1951, section 4): each position is entered once, under a hash of the tokens before it, in a linked list with
-    the latest position first. The memory is four bytes per token of the text, and at most the same again for the heads
-    of the linked lists.
+    Other implementations search the whole text for every draft. This class finds earlier positions like deflate (RFC
+    1951, section 4). Each position is entered once into a linked list, under a hash of the tokens before it. The latest
+    position comes first in the list. The memory is four bytes per token of the text for the lists, and at most the same
+    amount for the heads of the lists.
 
     Args:
-        draft_tokens_max: most tokens of one draft.
-        tokens_max: largest length of the request's text, in tokens.
+        draft_tokens_max: highest number of tokens in one draft.
+        tokens_max: highest number of tokens in the request's text.
     """
 
     __slots__ = ("_draft_tokens_max", "_heads", "_length", "_pause", "_pause_next", "_previous")
@@ -42,9 +42,9 @@ class Drafter:
     def __init__(self, draft_tokens_max: int, tokens_max: int) -> None:
         head_count = min(HEADS_MAX, 1 << tokens_max.bit_length())
         self._draft_tokens_max = draft_tokens_max
-        # A place is the index of a token with at least NGRAM_MIN tokens before it. 0 ends a linked list.
+        # A place is the index of a token that has at least NGRAM_MIN tokens before it. The value 0 ends a linked list.
         self._heads = array("i", bytes(4 * head_count))
-        self._previous = array("i")  # for each place from NGRAM_MIN on: the next older place in its list
+        self._previous = array("i")  # For each place from NGRAM_MIN on: the next older place in the same linked list.
         self._length = min(LENGTH_FIRST, draft_tokens_max)
         self._pause = 0
         self._pause_next = 1
@@ -54,7 +54,7 @@ class Drafter:
 
         Args:
             tokens: the request's text. It must begin with the text of the previous call.
-            count_max: most draft tokens to return.
+            count_max: highest number of draft tokens to return.
         """
         if self._pause > 0:
             self._pause -= 1
@@ -66,7 +66,7 @@ class Drafter:
         if place == 0:
             return ()
         draft_tokens = list(tokens[place : place + count])
-        # At the end of the text, continue to copy from the draft itself, so that a short repetition is repeated.
+        # At the end of the text, continue to copy from the draft itself. So a short pattern is repeated several times.
         while len(draft_tokens) < count:
             draft_tokens.append(draft_tokens[place - end])
         return tuple(draft_tokens)
@@ -74,12 +74,12 @@ class Drafter:
     def learn(self, drafted_count: int, accepted_count: int) -> None:
         """Adapt to the result of the last draft.
 
-        After accepted drafts, drafts become longer. After rejected drafts, drafts become shorter. If drafts are still
-        rejected, drafting pauses, and each pause is twice as long as the previous pause.
+        After accepted drafts, the next drafts are longer. After rejected drafts, the next drafts are shorter. If short
+        drafts are rejected, too, drafting pauses. Each pause is twice as long as the previous pause.
 
         Args:
-            drafted_count: tokens of the last draft.
-            accepted_count: number of its tokens that were accepted.
+            drafted_count: number of tokens in the last draft.
+            accepted_count: number of these tokens that were accepted.
         """
         if accepted_count == drafted_count:
             self._length = min(2 * max(self._length, drafted_count), self._draft_tokens_max)
@@ -94,7 +94,9 @@ class Drafter:
             self._pause, self._pause_next = self._pause_next, min(2 * self._pause_next, PAUSE_MAX)
 
     def _enter(self, tokens: Sequence[int]) -> None:
-        """Enter the places that have a following token, at most ENTERED_MAX new places per call."""
+        """Enter the places that have a following token into the linked lists. One call enters at most ENTERED_MAX
+        places.
+        """
         heads, previous = self._heads, self._previous
         first = NGRAM_MIN + len(previous)
         for place in range(first, min(len(tokens), first + ENTERED_MAX)):
@@ -103,8 +105,8 @@ class Drafter:
             heads[head] = place
 
     def _latest_like(self, tokens: Sequence[int]) -> int:
-        """Return the place with the most equal tokens before it, or 0 if there is none. Of several such places, the
-        latest is returned.
+        """Return the place that has the most tokens before it in common with the end of the text. If several places are
+        equally good, return the latest. Return 0 if there is no such place.
         """
         end = len(tokens)
         if end <= NGRAM_MIN:
@@ -124,22 +126,22 @@ class Drafter:
 
 
 def _equal_count(tokens: Sequence[int], place: int, end: int) -> int:
-    """Return how many tokens before both places are equal, NGRAM_MAX at most."""
+    """Return how many tokens before `place` equal the tokens before `end`, at most NGRAM_MAX."""
     count = 0
     while count < min(NGRAM_MAX, place) and tokens[place - 1 - count] == tokens[end - 1 - count]:
         count += 1
     return count
 
 
-ACCEPTANCE_FIRST = 0.7  # first acceptance rate, high enough that drafts are tried
-LEARNING_RATE = 0.1  # weight of one verified draft token
+ACCEPTANCE_FIRST = 0.7  # First estimate of the acceptance rate. It is high enough that drafts are tried.
+LEARNING_RATE = 0.1  # Weight of one verified draft token in the acceptance rate.
 
 
 class ModelDraft:
-    """State of one request's drafts by a draft model: how far the draft model's KV reaches, and its last proposal.
+    """Drafts of one request by a draft model: how far the draft model's KV reaches, and its latest proposal.
 
-    The draft model keeps its KV in the same blocks as the model, so it needs no blocks of its own. Tokens that it has
-    not computed are computed later or never. A draft costs only time.
+    The draft model stores its KV in the same blocks as the model, so it needs no other blocks. If the draft model has
+    missed tokens, it computes them later or never, because missing KV only reduces the quality of drafts.
 
     Args:
         acceptance: the first estimate of the acceptance rate.
@@ -178,7 +180,7 @@ class ModelDraft:
 
         Args:
             tokens: known tokens of the request.
-            count_max: most draft tokens to return.
+            count_max: highest number of draft tokens to return.
         """
         if self._pause > 0:
             self._pause -= 1
@@ -186,11 +188,12 @@ class ModelDraft:
         return draft if self._proposed_for == len(tokens) else ()
 
     def learn(self, drafted_count: int, accepted_count: int) -> None:
-        """Adapt to the result of the last draft. Wrong drafts lead to pauses, each twice as long as the previous pause.
+        """Adapt to the result of the last draft. Wrong drafts lead to pauses, and each pause is twice as long as the
+        previous one.
 
         Args:
-            drafted_count: tokens of the last draft.
-            accepted_count: number of its tokens that were accepted.
+            drafted_count: number of tokens in the last draft.
+            accepted_count: number of these tokens that were accepted.
         """
         for _ in range(accepted_count):
             self.acceptance += LEARNING_RATE * (1.0 - self.acceptance)

@@ -1,7 +1,7 @@
-"""Ownership of encoder outputs, such as image embeddings: which requests use each output, and when its memory is free.
+"""Ownership of encoder outputs such as image embeddings: which requests use each output, and when its memory is free.
 
-This module counts bytes by name and computes nothing. The bytes of all outputs together are limited. An output is in
-one of three states:
+This module only counts the bytes of each output, and computes nothing. The total number of bytes is limited. An output
+is in one of three states:
 
     expected  claimed but not computed yet. Its bytes are reserved
     used      computed, and claimed by one or more live requests
@@ -10,9 +10,9 @@ one of three states:
     (absent) ──claim──► expected ──put──► used ──last release──► cached ──claim──► used
              ◄──last release──            cached ──evict──► (absent)
 
-A request claims all of its outputs at once, or waits in a queue until all of them fit. If requests claimed their
-outputs one by one, two requests could wait for each other forever. One call releases all claims of a request, in any
-state.
+A request claims all of its outputs at once, or waits in a queue until there is memory for all of them. If requests
+claimed their outputs one by one, two requests could wait for each other forever. One call releases all claims of a
+request, whatever its state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Output:
     def __init__(self, byte_count: int) -> None:
         self.byte_count = byte_count
         self.claim_count = 0
-        self.values: object | None = None  # None: expected
+        self.values: object | None = None  # None means that the output is expected.
 
 
 class OutputClaim:
@@ -55,30 +55,30 @@ class EncoderOutputs:
     """All encoder outputs of an engine.
 
     Args:
-        bytes_max: most bytes of all outputs together.
+        bytes_max: highest number of bytes of all outputs together.
 
     Cost:
-        O(1) for each output. Releasing a claim that waits is O(waiting claims).
+        O(1) for each output. Releasing a claim that still waits is O(waiting claims).
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self._outputs: dict[bytes, _Output] = {}
-        self._cached: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # The least recently used output comes first.
         self._queue: deque[OutputClaim] = deque()
         self.bytes_total = 0
         self._cached_bytes = 0
-        self.query_count = 0  # outputs that requests have claimed
-        self.hit_count = 0  # claimed outputs that had been computed already
+        self.query_count = 0  # Number of outputs that requests have claimed.
+        self.hit_count = 0  # Number of claimed outputs that were already computed.
 
     @property
     def cached_bytes(self) -> int:
-        """Return the bytes of outputs without claims."""
+        """Return the number of bytes of outputs without claims."""
         return self._cached_bytes
 
     @property
     def claimed_bytes(self) -> int:
-        """Return the bytes of outputs that are used or expected."""
+        """Return the number of bytes of outputs that are used or expected."""
         return self.bytes_total - self._cached_bytes
 
     @property
@@ -86,14 +86,14 @@ class EncoderOutputs:
         return len(self._queue)
 
     def claim(self, wanted: Mapping[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
-        """Claim outputs, or put the claim into the queue. The caller must release the claim later.
+        """Claim outputs, or put the claim into the queue. The caller must later release the claim.
 
         Args:
             wanted: size of each output in bytes, by the output's name.
             on_granted: called once when a waiting claim is granted. Not called if the claim is granted at once.
 
         Raises:
-            InvalidRequest: the outputs are larger than the limit. Nothing is claimed.
+            InvalidRequest: the outputs exceed the limit. Nothing is claimed.
         """
         byte_count = sum(wanted.values())
         if byte_count > self.bytes_max:
@@ -108,7 +108,7 @@ class EncoderOutputs:
         return claim
 
     def values(self, name: bytes) -> object | None:
-        """Return the values of an output, or None if the output is absent or not computed yet.
+        """Return the values of an output. None if the output is absent or not computed yet.
 
         Args:
             name: name of the output.
@@ -117,7 +117,7 @@ class EncoderOutputs:
         return None if output is None else output.values
 
     def put(self, name: bytes, values: object) -> None:
-        """Store the values of an expected output. Ignored if no request claims the output any more.
+        """Store the values of an expected output. The values are dropped if no request claims the output any more.
 
         Args:
             name: name of the output.
@@ -183,8 +183,8 @@ class EncoderOutputs:
             self._cached_bytes += output.byte_count
 
     def check(self) -> None:
-        """Assert that every output is in one state and the bytes add up. The cost is O(outputs): only for tests and
-        simulations.
+        """Assert that every output is in one state and the byte counts are right. The cost is O(outputs), so only tests
+        and simulations call this.
         """
         assert self.bytes_total == sum(output.byte_count for output in self._outputs.values())
         assert self._cached_bytes == sum(self._outputs[name].byte_count for name in self._cached)

@@ -1,16 +1,17 @@
-"""EngineCore: the decisions of one engine, as one synchronous object. It computes nothing, never waits, has no clock.
+"""EngineCore makes the decisions of one engine as one synchronous object. It never computes or waits, and has no clock.
 
-The order of a step is: schedule, forward pass, pending aborts, update_from_output, delivery. An abort is legal at any
+A step has this order: schedule, forward pass, pending aborts, update_from_output, delivery. An abort is allowed at any
 moment. If no step in flight reads the request's blocks, they are freed at once. Otherwise the request is marked, and
-update_from_output handles marked requests first. So the order holds even if the step loop ignores it.
+the next update_from_output ends marked requests before it processes results. So aborts come first even if the step loop
+calls nothing else.
 
 A request may have a guide, which decides which tokens may come next (guided_steps.py).
 
-With overlap_steps the next step may be planned while one is in flight (schedule_ahead). steps_in_flight.py describes
-what that changes.
+With overlap_steps, the next step may be planned while another step is in flight (schedule_ahead). steps_in_flight.py
+describes the consequences.
 
-Methods that may start or end a wait for a connector take the time as an argument: seconds of any clock that never goes
-back. The caller calls expire() when next_deadline() has passed.
+Methods that may start or end a wait for a connector have the time as an argument, in seconds of any clock that never
+goes back. The caller calls expire() when next_deadline() has passed.
 """
 
 from __future__ import annotations
@@ -51,18 +52,19 @@ from trioserve.core.transfers import Transfers, Unserved
 
 __all__ = ["EngineCore"]
 
-TOKEN_IDS_MAX = 2**32  # block hashes use 4 bytes per token; the vocabulary was checked before
-NAMES_MAX_FACTOR = 4  # remembered evicted blocks per block of the pool and of a full context; about 1 KB each
+TOKEN_IDS_MAX = 2**32  # Block hashes use 4 bytes per token id. The vocabulary size was checked before.
+# Number of evicted blocks that are remembered per block of the pool and of a full context. Each needs about 1 KB.
+NAMES_MAX_FACTOR = 4
 
 
 class EngineCore:
-    """The decisions of one engine. Not thread-safe: all calls come from the thread of the event loop.
+    """Makes the decisions of one engine. Not thread-safe: all calls come from the thread of the event loop.
 
     Args:
         settings: limits of the engine core.
         hash_block: hash of a block, from the hash of its parent and its tokens.
         connector: moves KV between engines. If it is None, no KV is moved.
-        mask_maker: makes token masks for guides. If it is None, no request may have a guide.
+        mask_maker: creates token masks for guides. If it is None, no request may have a guide.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class EngineCore:
                 still held or read.
 
         Raises:
-            InvalidRequest: the request can never run here. Nothing was changed.
+            InvalidRequest: this engine can never run the request. Nothing was changed.
         """
         assert request.id not in self._live, f"{request.id} is in use"
         assert request.id not in self.flights.ended, f"{request.id} is still read by a step"
@@ -152,7 +154,7 @@ class EngineCore:
             The outcome for each id.
 
         Cost:
-            O(1) plus the blocks of each request.
+            O(1), plus the number of blocks of each request.
         """
         return self._live.abort(request_ids, reason, now)
 
@@ -189,18 +191,20 @@ class EngineCore:
         return self.settings.overlap_steps
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
-        """Plan the step after the one step in flight, as if all requests of that step continued.
+        """Plan the next step while one step is in flight, as if all requests of that step continued.
 
-        A token that the step in flight samples is named by its position (ScheduledChunk.awaits_token). Requests that
-        were aborted, or that have all their tokens after the step in flight, are left out. With steps_apart, all
-        requests of the step in flight are left out, and no token is awaited.
+        The planned step refers to a token that the step in flight samples by the token's position
+        (ScheduledChunk.awaits_token). The planned step does not contain requests that were aborted, or that have all
+        their tokens after the step in flight. With steps_apart, it contains no request of the step in flight, and
+        awaits no token.
 
         Args:
             now: time in seconds.
 
         Returns:
-            A plan, or None if schedule() must plan this step after the step in flight has returned. Reasons for None
-            are a request that would have to be preempted, and a guide that must know the next token first.
+            A plan. None if schedule() must plan this step after the step in flight has returned. Possible reasons are a
+            request that would have to be preempted, and a guide that needs the next token before it can restrain the
+            following token.
         """
         assert self.settings.overlap_steps, "steps do not overlap here"
         assert self.settings.draft_tokens_max == 0, "draft tokens of the step in flight are not verified yet"
@@ -230,7 +234,7 @@ class EngineCore:
         return self.flights.is_abandoned(plan)
 
     def abandonment(self, plan: StepPlan) -> IsAbandoned:
-        """Return the flag that the code computing a plan checks to stop early.
+        """Return the function with which the computing code checks whether it may stop early.
 
         Args:
             plan: a plan in flight.
@@ -238,15 +242,15 @@ class EngineCore:
         return self.flights.abandonment(plan)
 
     def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
-        """End an abandoned plan that has no result. None of its blocks are registered in the prefix cache, because the
-        progress of the step is unknown.
+        """End an abandoned plan that has no result. Its blocks are not registered in the prefix cache, because nobody
+        knows how far the step was computed.
 
         Args:
             plan: a plan in flight that is abandoned.
             now: time in seconds.
 
         Returns:
-            The ends of its requests.
+            The ends of the plan's requests.
         """
         assert self.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
         lives = self._land(plan, now, is_whole=False)
@@ -255,15 +259,16 @@ class EngineCore:
     def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
         """Apply the result of the oldest plan in flight.
 
-        First ends the requests that were aborted while the plan ran. Then gives the other requests their tokens.
+        First, end the requests that were aborted while the plan was computed. Then append the new tokens to the other
+        requests.
 
         Args:
             plan: the oldest plan in flight.
-            result: what computing the plan returned.
+            result: the result of computing the plan.
             now: time in seconds.
 
         Returns:
-            New tokens and ends of requests, for delivery.
+            New tokens and ends of requests, to be delivered.
         """
         assert len(result.token_ids) == len(plan.chunks)
         lives = self._land(plan, now, is_whole=True)
@@ -280,18 +285,18 @@ class EngineCore:
         for chunk, live, token_id in zip(chunks, lives, token_ids, strict=True):
             live.steps_in_flight -= 1
             if not lacking or chunk.request.id not in lacking:
-                # Publish the full blocks of aborted requests too: they are computed.
+                # Publish the full blocks of aborted requests too, because these blocks are completely computed.
                 live.computed_count += chunk.count
                 if publishes and live.computed_count >= (live.chain.block_count + 1) * block_size:
                     marks = None if live.state is None else live.state.marks(block_size)
                     self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks, marks)
                 if states is not None and live.state is not None:
                     states.note_computed(live.state, live.computed_count)
-                if has_window:  # accepted draft tokens are handled later, and may free more blocks
+                if has_window:  # Wrong draft tokens are handled later, and may free more blocks.
                     self.scheduler.free_blocks_behind_window(live)
             if live.abort_reason is None:
                 staying.append((chunk, live, token_id))
-            elif live.steps_in_flight == 0:  # otherwise the step behind it reads the blocks
+            elif live.steps_in_flight == 0:  # If a later step is in flight, it still reads the blocks.
                 events.append(self._finish(live, live.abort_reason, now))
         self._advance(staying, result, now, events)
         if self.scheduler.model_drafts is not None:
@@ -299,9 +304,9 @@ class EngineCore:
         return events
 
     def preempt_all(self, now: float) -> list[RequestId]:
-        """Free the blocks of all requests. The requests return to their old places in the queue.
+        """Free the blocks of all requests. The requests return to their old positions in the queue.
 
-        Later, the requests compute the KV of their known tokens again. Loads from other engines are given up: their
+        The requests later compute the KV of their known tokens again. Loads from other engines are cancelled, and their
         requests compute the KV in this engine. Blocks that a connector may still write to are held. Cached blocks can
         still be found. No step may be in flight.
 
@@ -318,17 +323,17 @@ class EngineCore:
         return self.scheduler.preempt_all()
 
     def forget_prefixes(self) -> None:
-        """Make all computed blocks unfindable. Requests that use such blocks keep them.
+        """Remove all blocks from the prefix cache. Requests that use such blocks keep them.
 
-        Copies that a connector keeps elsewhere are not affected. Legal at any moment.
+        Copies that a connector stores outside of this engine are not affected. This call is allowed at any moment.
         """
         self.cache.forget_all()
 
     def change_weights(self, salt_of: Callable[[RequestId], str | None]) -> None:
         """Note that other weights compute all following steps. No step may be in flight.
 
-        A request that has KV continues with it (call preempt_all first to prevent that). Its blocks become private,
-        because they mix two versions of the weights.
+        A request that has KV continues with this KV. To prevent that, call preempt_all first. The request's blocks
+        become private, because they contain KV of two versions of the weights.
 
         Args:
             salt_of: returns the cache salt for the blocks that a live request computes from now on.
@@ -342,19 +347,20 @@ class EngineCore:
                 live.rename_blocks(salt_of(request_id), is_private=False)
 
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
-        """Handle a report of the connector. Legal at any moment. Unknown reports are counted and ignored.
+        """Handle a report of the connector. This call is allowed at any moment. Unknown reports are counted and
+        ignored.
 
         Args:
             event: the report.
             now: time in seconds.
 
         Returns:
-            The end of a request that must not continue without its KV.
+            The end of a request that cannot continue without its KV.
         """
         return [] if self.transfers is None else self._resume_without_kv(self.transfers.report(event, now), now)
 
     def progress(self, now: float) -> list[EngineEvent]:
-        """Ask the connector for its reports and handle them.
+        """Get the connector's reports and handle them.
 
         Call this once per step, and whenever the connector has called `wake`.
 
@@ -362,24 +368,24 @@ class EngineCore:
             now: time in seconds.
 
         Returns:
-            The ends of requests that must not continue without their KV.
+            The ends of requests that cannot continue without their KV.
         """
         return [] if self.transfers is None else self._resume_without_kv(self.transfers.progress(now), now)
 
     def expire(self, now: float) -> list[EngineEvent]:
-        """End overdue holds and loads. Legal at any moment, and cheap if nothing is overdue.
+        """End overdue holds and loads. This call is allowed at any moment, and is cheap if nothing is overdue.
 
         Args:
             now: time in seconds.
 
         Returns:
-            The ends of requests that must not continue without their KV.
+            The ends of requests that cannot continue without their KV.
         """
         return [] if self.transfers is None else self._resume_without_kv(self.transfers.expire(now), now)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which expire() has work, unless a report comes first. Return None if no hold and no load
-        is pending.
+        """Return the time at which expire() must be called, unless the connector's report comes first. None if no hold
+        and no load is pending.
         """
         return None if self.transfers is None else self.transfers.next_deadline()
 
@@ -402,8 +408,8 @@ class EngineCore:
         return 0 if hold is None else len(hold.blocks)
 
     def hold_of(self, request_id: RequestId) -> Hold | None:
-        """Return the hold on a finished request's blocks for another engine, or None if there is no such hold. Read
-        only.
+        """Return the hold on a finished request's blocks for another engine. None if there is no such hold. The caller
+        must not change it.
 
         Args:
             request_id: id of any request.
@@ -411,7 +417,7 @@ class EngineCore:
         return None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
 
     def blocks_of(self, request_id: RequestId) -> tuple[BlockIndex, ...]:
-        """Return the blocks that a request owns. The tuple is empty if the request owns none or is not live.
+        """Return the blocks that a request owns. The tuple is empty if the request owns no blocks or is not live.
 
         Args:
             request_id: id of any request.
@@ -420,7 +426,7 @@ class EngineCore:
         return () if live is None else tuple(live.own_blocks)
 
     def block_states(self) -> bytes:
-        """Return the BlockState of every block, one byte each. O(blocks), in C."""
+        """Return the BlockState of every block, one byte each. The cost is O(blocks), in C."""
         return self.pool.states()
 
     def idle_block_count(self, blocks: Iterable[BlockIndex]) -> int:
@@ -475,14 +481,15 @@ class EngineCore:
             request_id: id of a live request.
 
         Returns:
-            Tokens found in the prefix cache when it first ran, and tokens loaded from another engine.
+            The number of tokens found in the prefix cache when the request first ran, and the number of tokens loaded
+            by the connector.
         """
         live = self._live[request_id]
         cached = min(live.cached_token_count or 0, live.prompt_count)
         return cached, min(live.loaded_token_count, live.prompt_count - cached)
 
     def live_requests(self) -> Iterable[LiveRequest]:
-        """Return every request that has not finished, in order of arrival. Read only."""
+        """Return every request that has not finished, in order of arrival. The caller must not change them."""
         return self._live.values()
 
     def _advance(
@@ -492,13 +499,13 @@ class EngineCore:
         now: float,
         events: list[EngineEvent],
     ) -> None:
-        """Give each continuing request its new tokens. In nearly all steps, a request gets exactly one token."""
+        """Append the new tokens to each continuing request. In nearly all steps, a request gets exactly one token."""
         for chunk, live, token_id in staying:
             request = live.request
             if result.errors and request.id in result.errors:
                 message = result.errors[request.id]
                 if live.guide is not None:
-                    message = live.guide.fault or message  # the guide knows why no token could be chosen
+                    message = live.guide.fault or message  # The guide's message says why no token could be chosen.
                 events.append(self._finish(live, FinishReason.ERROR, now, message=message))
                 continue
             if request.sampling.prompt_logprobs is not None:
@@ -524,7 +531,7 @@ class EngineCore:
                 token_ids += more
                 if logprobs is not None:
                     logprobs += result.draft_logprobs[request.id][: len(more)]
-            # With another step in flight the next token is being sampled, without a mask.
+            # If another step is in flight, that step already samples the next token without a mask.
             if live.guide is not None and reason is None and live.steps_in_flight == 0:
                 forced, reason = self._guided.take_forced(live)
                 token_ids += forced
@@ -541,7 +548,7 @@ class EngineCore:
         """Check the known output of a resumed request.
 
         Raises:
-            InvalidRequest: the known output is complete already, or has impossible token ids.
+            InvalidRequest: the known output is already complete, or contains invalid token ids.
         """
         assert request.pooling is None, f"{request.id} is pooled, but has known output"
         known = request.resumed_output
@@ -557,10 +564,11 @@ class EngineCore:
             )
 
     def _check_pooling(self, request: EngineRequest) -> None:
-        """Check the length of a request that is pooled.
+        """Check the length of a pooled request.
 
         Raises:
-            ContextTooLong: the prompt is longer than the context, or than one step if it must be computed in one step.
+            ContextTooLong: the prompt is longer than the context. Or the prompt must be computed in one step, and is
+                longer than one step.
         """
         assert request.pooling is not None, request.id
         assert request.output_tokens_max == 0, f"{request.id} is pooled, but output_tokens_max is not 0"
@@ -582,18 +590,18 @@ class EngineCore:
     def _take_draft(
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Accept draft tokens after the first new token, up to the first wrong draft token.
+        """Accept the draft tokens that follow the first new token, up to the first wrong draft token.
 
-        The token that was sampled after an accepted draft token is the next token of the request.
+        The token that was sampled after the last accepted draft token becomes the next token of the request.
 
         Args:
             chunk: the request's chunk in the step.
-            live: the request, with the first new token.
+            live: the request. The first new token is already appended.
             sampled: the token that was sampled after each draft token.
-            reason: finish reason of the first new token, if it ends the request.
+            reason: finish reason of the first new token. None if that token does not end the request.
 
         Returns:
-            The tokens after the first new token, and the finish reason if these tokens end the request.
+            The tokens after the first new token. And the finish reason if these tokens end the request.
         """
         known_count = len(live.tokens)
         for draft_token, token_id in zip(chunk.draft, sampled, strict=False):
@@ -601,7 +609,7 @@ class EngineCore:
                 break
             reason = take_token(live, token_id)
         accepted_count = len(live.tokens) - known_count
-        # The KV after the accepted draft tokens is wrong. Later steps overwrite this KV.
+        # The KV of rejected draft tokens is wrong. Later steps overwrite it.
         live.computed_count += accepted_count
         if self.settings.enable_prefix_caching:
             self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
@@ -619,7 +627,7 @@ class EngineCore:
     ) -> None:
         new: list[TokenLogprob | None] = []
         if live.prompt_logprobs_count == 0:
-            new.append(None)  # the first token has no logprob
+            new.append(None)  # The first token of a prompt has no logprob.
         entries = result.prompt_logprobs.get(live.request.id, ())
         assert len(entries) == max(0, min(chunk.start + chunk.count, live.prompt_count - 1) - chunk.start)
         for position, entry in enumerate(entries, start=chunk.start + 1):
@@ -638,8 +646,8 @@ class EngineCore:
         """Remove a returned plan from the plans in flight.
 
         Returns:
-            The requests of the plan that have not ended before. The blocks of ended requests are freed, or held by a
-            connector.
+            The requests of the plan that had not ended before. The blocks of requests that had ended are freed, or held
+            by a connector.
         """
         lives = self.flights.end(plan)
         self.scheduler.pace.end(now, is_whole=is_whole)
@@ -656,7 +664,7 @@ class EngineCore:
         return lives
 
     def _abort_after_finish(self, request_id: RequestId, reason: FinishReason) -> None:
-        """Notify the connector of an abort, at once or when the connector begins to hold the blocks."""
+        """Notify the connector of an abort, either at once or when the connector begins to hold the blocks."""
         if self.transfers is None:
             return
         if request_id in self.flights.ended:
@@ -683,7 +691,7 @@ class EngineCore:
         stop_token_id: int | None = None,
         message: str | None = None,
     ) -> RequestFinished:
-        """End a request. Every request ends by this method.
+        """End a request. Every request ends with a call of this method.
 
         After this call, the request's blocks are free or held by a connector. If a step that was planned ahead still
         reads the blocks, they are freed in the update of that step.
@@ -716,7 +724,7 @@ class EngineCore:
         return self._finish(live, reason, now, stop_token_id=live.tokens[-1] if is_stopped else None, message=message)
 
     def _release(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
-        """Release a request's blocks, exactly once. A connector may hold them from now on.
+        """Release a request's blocks, exactly once. After this call, a connector may hold them.
 
         Returns:
             Parameters with which another engine can read the held blocks.

@@ -1,8 +1,8 @@
-"""Names of evicted blocks, which lookups still need when layers have a sliding window.
+"""Hashes and contents of evicted blocks, which prefix lookups still need if layers have a sliding window.
 
-With a sliding window a block is useful even if the blocks before it were evicted. But a lookup verifies a prefix block
+With a sliding window, a block is useful even if the blocks before it were evicted. But a lookup verifies a prefix block
 by block. So the tokens and the identity of an evicted block are remembered as long as a later block of the same prefix
-can be found. The number of remembered blocks is at most names_max.
+can be found. The number of remembered blocks is limited to names_max.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ContentId = NewType("ContentId", int)
 
 
 class PublishedBlock(msgspec.Struct, frozen=True):
-    """Entry of the prefix cache.
+    """An entry of the prefix cache.
 
     Attributes:
-        block: index of the block with the KV, or None if the block was evicted.
+        block: index of the block with the KV. None if the block was evicted.
         content: identity of this prefix.
-        parent: identity of the prefix before it. For the first block of a prefix: the salt.
-        parent_hash: hash of the block before it; None for the first block.
+        parent: identity of the prefix without this block. For the first block of a prefix: the salt.
+        parent_hash: hash of the previous block. None for the first block.
         token_ids: the tokens of the block.
-        material: names the given embeddings in the block (contracts/images.py); empty if there are none.
+        material: hash input for the client's embeddings in the block (contracts/images.py). Empty if there are none.
     """
 
     block: BlockIndex | None
@@ -43,19 +43,20 @@ class PublishedBlock(msgspec.Struct, frozen=True):
 
 
 class EvictedNames:
-    """Entries without a block, in the order in which they are dropped.
+    """Prefix cache entries of evicted blocks, in the order in which they are dropped.
 
     Args:
-        names_max: most entries. If it is 0, no entries are remembered.
+        names_max: highest number of entries. If it is 0, no entries are remembered.
 
     Cost:
-        O(1). Dropping a whole chain is O(1) for each of its names.
+        O(1). Dropping a chain of entries is O(1) for each entry.
     """
 
     def __init__(self, names_max: int) -> None:
         self._names_max = names_max
-        self._by_hash: OrderedDict[BlockHash, PublishedBlock] = OrderedDict()  # next to be dropped first
-        # Number of children that are published or remembered, by parent.
+        # The entry that is dropped next comes first.
+        self._by_hash: OrderedDict[BlockHash, PublishedBlock] = OrderedDict()
+        # For each parent, the number of its children that are published or remembered.
         self._child_counts: Counter[ContentId | str | None] = Counter()
 
     def __len__(self) -> int:
@@ -68,16 +69,16 @@ class EvictedNames:
         return entry
 
     def published(self, entry: PublishedBlock) -> None:
-        """Count a new entry as a child of its parent.
+        """Count a newly published entry as a child of its parent.
 
         Args:
-            entry: an entry with a new identity, which can be found from now on.
+            entry: a published entry with a new identity.
         """
         if self._names_max:
             self._child_counts[entry.parent] += 1
 
     def evicted(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """Remember an entry whose block was evicted, if it has children: later blocks of the same prefix.
+        """Remember an entry whose block was evicted, if later blocks of the same prefix are published or remembered.
 
         Args:
             block_hash: hash of the block.
@@ -91,11 +92,11 @@ class EvictedNames:
         self.remember(block_hash, msgspec.structs.replace(entry, block=None))
 
     def remember(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """Remember an entry without a block. The oldest entry is dropped if there are too many.
+        """Remember an entry without a block. If there are too many entries, drop the oldest.
 
         Args:
             block_hash: hash of the block.
-            entry: an entry that has a child, or gets a child next.
+            entry: an entry that already has a child, or will get one in the next call.
         """
         self._by_hash[block_hash] = entry
         if len(self._by_hash) > self._names_max:
@@ -103,8 +104,8 @@ class EvictedNames:
             self.withdrawn(oldest)
 
     def back(self, block_hash: BlockHash) -> None:
-        """Drop an entry because its content was computed again in a block. From now on, the prefix cache stores the
-        entry.
+        """Drop an entry because its content was computed again. From now on, the entry is in the prefix cache.
+
 
         Args:
             block_hash: hash of a remembered entry.
@@ -112,7 +113,7 @@ class EvictedNames:
         del self._by_hash[block_hash]
 
     def discard(self, block_hash: BlockHash) -> None:
-        """Drop the entry of a hash, if there is one, because another content has the same hash now.
+        """Drop the entry of a hash, if there is one, because another content now has the same hash.
 
         Args:
             block_hash: hash that now belongs to another content.
@@ -122,7 +123,7 @@ class EvictedNames:
             self.withdrawn(entry)
 
     def discard_alone(self, block_hash: BlockHash) -> None:
-        """Drop an entry if it has no children.
+        """Drop an entry unless it has children.
 
         Args:
             block_hash: hash of the entry.
@@ -132,8 +133,8 @@ class EvictedNames:
             self.discard(block_hash)
 
     def withdrawn(self, entry: PublishedBlock) -> None:
-        """Note that an entry is no longer findable or remembered. Drops its remembered ancestors that have no other
-        children.
+        """Note that an entry is neither published nor remembered any more. Drop its remembered ancestors that have no
+        other children.
 
         Args:
             entry: the entry.
@@ -158,8 +159,8 @@ class EvictedNames:
         self._child_counts.clear()
 
     def check(self, published: Iterable[PublishedBlock]) -> None:
-        """Assert that the child counts are right, and that every entry has a child. The cost is O(names): only for
-        tests.
+        """Assert that the child counts are right, and that every entry has a child. The cost is O(names), so only tests
+        call this.
 
         Args:
             published: all entries that have a block.

@@ -1,12 +1,12 @@
-"""Guides of a step: which rows get a token mask, and which tokens the grammar forces.
+"""Guides in a step: which rows of logits get a token mask, and which tokens the grammar forces.
 
-A guide decides which tokens may come next, so it must know all tokens before. If a step is planned while the previous
-step still samples the last token, that token is not known yet. Such a step is planned ahead only if the grammar allows
-every token there. Otherwise the step is planned after the token is known (see EngineCore.schedule_ahead).
+A guide decides which tokens may come next, so it must know all earlier tokens. If a step is planned while the previous
+step still samples the last token, the guide does not know this token. Such a step is planned ahead only if the grammar
+allows every token next. Otherwise the step is planned after the token is sampled (see EngineCore.schedule_ahead).
 
-Forced tokens are known at once. They are delivered with the token before them, and the next step computes them like a
-prompt. Nothing samples them, so they have no logprobs. If the request wants logprobs, the masks admit forced tokens one
-by one instead.
+A forced token is the only token that the grammar allows. Forced tokens are delivered together with the token before
+them, and the next step computes them like a prompt. They are not sampled, so they have no logprobs. If the request
+needs logprobs, forced tokens are instead sampled one by one with masks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["finish_reason_of", "GuidedSteps", "take_token"]
 
 
 def finish_reason_of(live: LiveRequest) -> FinishReason | None:
-    """Return the finish reason if the last token ends the request. The package text finds stop strings.
+    """Return the finish reason if the last token ends the request. Stop strings are found by the package text, not
+    here.
 
     Args:
         live: a request with at least one output token. An end token counts only after min_tokens other tokens.
@@ -39,21 +40,22 @@ def finish_reason_of(live: LiveRequest) -> FinishReason | None:
     return None
 
 
-FORCED_TOKENS_MAX = 256  # per step: checking them blocks the event loop for about a millisecond
+# Limit per step, because checking this many tokens blocks the event loop for about a millisecond.
+FORCED_TOKENS_MAX = 256
 
 
 def take_token(live: LiveRequest, token_id: int) -> FinishReason | None:
     """Append one token to a request.
 
-    A complete output ends the request even if end tokens are ignored or max_tokens is not reached.
+    A request ends when its grammar is complete, even if end tokens are ignored or max_tokens is not reached.
 
     Args:
         live: the request.
         token_id: a token that was sampled or forced.
 
     Returns:
-        The finish reason if the token ends the request. ERROR if the guide rejects the token, which is then not
-        appended.
+        The finish reason if the token ends the request. The finish reason is ERROR if the guide rejects the token, and
+        then the token is not appended.
     """
     live.tokens.append(token_id)
     reason = finish_reason_of(live)
@@ -70,7 +72,7 @@ class GuidedSteps:
     """Starts and ends the computation of token masks for steps.
 
     Args:
-        maker: makes the masks. If it is None, no request has a guide.
+        maker: creates the masks. If it is None, no request has a guide.
     """
 
     def __init__(self, maker: MaskMaker | None) -> None:
@@ -82,14 +84,14 @@ class GuidedSteps:
         return self._maker is not None
 
     def begin(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest]) -> TokenMasks | None:
-        """Start to make the masks of a step.
+        """Start to create the masks of a step.
 
         Args:
             chunks: chunks of the step. A chunk that needs a mask is replaced by a copy with its mask_row.
             lives: the request of each chunk.
 
         Returns:
-            The masks, or None if no chunk needs a mask.
+            The masks. None if no chunk needs a mask.
         """
         if self._maker is None:
             return None
@@ -111,14 +113,14 @@ class GuidedSteps:
         """Return the masks of a plan to the maker.
 
         Args:
-            plan: a plan with masks that has returned or was dropped.
+            plan: a plan with masks, after its step has returned or was dropped.
         """
         assert self._maker is not None
         assert plan.masks is not None
         self._maker.end(plan.masks)
 
     def take_forced(self, live: LiveRequest) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append the tokens that must come next, within max_tokens.
+        """Append the forced tokens, up to max_tokens.
 
         Args:
             live: a request with a guide.

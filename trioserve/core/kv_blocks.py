@@ -1,9 +1,9 @@
-"""Ownership of KV blocks: which blocks are free, cached, used or held.
+"""Ownership of KV blocks. Each block is free, cached, used or held.
 
-The pool counts claims on block indexes and never touches a tensor. Every block is in exactly one state:
+The pool counts claims on block indexes, and never touches a tensor. Every block is in exactly one state:
 
     free     no claims, and no findable content
-    cached   no claims, but its content can be found again. Allocated last, least recently used first
+    cached   no claims, but its content can still be found. Allocated last, least recently used first
     used     one or more live requests use the block. It may have holds too
     held     only connectors have claims, for one or more finished requests
 
@@ -12,10 +12,10 @@ The pool counts claims on block indexes and never touches a tensor. Every block 
     used ──last release, with a hold on it──► held ──share──► used
     held ──last unhold──► free, or cached if its content is published
 
-Users and holds are claims on a block. Each claim is released by the code that took it. A block with a claim is never
-allocated. A block with a user counts as used; a block with holds alone counts as held. The published content of a held
-block can still be found and shared, because the connector only reads it. A block that a connector may write to is not
-published.
+Users and holds are claims on a block. The code that adds a claim must also release it. A block with a claim is never
+allocated. A block with a user counts as used. A block that has only holds counts as held. The published content of a
+held block can still be found and shared, because the connector only reads it. A block that a connector may write to is
+not published.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class BlockPool:
 
     def __init__(self, block_count: int) -> None:
         self._claim_counts = [0] * block_count
-        self._hold_counts: dict[BlockIndex, int] = {}  # number of holds of a block. A block without holds has no entry.
+        # Number of holds of each block. A block without holds has no entry.
+        self._hold_counts: dict[BlockIndex, int] = {}
         self._published = [False] * block_count
         self._drafted = bytearray(block_count)
-        # A stack: the block that was freed last is most likely still in a CPU cache.
+        # This list is a stack, because the block that was freed last is most likely still in a CPU cache.
         self._free = [BlockIndex(index) for index in reversed(range(block_count))]
-        self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # The least recently used block comes first.
         self.on_evict: Callable[[BlockIndex], None] = lambda block: None
 
     @property
@@ -71,7 +72,7 @@ class BlockPool:
 
     @property
     def available_count(self) -> int:
-        """Return the number of blocks that allocate() can return: the free and the cached blocks."""
+        """Return the number of blocks that allocate() can return. These are the free and the cached blocks."""
         return len(self._free) + len(self._cached)
 
     def user_count(self, block: BlockIndex) -> int:
@@ -81,7 +82,7 @@ class BlockPool:
         return self._hold_counts.get(block, 0)
 
     def allocate(self, count: int) -> list[BlockIndex]:
-        """Allocate blocks with one user each. Evicts cached blocks when no block is free.
+        """Allocate blocks with one user each. If no block is free, evict cached blocks.
 
         Args:
             count: 0 to available_count.
@@ -109,19 +110,19 @@ class BlockPool:
         """
         for block in blocks:
             if self._claim_counts[block] == 0:
-                del self._cached[block]  # KeyError: a free block was shared, and its content is gone
+                del self._cached[block]  # A KeyError here means that a free block was shared, whose content is lost.
             self._claim_counts[block] += 1
 
     def is_idle(self, block: BlockIndex) -> bool:
         """Return True if the block has no users and no holds.
 
         Args:
-            block: a free, cached, used or held block. Sharing an idle block lowers available_count.
+            block: a free, cached, used or held block. If it is idle, sharing it lowers available_count.
         """
         return self._claim_counts[block] == 0
 
     def hold(self, blocks: Iterable[BlockIndex]) -> None:
-        """Add a hold to blocks that are used. Their user still has to release them.
+        """Add a hold to blocks that are used. The request that uses them must still release them.
 
         Args:
             blocks: blocks with at least one user each.
@@ -138,7 +139,7 @@ class BlockPool:
             blocks: blocks with at least one hold each.
         """
         for block in blocks:
-            count = self._hold_counts[block]  # KeyError: the block has no hold
+            count = self._hold_counts[block]  # A KeyError here means that the block has no hold.
             if count == 1:
                 del self._hold_counts[block]
             else:
@@ -149,10 +150,10 @@ class BlockPool:
         """Remove one user from each block.
 
         Args:
-            blocks: a chain of blocks in the order of the block table. Its last blocks are evicted first, because a
+            blocks: consecutive blocks in the order of the block table. The last blocks are evicted first, because a
                 block is useless without the blocks before it.
         """
-        # A user that is released twice must not take the claim of a holder.
+        # If a user releases a block twice, the second release must not remove the claim of a connector.
         assert not self._hold_counts or all(self.user_count(block) > 0 for block in blocks), "released without a user"
         for block in reversed(blocks):
             assert self._claim_counts[block] > 0, f"block {block} is released without a user"
@@ -185,9 +186,9 @@ class BlockPool:
             self._free.append(block)
 
     def note_drafted(self, block: BlockIndex) -> None:
-        """Note that a block also holds a draft model's KV for all of its tokens.
+        """Note that a block also contains a draft model's KV for all of its tokens.
 
-        The note lasts until the block is allocated again.
+        The note is removed when the block is allocated again.
 
         Args:
             block: a used block.
@@ -202,11 +203,11 @@ class BlockPool:
         """Return the BlockState of every block, one byte each.
 
         Cost:
-            O(blocks), nearly all of it in C. Meant for occasional inspection.
+            O(blocks), nearly all of it in C. Intended for occasional inspection.
         """
         used = int.from_bytes(bytes(map(bool, self._claim_counts)), "big")
         published = int.from_bytes(bytes(self._published), "big")
-        # One byte per block: 2 if it is used, else 1 if it is published, else 0. These are values of BlockState.
+        # Each block gets one byte: 2 if it is used, else 1 if it is published, else 0. These are values of BlockState.
         states = bytearray(((used << 1) | (published & ~used)).to_bytes(self.block_count, "big"))
         for block, count in self._hold_counts.items():
             if count == self._claim_counts[block]:
@@ -214,8 +215,8 @@ class BlockPool:
         return bytes(states)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one state. The cost is O(blocks): only for tests and
-        simulations.
+        """Assert that every block is in exactly one state. The cost is O(blocks), so only tests and simulations call
+        this.
         """
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

@@ -1,8 +1,11 @@
-"""State of one sequence in the core: its tokens, how many are computed, and the blocks that hold their KV.
+"""State of one sequence in the core: its tokens, how many of them are computed, and the blocks that contain their KV.
 
-A request owns blocks in these states only: - RUNNING, without the blocks that its sliding window has passed, -
-WAITING_FOR_REMOTE_KV, - WAITING, when its KV has arrived from another engine, - ENDED: its end was reported, but a step
-that was planned ahead still reads its blocks (steps_in_flight.py).
+A request owns blocks in these states only:
+
+- RUNNING. The blocks that its sliding window has passed are already free.
+- WAITING_FOR_REMOTE_KV.
+- WAITING, if its KV has arrived from another engine.
+- ENDED. The end was reported, but a step that was planned ahead still reads the blocks (steps_in_flight.py).
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ __all__ = ["LiveRequest"]
 
 
 class LiveRequest(RequestLife[EngineRequest]):
-    """State of one sequence.
+    """The state of one sequence.
 
-    `tokens` holds all known tokens: the prompt, then the output. The KV of the first `computed_count` tokens is in
-    `blocks`. The remaining known tokens are due, which means that later steps must compute them.
+    `tokens` contains all known tokens: first the prompt, then the output. The KV of the first `computed_count` tokens
+    is in `blocks`. The other known tokens are due, which means that later steps must compute them.
 
     Args:
         request: the request, with its prompt and perhaps known output.
@@ -57,32 +60,34 @@ class LiveRequest(RequestLife[EngineRequest]):
         super().__init__(request, arrival_index)
         self.is_pooling = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
-        # True if the prompt is long: more tokens were due at the request's start than one step computes.
+        # True if the prompt is long, which means that one step could not compute all tokens that were due at the start.
         self.is_wide = False
         self.tokens = [*request.prompt_token_ids, *request.resumed_output]
         self.computed_count = 0
-        self.blocks: list[BlockIndex] = []  # the block table; its first absent_block_count entries are NO_BLOCK
+        self.blocks: list[BlockIndex] = []  # The block table. Its first absent_block_count entries are NO_BLOCK.
         self.absent_block_count = 0
-        # Further blocks that the request owns, for known tokens that were not loaded.
+        # Additional blocks that the request owns, for known tokens that a load did not bring.
         self.reserved_blocks: list[BlockIndex] = []
-        self.state: OwnState | None = None  # set while it runs, if the model's layers keep a state
-        self.blocks_wanted = 0  # the scheduler does not try to admit the request while fewer blocks are available
-        self.overtaken_count = 0  # number of later requests that started while this request did not fit
+        self.state: OwnState | None = None  # Set while the request runs, if the model's layers keep a state.
+        # While fewer blocks than this are available, the scheduler does not try to admit the request.
+        self.blocks_wanted = 0
+        # Number of later requests that started while there were too few blocks for this request.
+        self.overtaken_count = 0
         self.chain = PrefixChain(request.cache_salt, request.given)
-        self.drafter: Drafter | ModelDraft | None = None  # created for the request's first draft
+        self.drafter: Drafter | ModelDraft | None = None  # Created for the request's first draft.
         self.guide = request.guide
-        self.cached_token_count: int | None = None  # set when the request first runs
-        self.wants_load = False  # True if KV could be loaded, but too many loads were pending
-        self.load_was_tried = False  # a load was started: there is no second try
-        self.loaded_token_count = 0  # tokens whose KV came from another engine
-        # Prompt logprobs reported so far: a recomputed prompt must not report them again.
+        self.cached_token_count: int | None = None  # Set when the request first runs.
+        self.wants_load = False  # True if KV could be loaded, but too many loads were pending.
+        self.load_was_tried = False  # True if a load was started. There is no second load.
+        self.loaded_token_count = 0  # Number of tokens whose KV came from another engine.
+        # Number of prompt logprobs that were reported. A recomputed prompt must not report them again.
         self.prompt_logprobs_count = 0
 
     def rename_blocks(self, salt: str | None, *, is_private: bool) -> None:
-        """Use another salt for the hashes of this request's blocks, in the core and in connectors.
+        """Use another salt for the hashes of this request's blocks, both in the core and in connectors.
 
         Args:
-            salt: cache salt from now on.
+            salt: the cache salt that is used from now on.
             is_private: True if no other request may share the blocks.
         """
         self.request = msgspec.structs.replace(self.request, cache_salt=salt)
@@ -90,7 +95,7 @@ class LiveRequest(RequestLife[EngineRequest]):
 
     @property
     def own_blocks(self) -> list[BlockIndex]:
-        """Return all blocks on which the request has a claim, each once."""
+        """Return all blocks on which the request has a claim. Each block is listed once."""
         return [*self.blocks[self.absent_block_count :], *self.reserved_blocks]
 
     @property
@@ -113,7 +118,7 @@ class LiveRequest(RequestLife[EngineRequest]):
     def needs_every_row(self) -> bool:
         """Return True if the request must compute every prompt token itself.
 
-        Cached or loaded tokens have no hidden states, which prompt logprobs and some kinds of pooling need.
+        Cached or loaded tokens have no hidden states. Prompt logprobs and some pooling methods need the hidden states.
         """
         return self.is_whole or self.request.sampling.prompt_logprobs is not None
 

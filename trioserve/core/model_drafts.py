@@ -1,12 +1,14 @@
-"""Tasks of the draft model: for which requests it proposes tokens, how many, and how far it must catch up first.
+"""Tasks of the draft model: for which requests it proposes tokens, how many tokens, and how far it must catch up
+before.
 
-The draft model works after steps that only decode, and not while a request waits to run. The draft model begins to work
-for a request after the request's first token, so it never delays a first token. Then it computes the tokens that it has
-not computed yet (a prompt, or tokens whose KV came from a connector), some of them after each step. Blocks that it has
-computed completely are noted in the pool. Requests that share these blocks need no catching up.
+The draft model works after steps that only decode, and not while a request waits to run. It begins to work for a
+request after the request's first token, so it never delays a first token. Before it can propose tokens, it must catch
+up: it computes the prompt, or tokens whose KV came from a connector. It computes some of these tokens after each step.
+Blocks that it has computed completely are marked in the pool. Requests that share these blocks need no catching up.
 
-A head reads the model's hidden states, which exist only during the step that computes them. So a head computes along
-with every step, prompts included, and proposes under the same conditions. It never catches up with missed tokens.
+A draft head reads the model's hidden states, which exist only during the step that computes them. So a head computes in
+every step, including steps with prompts. It proposes tokens under the same conditions as a draft model. It cannot
+compute missed tokens later.
 """
 
 from __future__ import annotations
@@ -24,31 +26,34 @@ from trioserve.core.settings import CoreSettings
 __all__ = ["DraftJudge", "ModelDrafts"]
 
 
-LEARNING_RATE = 0.2  # weight of one step in the mean, after the first few steps
-# Up to this row count, each count has its own mean. Above, the counts between two powers of two share a mean.
+LEARNING_RATE = 0.2  # Weight of one step in the mean time, after the first few steps.
+# Up to this row count, each count has its own mean. Above it, all counts between two powers of two have one mean.
 ROWS_APART = 32
-GAIN_MIN = 1.1  # a smaller gain may be a measuring error on a busy machine
+GAIN_MIN = 1.1  # A smaller gain may be a measuring error on a busy machine.
 TRIAL_TOKENS = 2
-# Consecutive steps of a trial: the draft model catches up in the first step, and the other steps measure its time.
+# Number of consecutive steps in a trial. The draft model catches up in the first step, and the other steps are timed.
 TRIAL_STEPS = 4
-OUTLIER = 2.0  # factor above the known mean: a slower step was delayed by another cause
-TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512  # steps without drafts before the next trial
-PLAIN_PERIOD = 32  # steps with drafts before one step without drafts, so that the comparison stays up to date
-OTHER_PERIOD = 16  # steps with drafts before one step with one draft token more or fewer, for the same reason
+# Steps that are slower than the known mean by this factor are not counted, because something else delayed them.
+OUTLIER = 2.0
+# Number of steps without drafts before the next trial, at least and at most.
+TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512
+PLAIN_PERIOD = 32  # Number of steps with drafts before one step without drafts. This keeps the comparison up to date.
+# Number of steps with drafts before one step with one draft token more or fewer, for the same reason.
+OTHER_PERIOD = 16
 
 
 class DraftJudge:
     """Chooses the number of draft tokens that a draft model proposes per request.
 
-    The judge picks the number with the most accepted tokens per second, and 0 if plain steps are faster. A step with
-    draft tokens has more rows and follows extra passes of the draft model. The judge measures three values: the time of
-    a step as a function of its row count, the time of a draft model pass, and how often draft tokens are accepted. The
-    measured times arrive with step results.
+    The judge chooses the number that gives the most accepted tokens per second, or 0 if steps without drafts are
+    faster. A step with draft tokens has more rows, and the draft model runs additional passes before it. The judge
+    measures three values: the time of a step as a function of its row count, the time of a draft model pass, and the
+    acceptance rate. The measured times are part of the step results.
     """
 
     def __init__(self) -> None:
-        self._step_seconds = _Means()  # mean time of steps that only decode, by row count
-        self._pass_seconds = _Means()  # mean time of a draft model pass, by request count
+        self._step_seconds = _Means()  # Mean time of steps that only decode, by row count.
+        self._pass_seconds = _Means()  # Mean time of a draft model pass, by request count.
         self._plain_count = self._draft_count = 0
         self._trial_period = TRIAL_PERIOD_MIN
 
@@ -57,20 +62,20 @@ class DraftJudge:
 
         Args:
             row_count: rows of the step.
-            request_count: requests for which the draft model proposed tokens after the step.
+            request_count: number of requests for which the draft model proposed tokens after the step.
             times: measured times of the step.
-            is_usual: True if the draft model did not also compute tokens that it had missed before.
+            is_usual: True if the draft model only proposed tokens, and did not also catch up with missed tokens.
         """
         self._step_seconds.learn(row_count, times.step_seconds)
         if is_usual and request_count > 0 and times.pass_count > 0:
             self._pass_seconds.learn(request_count, times.draft_seconds / times.pass_count)
 
     def token_count(self, acceptances: Sequence[float], token_count_max: int) -> int:
-        """Return how many tokens to propose for each request, 0 to `token_count_max`.
+        """Return how many tokens to propose for each request, from 0 to `token_count_max`.
 
         Args:
             acceptances: acceptance rate of each request that drafts, 0 to 1.
-            token_count_max: most draft tokens per request that the step and the settings allow.
+            token_count_max: highest number of draft tokens per request that the step and the settings allow.
         """
         if not acceptances or token_count_max <= 0:
             return 0
@@ -110,7 +115,7 @@ class DraftJudge:
 
 
 class _Means:
-    """Mean seconds, by a count. First the plain mean of all values, later a mean that weights recent values more."""
+    """Mean seconds for each count. The first values have equal weights. Later, recent values have more weight."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -123,10 +128,10 @@ class _Means:
         self._seconds[key] = known + max(LEARNING_RATE, 1 / seen) * (min(seconds, OUTLIER * known) - known)
 
     def nearest(self, count: int) -> float | None:
-        """Return the mean of the nearest known count, or None if no count is known. A smaller count is preferred.
+        """Return the mean of the nearest measured count. None if no count was measured. A smaller count is preferred.
 
-        The mean of a smaller count is an estimate that is too low. So an unknown count looks cheap, and the judge tries
-        and measures it.
+        The mean of a smaller count is too low for a larger count. So a count that was not measured seems cheap, and the
+        judge tries and measures it.
         """
         if not self._seconds:
             return None
@@ -139,14 +144,14 @@ def _key(count: int) -> int:
     return count if count <= ROWS_APART else ROWS_APART + count.bit_length()
 
 
-SHARED_RATE = 0.05  # weight of one draft in the mean acceptance rate, with which new requests start
-# Missed tokens that are worth computing for each output token still to come: the draft model computes so many in about
-# one step.
+# Weight of one draft in the mean acceptance rate of all requests. A new request starts with this mean.
+SHARED_RATE = 0.05
+# Catching up is worth this number of missed tokens for each expected output token. One step computes about as many.
 CATCH_UP_TOKENS_WORTH = 16
 
 
 class ModelDrafts:
-    """Plans the tasks of a draft model or a head, and stores its proposals.
+    """Plans the tasks of a draft model or a draft head, and stores its proposals.
 
     Args:
         settings: limits of the engine core.
@@ -157,7 +162,7 @@ class ModelDrafts:
         self._settings = settings
         self._pool = pool
         self._judge = DraftJudge()
-        # Mean acceptance rate of recent drafts of all requests. New requests start with this rate.
+        # Mean acceptance rate of recent drafts of all requests. A new request starts with this rate.
         self._acceptance = ACCEPTANCE_FIRST
 
     def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest], *, has_waiting: bool) -> None:
@@ -166,7 +171,7 @@ class ModelDrafts:
         Args:
             chunks: chunks of the step. A chunk that gets a task is replaced by a copy.
             lives: the request of each chunk.
-            has_waiting: True if a request waits to run. Then no tokens are proposed.
+            has_waiting: True if a request waits to run. In this case, no tokens are proposed.
         """
         drafting: dict[int, ModelDraft] = {}
         token_count = 0
@@ -192,8 +197,8 @@ class ModelDrafts:
         budget = settings.draft_catch_up_tokens_max
         for index, draft in sorted(drafting.items(), key=lambda entry: chunks[entry[0]].start - entry[1].drafted_count):
             chunk = chunks[index]
-            # The draft model has never computed the tokens of the last step. Computing them does not count as catching
-            # up.
+            # The draft model has never computed the tokens of the last step, so computing them does not count as
+            # catching up.
             missing = max(0, chunk.start - draft.drafted_count - settings.draft_tokens_max)
             if missing <= budget:
                 task = DraftTask(draft.drafted_count, None, token_count)
@@ -211,9 +216,10 @@ class ModelDrafts:
         drafting: Mapping[int, ModelDraft],
         token_count: int,
     ) -> None:
-        """Let a head compute along with the step.
+        """Let a draft head compute in the same step as the model.
 
-        A request gets no drafts if its KV came from another engine, because then its hidden states do not exist here.
+        A request gets no drafts if its KV came from another engine, because this engine does not have its hidden
+        states.
         """
         for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
             if live.is_pooling or self._known_draft(chunk, live).drafted_count != chunk.start:
@@ -225,7 +231,7 @@ class ModelDrafts:
             chunks[index] = msgspec.structs.replace(chunk, draft_task=task)
 
     def take(self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult) -> None:
-        """Store the proposal of a step that has returned.
+        """Store the proposal from a step that has returned.
 
         Args:
             chunk: the request's chunk in the step.
@@ -239,7 +245,7 @@ class ModelDrafts:
         if task is None or proposed is None:
             return
         assert isinstance(draft, ModelDraft), f"{live.request.id} has a task but no draft state"
-        # KV after the computed tokens does not count: these blocks may be freed.
+        # KV after the computed tokens does not count, because its blocks may be freed.
         covered = live.computed_count if task.end is None else task.end
         size = self._settings.block_size
         for index in range(draft.drafted_count // size, covered // size):
@@ -264,9 +270,9 @@ class ModelDrafts:
         self._judge.note(plan.token_count, len(tasks), times, is_usual=is_usual)
 
     def _draft_of(self, chunk: ScheduledChunk, live: LiveRequest) -> ModelDraft | None:
-        """Return the draft state of a request, or None if it should not draft now."""
+        """Return the draft state of a request. None if the request should not draft now."""
         settings = self._settings
-        # One token is sampled without drafts, and one token is sampled after the last draft token.
+        # The first remaining token is sampled without drafts, and another token is sampled after the last draft token.
         to_come = live.request.output_tokens_max - live.output_count - 2
         context_max = settings.draft_context_tokens_max
         if to_come <= 0 or live.output_count == 0:
@@ -282,7 +288,7 @@ class ModelDrafts:
         if not isinstance(live.drafter, ModelDraft):
             live.drafter = ModelDraft(self._acceptance)
         draft = live.drafter
-        # The draft model may have computed shared blocks for another request.
+        # The draft model may already have computed shared blocks for another request.
         size = self._settings.block_size
         index = draft.drafted_count // size
         while index < chunk.start // size and self._pool.is_drafted(live.blocks[index]):

@@ -1,12 +1,12 @@
-"""Prefix cache: finds the block that holds the KV of a given prefix, by chained hashes and by the tokens themselves.
+"""Prefix cache: finds the blocks that contain the KV of a prefix, by chained hashes and by comparing tokens.
 
 Hashes may collide, by chance or by attack. Publishing a block means registering it in the prefix cache. Each published
-block also stores its tokens, the material of given embeddings, and the identity of the content before it. A lookup goes
-from the first block to the last, and accepts an entry only if all of these values are equal. By induction, the whole
-prefix is then equal, even with a weak hash function.
+block also stores its tokens, the hash input for the client's embeddings, and the identity of the prefix before it. A
+lookup goes from the first block to the last, and accepts an entry only if all of these values are equal. By induction,
+the whole prefix is then equal, even with a weak hash function.
 
-If all layers have a sliding window, a prefix needs only the blocks that the window reaches from its end. Earlier blocks
-may have been evicted. evicted_names.py stores the properties of evicted blocks that the lookup needs.
+If all layers have a sliding window, a prefix needs only the blocks that the window at its end reaches. Earlier blocks
+may have been evicted. evicted_names.py remembers the tokens and identities of evicted blocks for the lookup.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ It must not wait, raise, or call the core."""
 
 
 class PrefixChain:
-    """Progress of one request in the cache: the hashes of its full blocks, computed when needed.
+    """Position of one request in the prefix cache. Stores the hashes of the request's full blocks, computed when
+    needed.
 
-    `block_count` blocks of its prefix are published or shared, and `content` identifies the last of them. `found_count`
-    is the number of blocks that the latest lookup found. It may be above `block_count`, if the prefix could not end
-    there.
+    `block_count` blocks of the request's prefix are published or shared. `content` identifies the prefix up to the last
+    of these blocks. `found_count` is the number of blocks that the latest lookup found. It may be above `block_count`
+    if the prefix was not allowed to end at a later block.
 
     Args:
         salt: cache salt. Requests with different salts share no blocks.
         given: rows of the prompt whose embeddings the client sent.
-        is_private: True if the request shares no blocks: none are published and none are found.
+        is_private: True if the request shares no blocks. Its blocks are not published, and lookups find no blocks.
     """
 
     __slots__ = ("block_count", "content", "found_count", "given", "hashes", "is_private", "salt")
@@ -55,7 +56,7 @@ class PrefixChain:
         self.content: ContentId | str | None = salt
 
     def restart(self) -> None:
-        """Reset the count of published blocks, because the request lost its blocks.
+        """Reset the count of published blocks, because the request has lost its blocks.
 
         The hashes are kept, because they depend only on the tokens.
         """
@@ -71,13 +72,14 @@ class PrefixCache:
         block_size: tokens per block.
         hash_block: hash of a block, from the hash of its parent and its tokens.
         first_block_read: returns the index of the first block that the token at a position reads. None if every token
-            reads all blocks before it.
-        names_max: most evicted blocks that are remembered. It has no effect without first_block_read.
+            reads all earlier blocks.
+        names_max: highest number of evicted blocks that are remembered. It has no effect without first_block_read.
 
     Attributes:
-        on_residency: called for each block that becomes findable or unfindable. If it is None, no calls are made.
-        on_content: called with the content of a marked block and its mark (see `publish`).
-        on_forget: called with each content that can no longer be found.
+        on_residency: called for each block that becomes findable or stops being findable. If it is None, nothing is
+            called.
+        on_content: called with the content and the mark of a block that has a mark (see `publish`).
+        on_forget: called with each content that cannot be found any more.
 
     Cost:
         O(1) per block.
@@ -108,15 +110,17 @@ class PrefixCache:
     def match(
         self, chain: PrefixChain, tokens: Sequence[int], can_end_at: Callable[[ContentId], bool] | None = None
     ) -> list[BlockIndex]:
-        """Find the longest usable prefix, and advance the chain to its end. The caller must still claim the blocks.
+        """Find the longest usable prefix, and move the chain to the end of this prefix. The caller must still claim the
+        blocks.
 
-        The prefix has whole blocks and ends at least one token before the end: a request must compute a token to get
+        The prefix consists of whole blocks. It leaves at least one token, because a request must compute a token to get
         the next one.
 
         Args:
             chain: the request's chain, at its start.
             tokens: known tokens of the request.
-            can_end_at: returns True if a prefix may end with a content. None if it may end with every content.
+            can_end_at: returns True if a prefix may end with the given content. None if a prefix may end with any
+                content.
 
         Returns:
             The blocks of the prefix. Blocks that the sliding window does not need are NO_BLOCK.
@@ -126,7 +130,7 @@ class PrefixCache:
             return []
         blocks: list[BlockIndex] = []
         end, content = 0, chain.content
-        present_from = 0  # no found block from this index on was evicted
+        present_from = 0  # All found blocks from this index on are still in memory.
         for index in range((len(tokens) - 1) // self._block_size):
             found = self._find(chain, index, tokens)
             if found is None:
@@ -152,15 +156,16 @@ class PrefixCache:
     ) -> None:
         """Make every full block of the computed tokens findable. A private chain publishes no blocks.
 
-        If another block already holds the same content, that block remains the published block. A block table may have
-        NO_BLOCK where the sliding window has passed. The blocks after these entries can still be found.
+        If another block already contains the same content, the other block remains the published block. A block table
+        may begin with NO_BLOCK entries that the sliding window has passed. The blocks after these entries can still be
+        found.
 
         Args:
             chain: the request's chain. It advances.
             tokens: known tokens of the request.
             computed_count: tokens whose KV is computed.
             blocks: the request's block table.
-            marks: by number of blocks, the mark that `on_content` receives with the content that ends there.
+            marks: maps a number of blocks to the mark that `on_content` receives with the content of this prefix.
         """
         if chain.is_private:
             return
@@ -178,7 +183,7 @@ class PrefixCache:
             self._evicted.discard_alone(self.hash_at(chain, chain.block_count - 1, tokens))
 
     def hash_at(self, chain: PrefixChain, index: int, tokens: Sequence[int]) -> BlockHash:
-        """Return the hash of one full block of a request, computed once.
+        """Return the hash of one full block of a request. Each hash is computed only once.
 
         Args:
             chain: the request's chain.
@@ -195,9 +200,9 @@ class PrefixCache:
         return hashes[index]
 
     def forget_all(self) -> None:
-        """Make all published blocks unfindable.
+        """Remove all published blocks from the cache.
 
-        Requests that use these blocks continue. Later blocks that these requests publish cannot be found either,
+        Requests that use these blocks continue. Blocks that these requests publish later cannot be found either,
         because a lookup begins at the first block.
         """
         by_hash, self._by_hash, self._hash_of = self._by_hash, {}, {}
@@ -210,15 +215,15 @@ class PrefixCache:
             self.on_forget(entry.content)
 
     def resident_hashes(self) -> list[BlockHash]:
-        """Return the hashes of all findable blocks, each once. O(blocks)."""
+        """Return the hashes of all findable blocks, each once. The cost is O(blocks)."""
         return list(self._by_hash)
 
     def resident_contents(self) -> set[ContentId]:
-        """Return the contents of all findable blocks. O(blocks)."""
+        """Return the contents of all findable blocks. The cost is O(blocks)."""
         return {entry.content for entry in self._by_hash.values()}
 
     def check(self) -> None:
-        """Assert that the two maps agree. The cost is O(blocks): only for tests and simulations."""
+        """Assert that the two maps agree. The cost is O(blocks), so only tests and simulations call this."""
         assert len(self._by_hash) == len(self._hash_of)
         for block_hash, entry in self._by_hash.items():
             assert entry.block is not None
@@ -244,8 +249,8 @@ class PrefixCache:
 
     def _enter(self, chain: PrefixChain, index: int, tokens: Sequence[int], block: BlockIndex) -> PublishedBlock:
         block_hash = self.hash_at(chain, index, tokens)
-        # Another entry under this hash is a collision, or a block whose parent was evicted and published again under a
-        # new identity. In both cases the newer content is more likely to be needed.
+        # Another entry with this hash is either a collision, or a block whose parent was evicted and published again
+        # under a new identity. In both cases, the newer content is more likely to be needed.
         self._evicted.discard(block_hash)
         foreign = self._by_hash.pop(block_hash, None)
         if foreign is not None:
@@ -276,7 +281,7 @@ class PrefixCache:
     def _enter_again(
         self, chain: PrefixChain, index: int, tokens: Sequence[int], found: PublishedBlock, block: BlockIndex
     ) -> None:
-        """Publish an evicted block that was computed again, under its old identity."""
+        """Publish the content of an evicted block again under its old identity, because it was computed again."""
         block_hash = self.hash_at(chain, index, tokens)
         self._evicted.back(block_hash)
         self._put(block_hash, msgspec.structs.replace(found, block=block), block)

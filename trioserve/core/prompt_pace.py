@@ -1,10 +1,10 @@
-"""Pace of long prompts: how many prompt tokens one step computes, so that decodes in the same step are nearly as fast.
+"""Limits how many tokens of long prompts one step computes, so that decodes in the same step stay fast.
 
 In this package, a long ("wide") prompt is a prompt that needs several steps. Each of these steps delays the next token
-of all decoding requests. So the chunks of long prompts are limited by time: a step with such a chunk may take at most
-stretch_max times as long as the same step without it. Both times are learned: from steps that only decode, and from the
-extra time of steps with a chunk. Every PROBE_EVERY steps the chunk is left out, to measure a step that only decodes
-again.
+of all decoding requests. So the time for chunks of long prompts is limited: a step with such a chunk may take at most
+stretch_max times as long as the same step without it. Both times are measured: the time of steps that only decode, and
+the additional time of steps with a chunk. Every PROBE_EVERY steps, a step has no chunk, to measure the time of a step
+that only decodes again.
 
 A prompt that fits into one step is computed at once, because it delays only one step.
 """
@@ -20,11 +20,11 @@ from trioserve.core.live_request import LiveRequest
 
 __all__ = ["PromptPace"]
 
-CHUNK_TOKENS_MIN = 16  # rows of one matrix tile: fewer rows cost the same
-PROBE_EVERY = 16  # steps between two probes. The probes slow a prompt by a sixteenth.
-# Least fraction of a step's time that a chunk may take, so that measuring errors do not stop a prompt.
+CHUNK_TOKENS_MIN = 16  # Number of rows in one matrix tile. Fewer rows cost the same time.
+PROBE_EVERY = 16  # Number of steps between two probes. The probes slow a prompt by a sixteenth.
+# Smallest fraction of a step's time that a chunk may take, so that a measuring error does not stop a prompt.
 REST_SHARE_MIN = 0.01
-LEARNING_RATE = 0.3  # weight of one step, small enough for steps that are slow by chance
+LEARNING_RATE = 0.3  # Weight of one step in the mean time. It is small, because some steps are slow by chance.
 
 
 class PromptPace:
@@ -32,19 +32,19 @@ class PromptPace:
     clock that never goes back.
 
     Args:
-        stretch_max: how much longer a step may take because of long prompts, as a factor above 1. Long prompts always
-            get at least the fraction of time that corresponds to their number: one long prompt beside one decode gets
-            half of the time.
+        stretch_max: highest allowed ratio, above 1, of the time of a step with long prompts to the time of the same
+            step without them. Long prompts always get at least a fraction of time that depends on their number: one
+            long prompt beside one decode gets half of the time.
     """
 
     def __init__(self, stretch_max: float) -> None:
         self._stretch_max = stretch_max
-        self._begun: deque[_Begun] = deque()  # oldest first
+        self._begun: deque[_Begun] = deque()  # The oldest step comes first.
         self._landed_at = float("-inf")
-        self._decode_seconds: float | None = None  # time of a step that only decodes
-        self._decode_count = 0  # number of decodes in that step
-        self._token_seconds: float | None = None  # time of one token of a long prompt, in a step with decodes
-        self._chunk_tokens = 0  # tokens of long prompts in the last step that had any
+        self._decode_seconds: float | None = None  # Time of a step that only decodes.
+        self._decode_count = 0  # Number of decodes in that step.
+        self._token_seconds: float | None = None  # Time of one token of a long prompt, in a step with decodes.
+        self._chunk_tokens = 0  # Number of tokens of long prompts in the last step that had such tokens.
         self._steps_since_probe = 0
 
     def tokens_max(self, decode_count: int, wide_count: int) -> int | None:
@@ -55,7 +55,7 @@ class PromptPace:
             wide_count: number of long prompts with tokens due, at least 1.
 
         Returns:
-            The number of tokens, or None if only the step's token budget limits them.
+            The number of tokens. None if only the step's token budget limits the long prompts.
         """
         if decode_count == 0:
             return None
@@ -69,12 +69,13 @@ class PromptPace:
             return CHUNK_TOKENS_MIN
         stretch = max(self._stretch_max, 1 + wide_count / decode_count)
         tokens = (stretch - 1) * self._decode_seconds / self._token_seconds
-        # Whole tiles of rows. At most twice the last chunk, since times of small chunks predict large ones badly.
+        # Use whole tiles of rows, and at most twice the last chunk, because times of small chunks predict large chunks
+        # badly.
         tiles = min(tokens, 2.0 * self._chunk_tokens) // CHUNK_TOKENS_MIN
         return max(1, int(tiles)) * CHUNK_TOKENS_MIN
 
     def begin(self, now: float, plan: StepPlan, lives: Sequence[LiveRequest]) -> None:
-        """Note that a step was planned. Steps return in the order in which they began.
+        """Note that a step was planned. Steps end in the order in which they began.
 
         Args:
             now: time in seconds.
@@ -94,7 +95,7 @@ class PromptPace:
         self._begun.append(_Begun(now, decode_count, wide_tokens, other_tokens))
 
     def end(self, now: float, *, is_whole: bool) -> None:
-        """Learn from the oldest step in flight, which has returned.
+        """Learn from the oldest step in flight, which has ended.
 
         Args:
             now: time in seconds.
@@ -104,7 +105,7 @@ class PromptPace:
         seconds = now - max(begun.at, self._landed_at)
         self._landed_at = now
         if not is_whole or begun.other_tokens or not begun.decode_count or seconds <= 0:
-            return  # seconds is 0 if the clock has not advanced
+            return  # The duration is 0 if the clock has not advanced.
         if begun.wide_tokens == 0:
             is_alike = begun.decode_count == self._decode_count
             self._decode_seconds = _learned(self._decode_seconds if is_alike else None, seconds)
@@ -115,7 +116,7 @@ class PromptPace:
 
 
 class _Begun(NamedTuple):
-    """A step in flight: when it was planned, and its content."""
+    """A step in flight, with its planning time and its content."""
 
     at: float
     decode_count: int

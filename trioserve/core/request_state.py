@@ -6,8 +6,8 @@
     WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks, or a slot, while it is RUNNING. live_request.py and latent_slots.py say what it owns in other
-states. No transition leaves FINISHED, so blocks and slots are released exactly once.
+A request owns blocks, or a slot, while it is RUNNING. live_request.py and latent_slots.py describe its resources in
+other states. No transition leaves FINISHED, so blocks and slots are released exactly once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LEGAL_MOVES: frozenset[tuple[RequestStatus, RequestStatus]] = frozenset(
 
 
 class AskedRequest(Protocol):
-    """Fields that all kinds of requests have in common.
+    """Fields that all request types have in common.
 
     Attributes:
         id: id, unique among the live requests of a core.
@@ -68,7 +68,7 @@ Asked = TypeVar("Asked", bound=AskedRequest)
 
 
 class RequestLife(Generic[Asked]):
-    """State of one unfinished request in a core.
+    """The state of one unfinished request in a core.
 
     Args:
         request: the client's request.
@@ -81,20 +81,21 @@ class RequestLife(Generic[Asked]):
         self.request = request
         self.arrival_index = arrival_index
         self.status = RequestStatus.WAITING
-        self.steps_in_flight = 0  # steps that read or write the blocks or the slot
-        # If set, the request ends when the last of these steps has returned.
+        self.steps_in_flight = 0  # Number of steps in flight that read or write the request's blocks or slot.
+        # If this is set, the request ends when all steps in flight that contain it have returned.
         self.abort_reason: FinishReason | None = None
 
     def move(self, status: RequestStatus) -> None:
         """Change the state.
 
         Args:
-            status: the next state. An illegal transition fails an assertion: a second FINISHED would free blocks twice.
+            status: the next state. An illegal transition fails an assertion, because a second FINISHED would free
+                blocks twice.
         """
         assert (self.status, status) in _LEGAL_MOVES, f"{self.request.id}: {self.status.value} -> {status.value}"
         self.status = status
 
     @property
     def order(self) -> tuple[int, int]:
-        """Return the sort key for the queue: the request with the smaller key runs first."""
+        """Return the sort key for the queue. The request with the smaller key runs first."""
         return (self.request.priority, self.arrival_index)

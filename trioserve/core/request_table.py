@@ -1,8 +1,8 @@
-"""Table of unfinished requests, and of the ids of recently finished requests. The table handles aborts for all kinds of
-requests.
+"""Table of unfinished requests, and of the ids of recently finished requests. The table handles aborts for token
+requests and iterative requests.
 
-An abort is legal at any moment. If no step in flight reads what the request owns, the request ends at once. Otherwise
-the request is marked, and ends when the last of these steps has returned.
+An abort is allowed at any moment. If no step in flight reads the request's blocks or slot, the request ends at once.
+Otherwise the request is marked, and ends when the last of these steps has returned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trioserve.core.steps_in_flight import StepsInFlight
 
 __all__ = ["RequestTable"]
 
-FINISHED_IDS_MAX = 10_000  # remembered ids, so that a late abort reports "already finished" and not "unknown"
+# Number of finished ids that are remembered, so that a late abort reports "already finished" and not "unknown".
+FINISHED_IDS_MAX = 10_000
 
 Life = TypeVar("Life", bound=RequestLife[Any])
 
@@ -28,7 +29,7 @@ class RequestTable(Generic[Life]):
 
     Args:
         flights: the steps in flight.
-        finish: ends a request that no step reads. It must release what the request owns, and call forget().
+        finish: ends a request that no step reads. It must release the request's blocks or slot, and call forget().
         on_late_abort: called when an abort names an id that is not live.
     """
 
@@ -76,7 +77,7 @@ class RequestTable(Generic[Life]):
 
         Args:
             request_ids: ids to abort. Unknown ids and ids of finished requests are allowed.
-            reason: reported as the finish reason. The reason of the first abort counts.
+            reason: reported as the finish reason. If a request is aborted several times, the first reason is reported.
             now: time in seconds.
 
         Returns:
@@ -90,8 +91,8 @@ class RequestTable(Generic[Life]):
                 self._on_late_abort(request_id, reason)
                 results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
             elif live.steps_in_flight:
-                # Mark only: a step in flight still reads what the request owns. The update of that step ends the
-                # request.
+                # Only mark the request, because a step in flight still reads its blocks or slot. The update of that
+                # step ends the request.
                 if live.abort_reason is None:
                     live.abort_reason = reason
                     self._flights.leave(live)
@@ -101,14 +102,14 @@ class RequestTable(Generic[Life]):
         return results
 
     def drop(self, lives: Sequence[Life], now: float) -> list[RequestFinished]:
-        """End requests of an abandoned step that has ended without a result.
+        """End the requests of an abandoned step that has ended without a result.
 
         Args:
             lives: requests of the step. All were aborted.
             now: time in seconds.
 
         Returns:
-            The end of each request whose blocks no other step reads.
+            The end of each request that is in no other step in flight.
         """
         events = []
         for live in lives:
@@ -119,7 +120,7 @@ class RequestTable(Generic[Life]):
         return events
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove a finished request. Its id is remembered for a while.
+        """Remove a finished request. Its id is remembered for some time.
 
         Args:
             request_id: id of the request.

@@ -1,27 +1,27 @@
-"""The scheduler plans one step: which requests compute which tokens, and which requests lose their blocks for it.
+"""The scheduler plans one step. It decides which requests compute which tokens, and which requests are preempted.
 
-One rule: every request catches up with its known tokens, within one token budget per step. The uncomputed known tokens
-of a request are due. For a decode, one token is due. For a new prompt, all of its tokens are due, or fewer after a
-prefix hit. A preempted request starts again. Requests with one due token are planned first, so a long prompt delays
-their next token by one step at most.
+The scheduler has one rule: every request catches up with its known tokens, within one token budget per step. The known
+tokens of a request that are not computed yet are called due. A decode has one due token. A new prompt has all of its
+tokens due, or fewer after a prefix hit. A preempted request starts again. Requests with one due token are planned
+first, so a long prompt delays their next token by at most one step.
 
-A prompt whose computation has started continues before a waiting request starts, even if the waiting request has a
-better priority: a started request holds blocks, and finishing it is the way to free them. Priorities decide which
-request starts next and which one is preempted. For the same reason a request whose KV has arrived from another engine
+A prompt that was started continues before a waiting request starts, even if the waiting request has a better priority.
+The reason is that a started request owns blocks, and frees them only when it finishes. Priorities decide which request
+starts next and which request is preempted. For the same reason, a request whose KV has arrived from another engine
 starts before requests without KV.
 
-A prompt that needs several steps gets only as many tokens per step as cost the decodes little time (prompt_pace.py).
+A prompt that needs several steps gets only so many tokens per step that decodes stay fast (prompt_pace.py).
 
-Draft tokens (drafting.py) are planned last. They use the tokens and blocks that are left. While a
-request waits, there are no draft tokens. A draft model proposes them at the end of the step before (model_drafts.py).
+Draft tokens (drafting.py) are planned last, with the remaining tokens and blocks. There are no draft tokens while a
+request waits. A draft model proposes its tokens at the end of the previous step (model_drafts.py).
 
-A step may be planned while another one is in flight (fill_step_ahead). Requests of that step are assumed to continue,
-and no request is preempted. If that is not possible, the step is planned after the step in flight has returned. With
-steps_apart the requests of the step in flight are left out instead, and each step has at most half of the running
-requests, in turn.
+A step may be planned while another step is in flight (fill_step_ahead). Requests of the step in flight are assumed to
+continue, and no request is preempted. If that is not possible, the next step is planned after the step in flight has
+returned. With steps_apart, the next step contains no request of the step in flight. Then each step has at most half of
+the running requests, which take turns.
 
-Planning a step costs O(running requests + computed tokens), however many requests wait. It looks at no more waiting
-requests than may run.
+The cost of planning a step is O(running requests + computed tokens). It does not depend on the number of waiting
+requests, because the scheduler looks only at as many waiting requests as may run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Scheduler:
         settings: limits of the engine core.
         pool: the pool that owns the blocks.
         cache: the prefix cache.
-        loads: loads of KV from other engines; None if the engine has no connector.
+        loads: loads of KV from other engines. None if the engine has no connector.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Scheduler:
             Chunks, the request of each chunk, ids of admitted requests, and ids of preempted requests. There are no
             chunks if there is no live request, or if all live requests wait for a connector.
         """
-        planned: dict[RequestId, int] = {}  # token count of each chunk
+        planned: dict[RequestId, int] = {}  # Number of tokens in each chunk.
         preempted: list[LiveRequest] = []
         budget = self._plan_running(planned, preempted)
         if not planned and self.running:
-            # Long prompts were left out so that decodes stay fast, but all decodes were preempted: plan the long
+            # Long prompts were left out so that decodes stay fast, but all decodes were preempted. So plan the long
             # prompts now.
             budget = self._plan_running(planned, preempted)
         if self._settings.steps_apart:
@@ -98,7 +98,7 @@ class Scheduler:
 
         admitted: list[RequestId] = []
         # After a preemption, no request is admitted, so that running requests get the freed blocks. But if no chunk is
-        # planned, holds occupy the blocks, and no running request could get them.
+        # planned, held blocks fill the pool, and no running request could get the freed blocks.
         if not preempted or not planned:
             admitted = self._admit(planned, budget, now)
         chunks = []
@@ -120,14 +120,14 @@ class Scheduler:
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
     def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest]) -> int:
-        """Plan chunks for running requests until the budget is used, and preempt others for their blocks.
+        """Plan chunks for running requests until the budget is used. Preempt other requests if blocks are needed.
 
         Args:
             planned: receives the token count of each chunk.
             preempted: receives requests that lost their blocks.
 
         Returns:
-            The tokens of the budget that are left.
+            The number of tokens that remain in the budget.
         """
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
@@ -137,7 +137,7 @@ class Scheduler:
             if budget == 0 or len(planned) == count_max:
                 break
             if preempted and live.status is not RequestStatus.RUNNING:
-                continue  # this request was preempted for an earlier request in this loop
+                continue  # This request was preempted for an earlier request in this loop.
             count = len(live.tokens) - live.computed_count
             if count > budget:
                 count = budget
@@ -146,10 +146,11 @@ class Scheduler:
                 count = wide.take(count)
                 if count == 0:
                     continue
-            if live.computed_count + count > len(live.blocks) * block_size:  # true for about one of block_size decodes
+            # This is true for about one of block_size decodes.
+            if live.computed_count + count > len(live.blocks) * block_size:
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
-                    continue  # the request was the last in the queue, and preempted itself
+                    continue  # The request was last in the queue, so it preempted itself.
                 self._extend(live, live.computed_count + count)
             planned[live.request.id] = count
             budget -= count
@@ -159,7 +160,7 @@ class Scheduler:
         """Return how many tokens of long prompts (prompts that need several steps) the step may compute.
 
         Args:
-            planned: chunks of the step so far. They include all of its decodes.
+            planned: chunks that the step has so far. They include all of its decodes.
         """
         decode_count = sum([count == 1 for count in planned.values()])
         wide_count = sum([live.is_wide and live.due_count > 1 for live in self.running.values()])
@@ -169,15 +170,16 @@ class Scheduler:
     def fill_step_ahead(
         self, in_flight: StepPlan, now: float
     ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
-        """Plan the step after a step in flight, as if all requests of that step continued.
+        """Plan the next step while one step is in flight, as if all requests of that step continued.
 
         Args:
             in_flight: the plan that is being computed.
             now: time in seconds.
 
         Returns:
-            Chunks, the request of each chunk, and ids of admitted requests. There are no chunks if nothing is due, if a
-            request would have to be preempted while its blocks are read, or if a guide must know the next token first.
+            Chunks, the request of each chunk, and ids of admitted requests. There are three cases without chunks: no
+            token is due, a request would have to be preempted while its blocks are read, or a guide needs the next
+            token first.
         """
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
@@ -208,7 +210,7 @@ class Scheduler:
             live = self.running[request_id]
             end = ends.get(request_id, live.computed_count) + count
             if end > len(live.blocks) * block_size:
-                live.blocks = live.blocks.copy()  # the step in flight reads the old table
+                live.blocks = live.blocks.copy()  # The step in flight reads the old table.
                 self._extend(live, end)
         if self._settings.steps_apart:
             self._rotate_running(planned)
@@ -232,7 +234,7 @@ class Scheduler:
         return chunks, lives, admitted
 
     def leave_batch(self, live: LiveRequest) -> None:
-        """Remove an ended request from the running requests. It keeps its blocks.
+        """Remove an ended request from the running requests. The request keeps its blocks.
 
         Args:
             live: a running request.
@@ -240,7 +242,7 @@ class Scheduler:
         del self.running[live.request.id]
 
     def release(self, live: LiveRequest) -> None:
-        """Remove a request from its queue and free its blocks. The caller changes the request's state.
+        """Remove a request from its queue and free its blocks. The caller must change the request's state.
 
         Args:
             live: a request that waits or runs.
@@ -270,8 +272,8 @@ class Scheduler:
     def free_blocks_behind_window(self, live: LiveRequest) -> None:
         """Free the blocks that a request's sliding window has passed.
 
-        A step in flight may read other blocks of the request, but not these: it computes later positions, whose windows
-        do not reach these blocks.
+        A step in flight may read other blocks of the request, but it does not read these blocks. It computes later
+        positions, whose windows do not reach these blocks.
 
         Args:
             live: a running request.
@@ -282,7 +284,7 @@ class Scheduler:
             self._free_blocks_before(first, live)
 
     def start_over(self, live: LiveRequest) -> None:
-        """Let a request wait again and compute everything itself, because its load ended without KV.
+        """Let a request wait again and compute its KV itself, because its load ended without KV.
 
         Args:
             live: a request in WAITING_FOR_REMOTE_KV.
@@ -295,7 +297,7 @@ class Scheduler:
     def preempt_all(self) -> list[RequestId]:
         """Free the blocks of all running requests, and of requests whose loaded KV has arrived.
 
-        They return to their old places in the queue.
+        The requests return to their old positions in the queue.
 
         Returns:
             Ids of the requests that were running.
@@ -316,23 +318,23 @@ class Scheduler:
 
     def _running_in_turn(self) -> list[LiveRequest]:
         running = self.running.values()
-        # The same as due_count, but without calls: this is the most frequent operation here.
+        # This line does the same as due_count without function calls, because it is the most frequent operation here.
         decodes = [live for live in running if len(live.tokens) - live.computed_count == 1]
         if len(decodes) == len(running):
             return decodes
         return decodes + [live for live in running if len(live.tokens) - live.computed_count != 1]
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
-        """Return running requests that have tokens to compute in the step after the step in flight, decodes first.
+        """Return running requests with tokens that the step after the step in flight can compute. Decodes come first.
 
-        Left out are aborted requests, and requests that have all their tokens when the step in flight has returned.
-        With steps_apart all requests of that step are left out.
+        The result contains no aborted request, and no request that will have all its tokens when the step in flight has
+        returned. With steps_apart, it contains no request of the step in flight.
 
         Args:
-            ends: by request of the step in flight, the position after its chunk.
+            ends: maps each request of the step in flight to the position after its chunk.
 
         Returns:
-            Each request with the number of tokens that are due.
+            Each request with its number of due tokens.
         """
         decodes: list[tuple[LiveRequest, int]] = []
         others: list[tuple[LiveRequest, int]] = []
@@ -345,17 +347,17 @@ class Scheduler:
             if due_count == 0:
                 if live.output_count + 1 >= live.request.output_tokens_max:
                     continue
-                due_count = 1  # the token that the step in flight samples
+                due_count = 1  # The step in flight samples this token.
             (decodes if due_count == 1 else others).append((live, due_count))
         return decodes + others
 
     def _running_count_max(self) -> int:
-        """Return how many of the running requests one step may contain."""
+        """Return how many running requests one step may contain."""
         count = len(self.running)
         return -(-count // STEPS_IN_FLIGHT_MAX) if self._settings.steps_apart else count
 
     def _rotate_running(self, planned: Mapping[RequestId, int]) -> None:
-        """Move the planned requests to the end, so that the next step begins with other requests."""
+        """Move the planned requests to the end of the order, so that the next step begins with other requests."""
         for request_id in planned:
             self.running[request_id] = self.running.pop(request_id)
 
@@ -364,10 +366,10 @@ class Scheduler:
     ) -> int:
         """Preempt the last requests of the queue until `live` can compute `count` tokens.
 
-        If `live` becomes the last request itself, it is preempted too.
+        If `live` becomes the last request in the queue, it is preempted, too.
 
         Returns:
-            Tokens of the budget that the chunks of preempted requests no longer need.
+            Number of budget tokens that were planned for the preempted requests and are now unused.
         """
         budget_back = 0
         needed = self._settings.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
@@ -381,7 +383,7 @@ class Scheduler:
         return budget_back
 
     def _extend(self, live: LiveRequest, end: int) -> None:
-        """Allocate the blocks that a request lacks for positions 0 to `end` - 1."""
+        """Allocate the missing blocks of a request for the positions from 0 to `end` - 1."""
         needed = self._settings.blocks_for(end) - len(live.blocks)
         if needed > 0:
             if live.reserved_blocks:
@@ -391,7 +393,7 @@ class Scheduler:
             live.blocks += self._pool.allocate(needed)
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
-        """Add draft tokens to the decodes of a small step. The tokens that are left are shared evenly."""
+        """Add draft tokens to the decodes of a small step. The remaining tokens are divided evenly among them."""
         settings = self._settings
         left = min(settings.step_tokens_max, settings.draft_step_tokens_max) - sum([chunk.count for chunk in chunks])
         for index, chunk in enumerate(chunks):
@@ -405,18 +407,18 @@ class Scheduler:
     def _drafted(self, live: LiveRequest, count_max: int) -> tuple[int, ...]:
         """Return up to `count_max` draft tokens for a request, and allocate their blocks.
 
-        A cached block may be evicted for draft tokens, as for any other token. If they are wrong, this block is the
-        next one to be allocated, so no second block is evicted.
+        As for any other token, a cached block may be evicted for draft tokens. If the draft tokens are wrong, this
+        block is allocated next, so no second block is evicted.
         """
         known_count = len(live.tokens)
         room = (len(live.blocks) + self._pool.available_count) * self._settings.block_size - known_count
-        # The last output token is only sampled, never computed: do not draft it.
+        # The last output token is only sampled, and never computed. So it is not drafted.
         count_max = min(count_max, room, live.request.output_tokens_max - live.output_count - 1)
         if count_max <= 0 or live.output_count == 0:
             return ()
         if live.drafter is None:
             if self.model_drafts is not None:
-                return ()  # the draft model has proposed nothing yet
+                return ()  # The draft model has not proposed any tokens yet.
             tokens_max = live.prompt_count + live.request.output_tokens_max
             live.drafter = Drafter(self._settings.draft_tokens_max, tokens_max)
         draft = live.drafter.draft(live.tokens, count_max)
@@ -433,9 +435,9 @@ class Scheduler:
         self.preemptions_total += 1
 
     def _free_blocks_before(self, first: int, live: LiveRequest) -> None:
-        """Free the blocks of the first `first` entries of the block table. The table may be shorter."""
+        """Free the blocks of the first `first` entries of the block table. The table may have fewer entries."""
         self._pool.release(live.blocks[live.absent_block_count : first])
-        # A new list: a step in flight reads the old table.
+        # Create a new list, because a step in flight reads the old table.
         live.blocks = [NO_BLOCK] * first + live.blocks[first:]
         live.absent_block_count = first
 
@@ -447,7 +449,7 @@ class Scheduler:
             self._pool.release(live.reserved_blocks)
             live.reserved_blocks = []
         if isinstance(live.drafter, ModelDraft):
-            live.drafter = None  # the draft model's KV was in these blocks
+            live.drafter = None  # The draft model's KV was in these blocks, so it is lost.
         live.computed_count = 0
         live.chain.restart()
         state, live.state = live.state, None
@@ -458,29 +460,29 @@ class Scheduler:
     def _admit(
         self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
     ) -> list[RequestId]:
-        """Start waiting requests in order, while batch slots, tokens and blocks are available.
+        """Start waiting requests in order, as long as batch slots, tokens and blocks are available.
 
-        A prompt that must be computed in one step waits until a step has enough tokens left, and blocks the queue
-        meanwhile. Decodes leave enough tokens, and started prompts come to their end.
+        A prompt that must be computed in one step waits until a step has enough tokens for it, and blocks the queue
+        meanwhile. This wait ends, because decodes use few tokens and started prompts finish.
 
-        A request whose blocks do not fit is passed over, and each later request that starts is counted. After
-        overtakes_max of them the request blocks the queue: running requests end, and their blocks are left for it. So
-        the first request of the best priority always starts in the end, and the wait of later requests is bounded too.
-        A preempted request blocks the queue at once, since requests that start before it would take the blocks that it
-        needs.
+        A request is passed over if there are not enough blocks for it, and each later request that starts is counted.
+        After overtakes_max of these requests, the passed-over request blocks the queue. Running requests then end, and
+        their blocks are kept for it. So the first request of the best priority always starts eventually, and the wait
+        of later requests is bounded too. A preempted request blocks the queue at once, because requests that start
+        before it would use the blocks that it needs.
 
-        A request is admitted only if all of its known tokens fit the pool now, so that a prompt in chunks never starts
-        without being able to finish. With a sliding window, the blocks that it owns at a time must fit. A request is
-        passed over if its next block is being computed by another request (a shared prefix, or n choices): after this
-        step that block is a hit. A request whose KV can be loaded starts to wait for the load, which takes its blocks
-        but no place in the batch. It is passed over while max_num_seqs loads are pending.
+        A request is admitted only if the pool has space for all of its known tokens, so that a prompt in chunks never
+        starts without being able to finish. With a sliding window, there must be space for the blocks that it owns at
+        one time. A request is also passed over if another request computes its next block in this step (a shared
+        prefix, or n choices). After the step, that block is a hit. A request whose KV can be loaded gets its blocks and
+        waits for the load, without a batch slot. It is passed over while max_num_seqs loads are pending.
 
         Args:
-            planned: token count of each chunk so far. Receives the chunks of admitted requests.
-            budget: tokens that are left in the step.
+            planned: token count of each chunk so far. The chunks of admitted requests are added to it.
+            budget: number of tokens that remain in the step.
             now: time in seconds.
-            in_flight: the running step, if this step is planned to follow it. None otherwise. Blocks that the running
-                step computes are hits only for steps after it.
+            in_flight: the step in flight, if this step is planned to follow it. Otherwise None. Blocks that the step in
+                flight computes are hits only for later steps.
 
         Returns:
             Ids of the requests that start.
@@ -513,12 +515,13 @@ class Scheduler:
     def _has_waiting(self) -> bool:
         """Return True if a request waits for a batch slot.
 
-        A request that waits for KV from another engine does not count: it has its blocks, and a step cannot help it.
+        A request that waits for KV from another engine does not count, because it already has its blocks and needs no
+        step.
         """
         return len(self.waiting) > 0 or (self._loads is not None and len(self._loads.ready) > 0)
 
     def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
-        """Start requests whose KV has arrived. These requests own their blocks and need only a batch slot."""
+        """Start requests whose KV has arrived. These requests already own their blocks, and only need a batch slot."""
         for live in loads.ready:
             if not admission.has_capacity:
                 break
@@ -533,7 +536,7 @@ class Scheduler:
             if not admission.has_capacity or admission.passed_count > passed_max:
                 break
             if live.is_whole and live.due_count > admission.budget:
-                break  # block the queue: a step will have enough tokens when started prompts are done
+                break  # Block the queue. A later step has enough tokens, when started prompts have finished.
             if not self._consider(live, admission, now):
                 if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= overtakes_max:
                     break
@@ -548,22 +551,22 @@ class Scheduler:
             self.waiting.remove(live)
 
     def _consider(self, live: LiveRequest, admission: _Admission, now: float) -> bool:
-        """Start the next request of the queue, begin its load, or pass it over.
+        """Consider the next request of the queue: start it, begin its load, or pass it over.
 
         Returns:
-            False if its blocks do not fit the pool.
+            False if the pool has too few blocks for the request.
         """
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
-        # A full check is costly. blocks_wanted may be too high, because other requests may now use blocks that this
-        # request could share. So check again only if no other chunk is planned.
+        # The full check is expensive, and blocks_wanted may be too high, because other requests may now use blocks that
+        # this request could share. So repeat the full check only if no other chunk is planned.
         if admission.planned and live.blocks_wanted > self._pool.available_count:
             return False
         hit_blocks = self._match(live)
         if self._is_being_computed(live, admission):
             live.chain.restart()
-            admission.free_seqs -= 1  # passed-over requests count too, which limits how many requests are considered
+            admission.free_seqs -= 1  # Passed-over requests count, too. This limits how many requests are considered.
             return True
         if not self._fits(live, hit_blocks):
             live.chain.restart()
@@ -583,7 +586,7 @@ class Scheduler:
         return True
 
     def _fits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> bool:
-        # A cached block without users saves computation but no space: after it is shared, it no longer counts as
+        # A cached block without users saves computation but no space. After it is shared, it does not count as
         # available.
         settings = self._settings
         first = settings.first_block_read(len(hit_blocks) * settings.block_size)
@@ -619,7 +622,7 @@ class Scheduler:
         live.is_wide = live.due_count > self._settings.step_tokens_max
         count = min(live.due_count, admission.budget)
         if live.is_wide and 1 in admission.planned.values():
-            count = min(count, CHUNK_TOKENS_MIN)  # start with the cheapest chunk beside decodes
+            count = min(count, CHUNK_TOKENS_MIN)  # Beside decodes, start with the cheapest chunk.
         end = live.computed_count + count
         self._extend(live, end)
         if self.states is not None:
@@ -641,9 +644,10 @@ class Scheduler:
         return self._cache.match(live.chain, live.tokens, can_end_at)
 
     def _is_being_computed(self, live: LiveRequest, admission: _Admission) -> bool:
-        """Return True if this step computes blocks that the request could then share.
+        """Return True if this step computes blocks that the request could share afterwards.
 
-        That is its next block or, for a model with states, any of its blocks that will have a snapshot.
+        These blocks are the request's next block or, for a model with states, any of its blocks that will have a
+        snapshot.
         """
         if self.states is None:
             return self._next_hash(live) in admission.being_computed
@@ -656,7 +660,9 @@ class Scheduler:
         return not admission.being_computed.isdisjoint(hashes)
 
     def _next_hash(self, live: LiveRequest) -> BlockHash | None:
-        """Return the hash of the first full block that is not a hit. None if there is none, or hits are not allowed."""
+        """Return the hash of the first full block that is not a hit. None if there is no such block, or hits are not
+        allowed.
+        """
         if not self._may_use_hits(live):
             return None
         index = live.chain.block_count
@@ -665,10 +671,11 @@ class Scheduler:
         return self._cache.hash_at(live.chain, index, live.tokens)
 
     def _hashes_of_step(self, live: LiveRequest, end: int, count: int) -> Iterator[BlockHash]:
-        """Yield the hashes of full blocks that computing the `count` tokens before position `end` completes.
+        """Yield the hashes of the full blocks that are complete after computing the `count` tokens before position
+        `end`.
 
-        Decodes are left out, since no request waits for their blocks. For a model with states, yield the blocks that
-        will have a snapshot, now or later.
+        Decodes yield no hashes, because no request waits for their blocks. For a model with states, only blocks that
+        will have a snapshot, now or later, are included.
         """
         if live.state is not None:
             for snapshot_end in live.state.snapshot_ends:
@@ -690,7 +697,7 @@ def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
     """Return True if the request's guide must know the token that the step in flight samples.
 
     Args:
-        ends: by request of the step in flight, the position after its chunk.
+        ends: maps each request of the step in flight to the position after its chunk.
     """
     assert live.guide is not None
     if live.abort_reason is not None or ends.get(live.request.id) != len(live.tokens):
@@ -699,13 +706,13 @@ def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
 
 
 class _WideTokens:
-    """Number of tokens of long prompts that a step may still compute.
+    """The number of tokens of long prompts that a step may still compute.
 
-    The number is determined at the first use, when all decodes are planned.
+    The number is determined at its first use, when all decodes are already planned.
 
     Args:
         scheduler: the scheduler that plans the step.
-        planned: chunks of the step so far. It grows while the step is planned.
+        planned: chunks that the step has so far. More chunks are added while the step is planned.
     """
 
     __slots__ = ("_left", "_planned", "_scheduler")
@@ -716,7 +723,7 @@ class _WideTokens:
         self._left: int | None = None
 
     def take(self, count: int) -> int:
-        """Return up to `count` tokens, and reduce what is left."""
+        """Reserve and return up to `count` tokens."""
         if self._left is None:
             self._left = self._scheduler.wide_tokens(self._planned)
         taken = min(count, self._left)
@@ -725,19 +732,19 @@ class _WideTokens:
 
 
 class _Admission:
-    """Admission of requests to one step: the batch slots and tokens that are left, and the requests that start.
+    """Admission of requests to one step: the remaining batch slots and tokens, and the requests that start.
 
     Args:
-        planned: chunks of the step so far.
-        free_seqs: free batch slots.
-        budget: tokens that are left in the step.
+        planned: chunks that the step has so far.
+        free_seqs: number of free batch slots.
+        budget: number of tokens that remain in the step.
 
     Attributes:
         being_computed: hashes of the full blocks that the chunks will complete.
         chosen: requests that start.
         leaving: requests that leave the waiting queue, to run or to load.
-        unfit: requests that were passed over because their blocks do not fit.
-        passed_count: requests that were passed over because their blocks do not fit or too many loads are pending.
+        unfit: requests that were passed over because there are too few blocks for them.
+        passed_count: number of requests that were passed over because of too few blocks or too many pending loads.
     """
 
     __slots__ = ("being_computed", "budget", "chosen", "free_seqs", "leaving", "passed_count", "planned", "unfit")

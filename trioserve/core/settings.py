@@ -15,15 +15,15 @@ DraftSourceName = Literal["text", "model", "head"]
 
 
 def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: DraftSourceName = "text") -> None:
-    """Check that overlapping steps and draft tokens are not used together.
+    """Refuse the combination of overlapping steps and draft tokens.
 
     Args:
-        overlap_steps: True if the engine plans a step while the step before it runs.
-        draft_tokens_max: draft tokens of one decode; 0 if drafts are off.
-        source: where draft tokens come from. The error message names the option that belongs to it.
+        overlap_steps: True if the engine plans a step while the previous step runs.
+        draft_tokens_max: number of draft tokens per decode. 0 if drafts are disabled.
+        source: source of draft tokens. The error message names the option that selects this source.
 
     Raises:
-        StartupError: both are used.
+        StartupError: both options are enabled.
     """
     if overlap_steps and draft_tokens_max > 0:
         drafts = _drafts(draft_tokens_max, source)
@@ -34,15 +34,15 @@ def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: DraftSourc
 
 
 def check_states(state_slot_count: int, draft_tokens_max: int, source: DraftSourceName = "text") -> None:
-    """Check that draft tokens are not used with a model whose layers keep a state per sequence.
+    """Refuse the combination of draft tokens and a model whose layers keep a state per sequence.
 
     Args:
-        state_slot_count: slots for such states; 0 if the model has no such layers.
-        draft_tokens_max: draft tokens of one decode; 0 if drafts are off.
-        source: where draft tokens come from. The error message names the option that belongs to it.
+        state_slot_count: number of slots for such states. 0 if the model has no such layers.
+        draft_tokens_max: number of draft tokens per decode. 0 if drafts are disabled.
+        source: source of draft tokens. The error message names the option that selects this source.
 
     Raises:
-        StartupError: both are used. A wrong draft token would change the state, and the change cannot be undone.
+        StartupError: both are used. A wrong draft token would change the state, and this change cannot be undone.
     """
     if state_slot_count > 0 and draft_tokens_max > 0:
         raise StartupError(
@@ -119,7 +119,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     draft_source: DraftSourceName = "text"
     draft_context_tokens_max: int | None = None
     draft_catch_up_tokens_max: int = 256
-    hold_seconds_max: float = 10.0  # many times as long as a transfer, but short enough to wait for when a peer is lost
+    # Many times longer than a transfer takes, but still a short wait if the other engine is lost.
+    hold_seconds_max: float = 10.0
     remote_kv_seconds_max: float = 10.0
     held_share_max: float = 0.5
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
@@ -187,25 +188,25 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole_tokens_max(self) -> int:
-        """Return the tokens of the longest prompt that can be computed in one step.
+        """Return the length of the longest prompt that can be computed in one step, in tokens.
 
-        The batch always leaves this many tokens of a step sooner or later, even if all other batch slots decode.
+        Some later step always has this many tokens available, even if all other batch slots decode.
         """
         return self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
 
     def blocks_for(self, token_count: int) -> int:
-        """Return the length of a block table for `token_count` tokens.
+        """Return the length of a block table for a number of tokens.
 
         Args:
-            token_count: tokens of the sequence.
+            token_count: number of tokens in the sequence.
 
         Returns:
-            Number of blocks, or 0 if the model keeps no KV.
+            Number of blocks. 0 if the model keeps no KV.
         """
         return -(-token_count // self.block_size) if self.keeps_kv else 0
 
     def first_block_read(self, position: int) -> int:
-        """Return the first index of the block table that computing one token reads.
+        """Return the smallest index in the block table that the computation of one token reads.
 
         Args:
             position: position of the token in its sequence.
@@ -213,35 +214,35 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.window_tokens is None else max(0, position - self.window_tokens + 1) // self.block_size
 
     def first_block_kept(self, computed_count: int) -> int:
-        """Return the first index of the block table that must still have a block.
+        """Return the smallest index in the block table that must still have a block.
 
         Args:
-            computed_count: tokens whose KV is computed.
+            computed_count: number of tokens whose KV is computed.
 
         Returns:
-            The first block that the window of the last computed token reaches. Another engine that resumes the sequence
-            computes that token again.
+            The first block that the window of the last computed token reaches. If another engine resumes the sequence,
+            it computes this token again.
         """
         return self.first_block_read(computed_count - 1)
 
     def blocks_held_max(self, token_count: int) -> int:
-        """Return the most blocks that a request owns at a time.
+        """Return the highest number of blocks that a request owns at one time.
 
         Args:
-            token_count: tokens that the request computes in total.
+            token_count: total number of tokens that the request computes.
 
         Returns:
-            All blocks of the tokens. With a sliding window, at most the blocks of one window and one step.
+            The number of blocks for all tokens. With a sliding window, at most the blocks of one window and one step.
         """
         needed = self.blocks_for(token_count)
         if self.window_tokens is None:
             return needed
-        # The tokens of a window and a step may begin and end in the middle of a block: add one block.
+        # The tokens of a window and a step may begin and end inside a block, so one more block may be needed.
         return min(needed, -(-(self.window_tokens + self.step_tokens_max - 1) // self.block_size) + 1)
 
 
 class IterativeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a core of iterative requests.
+    """Limits of a core for iterative requests.
 
     Attributes:
         slot_count: number of latent slots, which is also the most requests that run at a time.

@@ -1,7 +1,7 @@
 """Ownership of state slots, for models with layers that keep one state per sequence.
 
-KV exists per token, so a shared prefix can be continued anywhere. A state exists only after the last computed token,
-and computing a token overwrites it. So there are two kinds of slots:
+KV exists for every token, so a shared prefix can be continued at any block. A state exists only after the last computed
+token, and computing a token overwrites the state. So there are two kinds of slots:
 
     an own slot     belongs to one request, from the step that admits it until it ends or is preempted. Its content
                     matches the request's computed_count. No other request reads it.
@@ -10,9 +10,10 @@ and computing a token overwrites it. So there are two kinds of slots:
                     that entry. If slots are needed, least recently used snapshots are evicted first. A request that
                     starts from a snapshot holds it until its first chunk is back. It writes to its own slot.
 
-A prompt gets a snapshot after its last full block, for requests that continue the whole prompt. It gets another
-snapshot at the position where it begins to differ from the prompts of earlier requests, for requests that share only
-this part. Decodes write no snapshots, because writing a snapshot costs as much as reading the state.
+A snapshot is written after the last full block of a prompt, for later requests that continue the whole prompt. Another
+snapshot is written at the position where a prompt begins to differ from earlier prompts, for requests that share only
+the prefix before that position. Decodes write no snapshots, because writing a snapshot costs as much as reading the
+state.
 
 Slots are numbered consecutively: own slots first, then snapshots. A BlockPool counts the claims on each kind.
 """
@@ -31,16 +32,16 @@ __all__ = ["OwnState", "StateSlots"]
 
 
 class OwnState:
-    """Slots of one running request.
+    """The slots of one running request.
 
     Args:
-        slot: index of its own slot.
-        start: tokens that were computed when it got the slot.
-        source: the snapshot that it starts from. None after the snapshot was read, or if there is none.
+        slot: index of the request's own slot.
+        start: number of tokens that were computed when the request got the slot.
+        source: the snapshot from which the request starts. None if there is none, or if it was already read.
         snapshot_ends: token counts after which a snapshot must be written, ascending.
 
     Attributes:
-        being_written: snapshots that steps in flight write, each with the number of tokens before it.
+        being_written: snapshots that steps in flight write. Each is mapped to the number of tokens before it.
     """
 
     __slots__ = ("being_written", "slot", "snapshot_ends", "source", "start")
@@ -53,7 +54,7 @@ class OwnState:
         self.being_written: list[tuple[int, BlockIndex]] = []
 
     def marks(self, block_size: int) -> Mapping[int, int] | None:
-        """Return the marks for PrefixCache.publish: slots of snapshots by number of blocks.
+        """Return the marks for PrefixCache.publish. They map a number of blocks to the slot of a snapshot.
 
         Args:
             block_size: tokens per block.
@@ -62,15 +63,15 @@ class OwnState:
 
 
 class StateSlots:
-    """All state slots of an engine.
+    """Allocates and releases the state slots of an engine.
 
     Args:
         settings: limits of the engine core.
-        cache: the prefix cache. Its callbacks on_content and on_forget are set.
+        cache: the prefix cache. This class sets its callbacks on_content and on_forget.
 
     Attributes:
-        own: own slots, counted from 0.
-        snapshots: snapshots, counted from 0.
+        own: own slots, numbered from 0.
+        snapshots: snapshot slots, numbered from 0.
     """
 
     def __init__(self, settings: CoreSettings, cache: PrefixCache) -> None:
@@ -85,7 +86,7 @@ class StateSlots:
 
     @staticmethod
     def made(settings: CoreSettings, cache: PrefixCache) -> StateSlots | None:
-        """Create the slots of an engine, or return None if its model has no layers with a state.
+        """Create the slots of an engine. Return None if the model has no layers with a state.
 
         Args:
             settings: limits of the engine core.
@@ -95,7 +96,7 @@ class StateSlots:
 
     @property
     def available_count(self) -> int:
-        """Return how many further requests can get a slot."""
+        """Return how many more requests can get a slot."""
         return self.own.available_count
 
     @property
@@ -107,17 +108,18 @@ class StateSlots:
         return content in self._slot_of
 
     def take(self, chain: PrefixChain, token_count: int, computed_count: int) -> OwnState:
-        """Allocate the slots of a request that starts. available_count must be above 0.
+        """Allocate the slots of a request that starts. The caller must check that available_count is above 0.
 
         Args:
             chain: the request's chain. It ends with the last hit.
-            token_count: known tokens.
-            computed_count: known tokens that are hits. If above 0, a snapshot of the state after these tokens exists.
+            token_count: number of known tokens.
+            computed_count: number of known tokens that are hits. If it is above 0, a snapshot of the state after these
+                tokens exists.
         """
         source = None
         if computed_count > 0:
             assert isinstance(chain.content, int), "hits without a content"
-            source = self._slot_of[chain.content]  # KeyError: a hit without a snapshot
+            source = self._slot_of[chain.content]  # A KeyError here means that a hit has no snapshot.
             self.snapshots.share([source])
         ends = {(token_count - 1) // self._block_size * self._block_size, chain.found_count * self._block_size}
         snapshot_ends = tuple(sorted(end for end in ends if end > computed_count))
@@ -125,12 +127,12 @@ class StateSlots:
         return OwnState(slot, computed_count, source, snapshot_ends if self.snapshots.block_count else ())
 
     def spans(self, state: OwnState, start: int, count: int) -> tuple[StateSpan, ...]:
-        """Split a chunk into spans that read and write states. Allocates the snapshots that the chunk writes.
+        """Split a chunk into spans that each read and write a state. Allocate the snapshots that the chunk writes.
 
         Args:
             state: the request's slots.
             start: first position of the chunk.
-            count: tokens of the chunk. The step must compute it.
+            count: number of tokens in the chunk. The step must compute them.
         """
         reads: int | None = state.slot
         if start == state.start:
@@ -150,21 +152,21 @@ class StateSlots:
         return tuple(spans)
 
     def note_computed(self, state: OwnState, computed_count: int) -> None:
-        """Release the slots that the request no longer needs, because a step has returned.
+        """Release the slots that the request does not need any more, because a step has returned.
 
         Args:
             state: the request's slots.
-            computed_count: tokens that are computed. Their full blocks are published already.
+            computed_count: number of computed tokens. Their full blocks are already published.
         """
         if state.source is not None:
             self.snapshots.release([state.source])
             state.source = None
         while state.being_written and state.being_written[0][0] <= computed_count:
             _end, slot = state.being_written.pop(0)
-            self.snapshots.release([slot])  # it stays cached if the prefix cache has an entry for it
+            self.snapshots.release([slot])  # The slot stays cached if the prefix cache has an entry for it.
 
     def release(self, state: OwnState) -> None:
-        """Release all slots of a request, once.
+        """Release all slots of a request. The caller must call this only once.
 
         Args:
             state: the request's slots.
@@ -176,7 +178,8 @@ class StateSlots:
             self.snapshots.release([slot])
 
     def check(self, contents: set[ContentId]) -> None:
-        """Assert that the slots and the prefix cache agree. O(slots): for tests and simulations.
+        """Assert that the slots and the prefix cache agree. The cost is O(slots), so only tests and simulations call
+        this.
 
         Args:
             contents: contents of all blocks in the prefix cache.
@@ -192,7 +195,7 @@ class StateSlots:
 
     def _enter(self, content: ContentId, mark: int) -> None:
         if content in self._slot_of:
-            return  # another request has written a snapshot of the same content
+            return  # Another request has already written a snapshot of the same content.
         slot = BlockIndex(mark)
         self._slot_of[content] = slot
         self._content_of[slot] = content

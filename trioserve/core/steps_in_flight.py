@@ -1,11 +1,12 @@
-"""Steps in flight: which requests they contain, and which requests ended while a later step still reads their blocks.
+"""Tracks the steps in flight and their requests, including requests that end while a later step still reads their
+blocks.
 
-Without overlap at most one step is in flight. With overlap, a second step may be planned while the first step is
-computed, as if every request of the first step continued. With steps_apart, the second step has none of the first
-step's requests, so the last row of the table never happens. Steps return in the order in which they were planned.
+Without overlap, at most one step is in flight. With overlap, a second step may be planned while the first step is
+computed, as if every request of the first step continued. With steps_apart, the second step has no requests of the
+first step, so the last row of the table never happens. Steps return in the order in which they were planned.
 
-A request counts the steps in flight that read or write its blocks (steps_in_flight). The request keeps its blocks until
-the last of these steps has returned:
+Each request counts the steps in flight that read or write its blocks (steps_in_flight). The request keeps its blocks
+until the last of these steps has returned:
 
 | event                                         | effect                            | blocks are freed in       |
 |-----------------------------------------------|-----------------------------------|---------------------------|
@@ -29,7 +30,7 @@ from trioserve.core.request_state import RequestLife
 __all__ = ["STEPS_IN_FLIGHT_MAX", "StepsInFlight", "lacking_ids", "without_ended"]
 
 
-STEPS_IN_FLIGHT_MAX = 2  # a third step would need two unknown tokens per request
+STEPS_IN_FLIGHT_MAX = 2  # A third step would need two unknown tokens per request.
 
 
 class Numbered(Protocol):
@@ -46,10 +47,10 @@ class _Flight(Generic[Plan, Life]):
 
     Args:
         plan: the plan.
-        lives: its requests, in the order of its chunks.
+        lives: the plan's requests, in the order of its chunks.
 
     Attributes:
-        is_abandoned: becomes true when all requests of the plan were aborted or have ended.
+        is_abandoned: becomes True when all requests of the plan were aborted or have ended.
     """
 
     __slots__ = ("_ids", "is_abandoned", "lives", "plan")
@@ -67,15 +68,15 @@ class _Flight(Generic[Plan, Life]):
 
 
 class StepsInFlight(Generic[Plan, Life]):
-    """Plans in flight, oldest first.
+    """The plans in flight. The oldest plan comes first.
 
     Attributes:
-        ended: requests whose end was reported while the step in flight still reads their blocks, with their finish
-            reason.
+        ended: requests that were reported as ended while a step in flight still reads their blocks. Each is mapped to
+            its finish reason.
     """
 
     def __init__(self) -> None:
-        self._flights: dict[int, _Flight[Plan, Life]] = {}  # by step index
+        self._flights: dict[int, _Flight[Plan, Life]] = {}  # The key is the step index.
         self.ended: dict[RequestId, tuple[Life, FinishReason]] = {}
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class StepsInFlight(Generic[Plan, Life]):
 
     @property
     def last(self) -> Plan:
-        """Return the newest plan. At least one plan must be in flight."""
+        """Return the newest plan. The caller must check that a plan is in flight."""
         return next(reversed(self._flights.values())).plan
 
     def begin(self, plan: Plan, lives: list[Life]) -> None:
@@ -91,7 +92,7 @@ class StepsInFlight(Generic[Plan, Life]):
 
         Args:
             plan: the new plan.
-            lives: its requests, in the order of its chunks.
+            lives: the plan's requests, in the order of its chunks.
         """
         for live in lives:
             live.steps_in_flight += 1
@@ -104,7 +105,7 @@ class StepsInFlight(Generic[Plan, Life]):
             plan: the oldest plan in flight.
 
         Returns:
-            Its requests, in the order of its chunks. The caller must lower their steps_in_flight.
+            The plan's requests, in the order of its chunks. The caller must lower their steps_in_flight.
         """
         flight = self._flights.get(plan.step_index)
         assert flight is not None, "this plan is not the one in flight"
@@ -123,7 +124,7 @@ class StepsInFlight(Generic[Plan, Life]):
         return flight is not None and flight.is_abandoned()
 
     def abandonment(self, plan: Plan) -> IsAbandoned:
-        """Return the flag that becomes true when a plan is abandoned.
+        """Return a function that returns True once a plan is abandoned.
 
         Args:
             plan: a plan in flight.
@@ -131,7 +132,7 @@ class StepsInFlight(Generic[Plan, Life]):
         return self._flights[plan.step_index].is_abandoned
 
     def leave(self, live: Life) -> None:
-        """Note in all steps of a request that it no longer waits for them.
+        """Note that a request does not need the results of its steps in flight any more.
 
         Args:
             live: a request that was aborted or has ended.
@@ -142,20 +143,20 @@ class StepsInFlight(Generic[Plan, Life]):
                 flight.is_abandoned.leave()
 
     def end_early(self, live: Life, reason: FinishReason) -> None:
-        """Record a request that ended while a later step still computes it. The token of the later step is discarded.
+        """Record a request that ended while a later step still computes it. The token from the later step is discarded.
 
         Args:
             live: the request.
-            reason: why it ended.
+            reason: the finish reason.
         """
         assert live.steps_in_flight == len(self._flights) == 1
         self.leave(live)
         self.ended[live.request.id] = live, reason
 
     def take_ended(self) -> list[tuple[Life, FinishReason]]:
-        """Return and clear the ended requests.
+        """Return the ended requests, and clear the record.
 
-        Call this when a step has returned: it was the last step that read the blocks of these requests.
+        Call this when a step has returned. That step was the last one that read the blocks of these requests.
         """
         ended = list(self.ended.values())
         self.ended.clear()
@@ -165,15 +166,15 @@ class StepsInFlight(Generic[Plan, Life]):
 def without_ended(
     plan: StepPlan, result: StepResult, lives: Sequence[LiveRequest]
 ) -> tuple[tuple[ScheduledChunk, ...], tuple[int | None, ...]]:
-    """Remove the surplus chunks of a plan that was made ahead: their requests ended or failed in the step before.
+    """Remove the chunks of requests that ended or failed in the previous step from a plan that was made ahead.
 
     Args:
         plan: the plan.
-        result: its result.
-        lives: requests of the plan that have not ended, in its order.
+        result: the result of the plan.
+        lives: requests of the plan that have not ended, in the plan's order.
 
     Returns:
-        The remaining chunks, and the sampled token of each.
+        The remaining chunks, and the token that was sampled for each of them.
     """
     if len(lives) == len(plan.chunks):
         return plan.chunks, result.token_ids
@@ -185,8 +186,8 @@ def without_ended(
 def lacking_ids(chunks: Sequence[ScheduledChunk], lives: Sequence[LiveRequest]) -> set[RequestId]:
     """Return the requests whose chunks must not count as computed.
 
-    Either the tokens before the chunk were not computed, because the step before had no result for the request. Or the
-    chunk's last token is unknown, because the request was aborted in that step.
+    There are two reasons. The tokens before the chunk were not computed, because the previous step had no result for
+    the request. Or the chunk's last token is unknown, because the request was aborted in the previous step.
 
     Args:
         chunks: chunks of a plan that was made ahead.

@@ -1,4 +1,4 @@
-"""The core's side of the connector contract: when the connector is asked or notified, and what its reports change.
+"""The core's calls to the connector, and the effects of the connector's reports. The table shows who owns the blocks.
 
 | event                            | owner before         | owner after                | the blocks are free           |
 |----------------------------------|----------------------|----------------------------|-------------------------------|
@@ -13,15 +13,15 @@
 | a late, second or unknown report | any                  | unchanged                  | as before                     |
 
 A block may also have other users or holds. Then it is free when the last of them is released. Blocks of a pending load
-count as used while their request waits for it, and as held afterwards.
+count as used while their request waits for the load, and as held afterwards.
 
-Requests that wait for KV from other engines (`RemoteLoads`):
+Requests that wait for KV from other engines (`RemoteLoads`) change their states as follows:
 
     WAITING ──begin──► WAITING_FOR_REMOTE_KV ──arrived──► WAITING, with computed blocks, in the queue `ready`
                                              ──given_up──► WAITING, without blocks, and never asks again
 
-A loading request owns every block that its known tokens need. So a request whose KV has arrived needs nothing more than
-a batch slot, and requests with loaded KV cannot deadlock with each other or with running requests.
+A loading request owns every block that its known tokens need. When its KV has arrived, it only needs a batch slot. So
+requests with loaded KV cannot deadlock with each other or with running requests.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ __all__ = ["PendingLoad", "RemoteLoads", "Transfers", "Unserved"]
 
 
 class PendingLoad(msgspec.Struct, frozen=True):
-    """A load that is waited for.
+    """A load for which a request waits.
 
     Attributes:
-        token_count: requested tokens, from the request's computed_count on.
+        token_count: number of requested tokens after the request's computed_count.
         deadline: time at which the request stops waiting, in seconds of the core's clock.
     """
 
@@ -68,20 +68,21 @@ class PendingLoad(msgspec.Struct, frozen=True):
 
 
 class RemoteLoads:
-    """Loads of one engine.
+    """The KV loads of one engine.
 
     Args:
         settings: limits of the engine core.
         connector: loads the KV.
 
     Cost:
-        O(1) plus the blocks of the request. Joining `ready` also costs the requests before it in its priority.
+        O(1), plus the number of blocks of the request. Joining `ready` also costs O(requests of this priority in
+        `ready`).
     """
 
     def __init__(self, settings: CoreSettings, connector: ConnectorGuard) -> None:
         self._settings = settings
         self._connector = connector
-        # Sorted by deadline: all loads may take equally long.
+        # The dict stays sorted by deadline, because all loads have equal time limits.
         self._pending: OrderedDict[RequestId, PendingLoad] = OrderedDict()
         self.ready = WaitingQueue[LiveRequest]()
 
@@ -91,58 +92,60 @@ class RemoteLoads:
 
     @property
     def pending(self) -> list[LiveRequest]:
-        """Return the requests that wait for KV."""
+        """Return the requests that wait for a load."""
         return [load.live for load in self._pending.values()]
 
     @property
     def is_full(self) -> bool:
-        """True if max_num_seqs loads are pending. More loads would only take blocks from running requests.
+        """True if max_num_seqs loads are pending. Additional loads would only take blocks from running requests.
 
-        The scheduler asks only when the batch has a free slot. Then `ready` is empty.
+        The scheduler reads this only when the batch has a free slot. `ready` is then empty.
         """
         return len(self._pending) >= self._settings.max_num_seqs
 
     def matched_count(self, live: LiveRequest, computed_count: int) -> int:
-        """Return how many tokens could be loaded.
+        """Return how many tokens the connector could load.
 
         Args:
             live: a request that waits.
             computed_count: number of known tokens whose KV is in this engine.
 
         Returns:
-            Number of tokens after the computed tokens that can be loaded. 0 if the request has loaded or run before.
+            Number of tokens after the computed tokens that can be loaded. 0 if the request already had a load or has
+            already run.
         """
         if live.load_was_tried or live.status is not RequestStatus.WAITING or live.needs_every_row:
             return 0
         return self._connector.num_matched_tokens(live.request, computed_count)
 
     def begin(self, live: LiveRequest, token_count: int, now: float) -> None:
-        """Start a load. The connector may write to the request's blocks from now on.
+        """Start a load. From now on, the connector may write to the request's blocks.
 
         Args:
             live: a waiting request. Its blocks and computed_count are set.
-            token_count: tokens to load, from computed_count on.
+            token_count: number of tokens to load after computed_count.
             now: time in seconds.
         """
         live.load_was_tried = True
-        live.wants_load = False  # if the load fails, the request computes its KV and never waits for a load again
+        live.wants_load = False  # If this load fails, the request computes its KV and never waits for a load again.
         live.move(RequestStatus.WAITING_FOR_REMOTE_KV)
         request_id = live.request.id
         deadline = now + self._settings.remote_kv_seconds_max
         self._pending[request_id] = PendingLoad(live, token_count, deadline)
         if not self._connector.start_load(live.request, tuple(live.blocks), live.computed_count, token_count):
-            # No end will be reported, but the connector may have written already: let the load expire at once.
+            # The connector will not report an end, but may already have written to the blocks. So the load expires at
+            # once.
             self._pending[request_id] = PendingLoad(live, token_count, now)
             self._pending.move_to_end(request_id, last=False)
 
     def take(self, request_id: RequestId) -> PendingLoad | None:
-        """Stop waiting for a load.
+        """End the wait for a load.
 
         Args:
             request_id: id of any request.
 
         Returns:
-            The load, or None if the request has no pending load.
+            The load. None if the request has no pending load.
         """
         return self._pending.pop(request_id, None)
 
@@ -150,8 +153,8 @@ class RemoteLoads:
         """Move a request whose KV has arrived to `ready`. Requests in `ready` start before requests without KV.
 
         Args:
-            live: a request whose load was taken.
-            token_count: tokens that were loaded.
+            live: a request whose load was removed with `take`.
+            token_count: number of loaded tokens.
         """
         blocks = live.blocks
         live.loaded_token_count = token_count
@@ -162,14 +165,14 @@ class RemoteLoads:
         self.ready.put_back(live)
 
     def take_ready(self) -> list[LiveRequest]:
-        """Empty `ready`, and return its requests."""
+        """Remove all requests from `ready`, and return them."""
         ready = list(self.ready)
         for live in ready:
             self.ready.remove(live)
         return ready
 
     def overdue(self, now: float) -> list[LiveRequest]:
-        """Return requests whose load is overdue. The loads remain pending until take() is called.
+        """Return requests whose load is overdue. Their loads stay pending until take() is called.
 
         Args:
             now: time in seconds.
@@ -190,7 +193,7 @@ Unserved = tuple[LiveRequest, str]
 
 
 class Transfers:
-    """All transfers between an engine and its connector.
+    """All KV transfers between an engine and its connector.
 
     Args:
         settings: limits of the engine core.
@@ -198,7 +201,7 @@ class Transfers:
         connector: moves KV between engines.
 
     Cost:
-        O(1) plus the blocks of the request.
+        O(1), plus the number of blocks of the request.
     """
 
     def __init__(self, settings: CoreSettings, pool: BlockPool, connector: KVConnector) -> None:
@@ -213,23 +216,25 @@ class Transfers:
         self._held_blocks_max = int(settings.block_count * settings.held_share_max)
 
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
-        """Notify the connector of a request's end, and hold the blocks if the connector needs them.
+        """Notify the connector that a request has ended. Hold the blocks if the connector needs them.
 
-        If too many blocks are held already, the connector does not learn that the request asks for a hold. To the
-        connector, a request that is handed over looks like a request that stopped by itself and asks for a hold.
+        If too many blocks are already held, the connector is not informed that the request asks for a hold. A request
+        that is handed over is reported to the connector as a normal stop that asks for a hold.
 
         Args:
             live: a request that ends. It still has its blocks. Call this once per request.
-            reason: why it ends.
+            reason: the finish reason.
             now: time in seconds.
 
         Returns:
-            Parameters with which another engine can read the held blocks, or None if no blocks are held for it.
+            Parameters with which another engine can read the held blocks. None if no blocks are held for another
+            engine.
         """
         self._abandon(live, now)
         settings, computed_count = self._settings, live.computed_count
         if live.absent_block_count > settings.first_block_kept(computed_count):
-            # The request has not run, and has no blocks for some tokens, so another engine could not use its KV.
+            # The request has not run, and has no blocks for some of its tokens. So its KV is useless for another
+            # engine.
             computed_count = 0
         table = tuple(live.blocks[: settings.blocks_for(computed_count)])
         blocks = table[live.absent_block_count :]
@@ -246,7 +251,7 @@ class Transfers:
         return self._connector.transfer_params(live.request.id)
 
     def aborted_after_finish(self, request_id: RequestId) -> None:
-        """Notify the connector of an abort, once, if it holds blocks of the request.
+        """Notify the connector once of an abort, if the connector holds blocks of the request.
 
         Args:
             request_id: id of any request that is not live.
@@ -257,7 +262,7 @@ class Transfers:
             self._connector.request_aborted_after_finish(request_id)
 
     def progress(self, now: float) -> list[Unserved]:
-        """Handle all reports that the connector has.
+        """Handle all pending reports of the connector.
 
         Args:
             now: time in seconds.
@@ -275,7 +280,7 @@ class Transfers:
             now: time in seconds.
 
         Returns:
-            The request, if the report means that its KV will not arrive.
+            The request if its KV will not arrive. Otherwise empty.
         """
         request_id = event.request_id
         if isinstance(event, StillRead):
@@ -300,7 +305,7 @@ class Transfers:
             return [(load.live, "no tokens arrived")]
         end = load.live.computed_count + event.token_count
         if self._settings.first_block_read(end) < load.live.absent_block_count:
-            # The request has only the blocks that the window reaches from the end of the whole load.
+            # The request has only the blocks that the window at the end of the whole load reaches.
             message = f"only {event.token_count} of {load.token_count} tokens arrived, too few for the sliding window"
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {message}")
             return [(load.live, message)]
@@ -328,13 +333,13 @@ class Transfers:
         return unserved
 
     def give_up_loads(self, now: float) -> list[LiveRequest]:
-        """Stop waiting for all loads.
+        """End the wait for all loads.
 
         Args:
             now: time in seconds.
 
         Returns:
-            Requests that waited.
+            The requests that waited for a load.
         """
         lives = self.loads.pending
         for live in lives:
@@ -342,12 +347,12 @@ class Transfers:
         return lives
 
     def next_deadline(self) -> float | None:
-        """Return the time at which expire() has work. Return None if no hold and no load is pending."""
+        """Return the time at which expire() must be called. None if no hold and no load is pending."""
         deadlines = [self.holds.next_deadline(), self.loads.next_deadline()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _abandon(self, live: LiveRequest, now: float) -> None:
-        """Stop waiting for a load, if one is pending. Blocks that the connector may still write to are held."""
+        """End the wait for a load, if a load is pending. Blocks that the connector may still write to are held."""
         request_id = live.request.id
         if self.loads.take(request_id) is None:
             return
@@ -366,8 +371,8 @@ def _with_hold(request: EngineRequest) -> EngineRequest:
 
 
 def _without_hold(request: EngineRequest) -> EngineRequest:
-    """Remove the request for a hold. Other fields are kept, so that another engine whose blocks were read can release
-    them.
+    """Remove the request for a hold from the transfer parameters. Other fields stay, so that the other engine can
+    release its blocks after they were read.
     """
     assert request.kv_transfer is not None
     kv_transfer = msgspec.structs.replace(request.kv_transfer, do_remote_decode=False)

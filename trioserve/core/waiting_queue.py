@@ -1,4 +1,4 @@
-"""Queue of waiting requests: by priority, then in order of arrival. Joining at the end and leaving are O(1)."""
+"""Queue of waiting requests, sorted by priority and then by arrival. Joining at the end and leaving are O(1)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class WaitingQueue(Generic[Life]):
     """Waiting requests, sorted by priority and then by arrival."""
 
     def __init__(self) -> None:
-        # One queue per priority in use. An OrderedDict, because a plain dict from which many first entries were removed
-        # needs long to find the next entry.
+        # There is one OrderedDict per priority in use. A plain dict is slow to find its next entry after many of its
+        # first entries were removed.
         self._queues: dict[int, OrderedDict[RequestId, Life]] = {}
         self._priorities: list[int] = []
         self._count = 0
@@ -29,7 +29,7 @@ class WaitingQueue(Generic[Life]):
         return self._count
 
     def __iter__(self) -> Iterator[Life]:
-        """Iterate over the requests in order. The queue must not change during the iteration."""
+        """Iterate over the requests in order. The queue must not be changed during the iteration."""
         for priority in self._priorities:
             yield from self._queues[priority].values()
 
@@ -43,8 +43,8 @@ class WaitingQueue(Generic[Life]):
         self._count += 1
 
     def put_back(self, live: Life) -> None:
-        """Return a request to its position by arrival, before all later requests. The cost is O(earlier requests of its
-        priority).
+        """Return a request to its position by arrival, before all later requests. The cost is O(earlier requests of the
+        same priority).
 
         Args:
             live: a request that was in the queue before.

@@ -1,7 +1,7 @@
-"""The store as one SQLite file, or in memory: atomic writes, owners, lifetimes and eviction.
+"""The store as one SQLite file, or in memory. It has atomic writes, owners, lifetimes and eviction.
 
-All methods are synchronous, and the time is an argument. The database belongs to one thread, which may block (see
-Store). A change survives a crash of the process or machine as soon as `write` has returned.
+All methods are synchronous, and the time is an argument. One thread owns the database, and its calls may block that
+thread (see Store). When `write` has returned, a change survives a crash of the process or machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from trioserve.store.stored_objects import (
 __all__ = ["APPLICATION_ID", "MIGRATIONS", "SCHEMA_VERSION", "FILE_NAME", "StoreDatabase", "StoreUsage"]
 
 
-APPLICATION_ID = 0x74727376  # "trsv": in the header of each store file, to recognize files of other programs
+# The text "trsv". It is in the header of each store file, so that files of other programs are recognized.
+APPLICATION_ID = 0x74727376
 
-# Each entry migrates a file from the version before. The first entry starts from an empty file. Never change an entry
-# that was released: add another version instead.
+# Each entry migrates a file from the previous version to the next. The first entry starts from an empty file. Never
+# change a released entry: add another entry instead.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        # number: order of arrival, used by pages of lists. byte_count: bytes that count toward the limit, with the blob
-        # and the row.
+        # number: order of arrival, used for pages of lists. byte_count: bytes that count toward the limit, including
+        # the blob and the row.
         """CREATE TABLE objects (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
             kind TEXT NOT NULL,
@@ -68,13 +69,13 @@ SCHEMA_VERSION = len(MIGRATIONS)
 
 
 FILE_NAME = "store.sqlite"
-ROW_BYTES = 256  # estimated bytes of a row and its entries in four indexes. SQLite needs less for short ids.
-SWEPT_MAX = 1000  # most expired rows that one write removes, so that the write is short
-# Fraction of a limit that is evicted at a time, because finding objects to evict needs a pass over an index.
+ROW_BYTES = 256  # Estimated size of a row and its entries in four indexes. SQLite needs less for short ids.
+SWEPT_MAX = 1000  # Highest number of expired rows that one write removes, so that a write stays short.
+# Fraction of a limit that is evicted at a time. Eviction is done in large portions, because it must scan an index.
 EVICTED_SHARE = 0.05
-PROBE_BYTES_MIN = 65_536  # least bytes of a test write: more than a batch writes at a time
+PROBE_BYTES_MIN = 65_536  # Smallest size of a test write. It is larger than the size that a batch writes at a time.
 PROBE_BYTES_MAX = 2**20
-PAGES_MAX = 2**32 - 2  # limit of SQLite
+PAGES_MAX = 2**32 - 2  # This limit is set by SQLite.
 _COLUMNS = "kind, id, owner, created_at, expires_at, body, blob_bytes"
 
 
@@ -86,11 +87,11 @@ class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of the store.
 
     Attributes:
-        bytes, objects: bytes and number of the objects that are stored now.
-        evicted_count, expired_count, refused_count, failure_count: numbers since the start. Failures are writes that
+        bytes, objects: number of bytes and number of objects that are stored now.
+        evicted_count, expired_count, refused_count, failure_count: numbers since the start. A failure is a write that
             the disk refused.
         unwritten_bytes: bytes of changes that are kept in memory until the disk accepts them.
-        trouble: reason why the disk refused the last write, or None if the disk accepted it.
+        trouble: reason why the disk refused the last write. None if the disk accepted it.
     """
 
     bytes: int
@@ -107,21 +108,21 @@ DISK_IS_FULL = "the store has no space: its disk is full, or its file has reache
 
 
 class _Conflict(StoreFault):
-    """A new object has the id of an existing object. The disk is not the reason of this error."""
+    """A new object has the id of an existing object. This error is not caused by the disk."""
 
 
 class _Gone(Exception):
-    """An object to be changed does not exist."""
+    """An object that must be changed does not exist."""
 
 
 class StoreDatabase:
-    """The database of a store. If a method raises StoreFull or StoreFault, nothing was changed.
+    """The database of a store. If a method raises StoreFull or StoreFault, the method has changed nothing.
 
     Args:
-        path: path of the file, or None for a database in memory.
+        path: path of the file. None for a database in memory.
         settings: limits of the store.
         now: time in seconds since 1970.
-        pages_max: largest size of the file in SQLite pages, or None for no limit.
+        pages_max: largest size of the file in SQLite pages. None for no limit.
 
     Raises:
         StartupError: the file cannot be created or read, is damaged, belongs to another program or a later version, or
@@ -137,7 +138,7 @@ class StoreDatabase:
         self._probe_bytes = PROBE_BYTES_MIN
         try:
             if path is not None and not path.exists():
-                path.touch(mode=0o600)  # prompts and responses are private
+                path.touch(mode=0o600)  # The file must be private, because it contains prompts and responses.
             self._connection = sqlite3.connect(":memory:" if path is None else path, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise StartupError(f"the store {path} cannot be opened: {error}") from None
@@ -149,7 +150,8 @@ class StoreDatabase:
             self._reserve = DiskReserve(None if path is None else path.with_name(RESERVE_FILE_NAME))
             try:
                 self._sweep(now)
-            except DISK_ERRORS as error:  # the server starts anyway: reads work, and the disk may have space later
+            # The server starts despite this error, because reads work, and the disk may have space later.
+            except DISK_ERRORS as error:
                 self._note_failure(error)
         except (StoreFull, StoreFault) as error:
             self._connection.close()
@@ -162,7 +164,7 @@ class StoreDatabase:
             raise
 
     def close(self) -> int:
-        """Try once more to write unwritten changes, and close the database. Returns the number of lost writes."""
+        """Try once more to write the unwritten changes, and close the database. Return the number of lost writes."""
         if self._unwritten:
             self._reserve.release()
             try:
@@ -176,8 +178,8 @@ class StoreDatabase:
         """Limit the size of the file. Tests use this to simulate a full disk.
 
         Args:
-            pages_max: largest size in SQLite pages. A value below the current size of the file means the current size,
-                so 1 simulates a full disk. None for no limit.
+            pages_max: largest size in SQLite pages. If the value is below the current size of the file, the current
+                size is used. So 1 simulates a full disk. None for no limit.
         """
         self._connection.execute(f"PRAGMA max_page_count = {PAGES_MAX if pages_max is None else pages_max:d}")
 
@@ -214,7 +216,7 @@ class StoreDatabase:
         """
         try:
             if not self._reserve.is_whole and not self._reserve.fill():
-                raise DiskFull(DISK_IS_FULL)  # writes of final states may need the space that is left
+                raise DiskFull(DISK_IS_FULL)  # Writes of terminal states may need the remaining space.
             self._write_unwritten()
             is_done = self._write(changes, now, quotas)
         except _Conflict:
@@ -223,7 +225,9 @@ class StoreDatabase:
             self._note_failure(error, changes)
             raise
         if self._trouble is not None and bytes_of(changes) >= self._probe_bytes:
-            self._trouble = None  # a smaller write would prove nothing, because it may fit into a partly used page
+            # A successful smaller write would not prove that the disk has space, because it may fit into a partly used
+            # page.
+            self._trouble = None
         return is_done
 
     def settle(self, changes: Sequence[Change], now: float) -> bool:
@@ -241,8 +245,7 @@ class StoreDatabase:
         Returns:
             As for `write`.
 
-        Raises:
-            StoreFull, StoreFault: as for `write`, if the changes exceed the limit of memory.
+        StoreFull, StoreFault: as for `write`. Only raised if the changes exceed the memory limit.
         """
         try:
             return self.write(changes, now)
@@ -267,7 +270,7 @@ class StoreDatabase:
             return is_there
 
     def retry(self) -> None:
-        """Check whether the disk accepts writes again. If it does, write the unwritten changes."""
+        """Check whether the disk accepts writes again. If it does, write the changes that are kept in memory."""
         try:
             if not self._reserve.fill():
                 raise DiskFull(DISK_IS_FULL)
@@ -280,9 +283,9 @@ class StoreDatabase:
             self._probe_bytes = PROBE_BYTES_MIN
 
     def _probe(self) -> None:
-        """Test the disk: write as many bytes as the disk has refused, and remove them again.
+        """Test the disk. Write as many bytes as the disk has refused, and remove them again.
 
-        A smaller write proves nothing, because it may fit into a page that has space left.
+        A smaller write would prove nothing, because it may fit into a page that has unused space.
         """
         with self._transaction():
             added = self._connection.execute(
@@ -296,7 +299,7 @@ class StoreDatabase:
             with self._transaction():
                 self._delete("kind = 'probe'", ())
         except BaseException:
-            self._objects = objects  # the probe has expired, so a later write removes it
+            self._objects = objects  # The lifetime of the probe is over, so a later write removes it.
             raise
 
     def _write_unwritten(self) -> None:
@@ -313,7 +316,7 @@ class StoreDatabase:
             except DISK_ERRORS:
                 raise
             except StoreFull:
-                pass  # the limits of the settings leave no space for this group now
+                pass  # The limits in the settings currently leave no space for this group.
             self._unwritten.drop_first(self._look, self._settings.seconds_max)
 
     def _look(self, kind: str, object_id: str) -> StoredObject | None:
@@ -341,7 +344,7 @@ class StoreDatabase:
                 return False
             if isinstance(error, StoreFull) and not isinstance(error, DiskFull):
                 self._refused_count += 1
-                for quota in quotas:  # a quota error is more useful: the owner can act on it
+                for quota in quotas:  # Raise a quota error first, because the owner can solve it.
                     self._check_quota(quota, now, changes)
             raise
         return True
@@ -349,12 +352,12 @@ class StoreDatabase:
     # --- reading ---
 
     def get(self, kind: str, object_id: str, owner: str | None, now: float) -> StoredObject | None:
-        """Return an object, or None if it is absent, expired, or belongs to another owner.
+        """Return an object. None if the object is absent, expired, or belongs to another owner.
 
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only an object of this owner, or None for an object of any owner.
+            owner: return only an object of this owner. None for an object of any owner.
             now: time in seconds since 1970.
         """
         is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
@@ -373,16 +376,16 @@ class StoreDatabase:
 
         Args:
             kind: kind of the objects.
-            owner: only objects of this owner, or None for objects of all owners.
+            owner: return only objects of this owner. None for objects of all owners.
             now: time in seconds since 1970.
-            after: id of the last object of the previous page, or None for the first page.
-            limit: most objects to return.
+            after: id of the last object of the previous page. None for the first page.
+            limit: highest number of objects to return.
             order: "asc" for oldest first, "desc" for newest first.
 
         Returns:
-            None if there is no object with the id `after`.
+            The page. None if there is no object with the id `after`.
         """
-        new = self._unwritten.new_objects(kind, owner, now)  # newer than all objects of the database
+        new = self._unwritten.new_objects(kind, owner, now)  # These objects are newer than all objects in the database.
         new_ids = [stored.id for stored in new]
         if after in new_ids:
             place = new_ids.index(after)
@@ -409,7 +412,9 @@ class StoreDatabase:
     def _rows_of_page(
         self, kind: str, owner: str | None, now: float, number: int, limit: int, order: Order
     ) -> list[StoredObject]:
-        """Return up to `limit` objects of the database that come after `number` in `order`, as readers see them."""
+        """Return up to `limit` objects of the database that come after `number` in `order`. Unwritten changes are
+        applied to them.
+        """
         sign = ">" if order == "asc" else "<"
         found: list[StoredObject] = []
         while len(found) < limit:
@@ -432,18 +437,19 @@ class StoreDatabase:
     def read_blob(
         self, kind: str, object_id: str, owner: str | None, now: float, *, offset: int, size: int
     ) -> bytes | None:
-        """Read a piece of an object's blob.
+        """Read a range of an object's blob.
 
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only an object of this owner, or None for an object of any owner.
+            owner: read only an object of this owner. None for an object of any owner.
             now: time in seconds since 1970.
-            offset: first byte.
-            size: most bytes to return.
+            offset: index of the first byte.
+            size: highest number of bytes to return.
 
         Returns:
-            The bytes. At the end of the blob, fewer bytes or b"". None if there is no such object.
+            The bytes. Near the end of the blob there are fewer bytes than requested, or b"". None if there is no such
+            object.
         """
         is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
         if not is_unwritten:
@@ -488,7 +494,8 @@ class StoreDatabase:
 
     def _prepare(self, pages_max: int | None) -> None:
         execute = self._connection.execute
-        # One server per file: usage is counted in this process, and unwritten changes are only in its memory.
+        # Only one server may use the file, because this process counts the usage and keeps unwritten changes in its
+        # memory.
         execute("PRAGMA locking_mode = EXCLUSIVE")
         [(found_id,)] = execute("PRAGMA application_id").fetchall()
         [(version,)] = execute("PRAGMA user_version").fetchall()
@@ -501,9 +508,9 @@ class StoreDatabase:
                 f"{version}, this one knows {SCHEMA_VERSION}): start the later version, or choose another --data-dir"
             )
         execute("PRAGMA foreign_keys = ON")
-        execute("PRAGMA secure_delete = FAST")  # overwrite deleted content where that is cheap
+        execute("PRAGMA secure_delete = FAST")  # Overwrite deleted content if this needs no additional writes.
         execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = FULL")  # with WAL: a commit is on the disk when it returns
+        execute("PRAGMA synchronous = FULL")  # With WAL, this means that a commit is on the disk when it returns.
         if pages_max is not None:
             execute(f"PRAGMA max_page_count = {pages_max:d}")
         if table_count:
@@ -511,7 +518,7 @@ class StoreDatabase:
             if result != "ok":
                 raise sqlite3.DatabaseError(result)
         if found_id == APPLICATION_ID and version == SCHEMA_VERSION:
-            return  # write nothing, so that the server starts on a full disk
+            return  # Write nothing, so that the server can start on a full disk.
         with self._transaction():
             for migration in MIGRATIONS[version:]:
                 for statement in migration:
@@ -520,10 +527,10 @@ class StoreDatabase:
             execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _why_not_opened(self, error: sqlite3.Error) -> str:
-        """Return a message for people about a file that cannot be opened."""
+        """Return a message that says why a file cannot be opened."""
         if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return f"the store {self._path} is in use by another process: each server needs a --data-dir of its own"
-        what = " ".join(str(error).replace("***", "").split())  # SQLite reports damage in several lines
+        what = " ".join(str(error).replace("***", "").split())  # SQLite reports a damaged file in several lines.
         return f"the store {self._path} cannot be read ({what}): move it away, or put a copy in its place"
 
     def _apply(self, change: Change, now: float) -> None:
@@ -531,7 +538,7 @@ class StoreDatabase:
         if isinstance(change, PutObject):
             byte_count = _bytes_of_put(change)
             expires_at = now + (self._settings.seconds_max if change.seconds is None else change.seconds)
-            # An expired object that was not swept yet must not block its id.
+            # An expired object that is not removed yet must not block its id.
             self._delete("kind = ? AND id = ? AND expires_at <= ?", (change.kind, change.id, now))
             execute(
                 "INSERT INTO objects (kind, id, owner, created_at, expires_at, is_evictable, byte_count, body) "
@@ -578,7 +585,7 @@ class StoreDatabase:
         self._bytes += added
 
     def _check_quota(self, quota: Quota, now: float, changes: Sequence[Change] = ()) -> None:
-        """Check a quota. `changes` are changes that are not made yet.
+        """Check a quota. `changes` are changes that will be made afterwards.
 
         Raises:
             QuotaExceeded: the owner's objects exceed the quota, or would exceed it after the changes.
@@ -624,10 +631,10 @@ class StoreDatabase:
         )
 
     def _evict(self, changes: Sequence[Change], *, bytes_goal: int, objects_goal: int) -> None:
-        """Evict the oldest objects of the owner with the most bytes, until both goals are reached.
+        """Evict the oldest objects of the owner that has the most bytes. Repeat this until both goals are reached.
 
-        So the objects of one key do not displace the objects of other keys. Objects that the changes concern are not
-        evicted.
+        So the objects of one owner do not displace the objects of other owners. Objects that the changes concern are
+        not evicted.
         """
         kept = [
             row[0]
@@ -653,7 +660,7 @@ class StoreDatabase:
                     return
 
     def _sweep(self, now: float) -> None:
-        """Remove expired objects, at most SWEPT_MAX of them."""
+        """Remove at most SWEPT_MAX expired objects."""
         if not self._query("SELECT 1 FROM objects WHERE expires_at <= ? LIMIT 1", (now,)):
             return
         bytes_before, objects_before = self._bytes, self._objects
@@ -689,7 +696,7 @@ class StoreDatabase:
             yield
             self._connection.execute("COMMIT")
         except BaseException as error:
-            if self._connection.in_transaction:  # some errors end the transaction themselves
+            if self._connection.in_transaction:  # Some errors have already ended the transaction.
                 self._connection.execute("ROLLBACK")
             if not isinstance(error, sqlite3.Error):
                 raise
@@ -709,7 +716,7 @@ def _bytes_of_put(change: PutObject) -> int:
 
 
 def _bytes_of(change: Change) -> int:
-    """Return the most bytes that a change can add."""
+    """Return the highest number of bytes that a change can add."""
     if isinstance(change, PutObject):
         return _bytes_of_put(change)
     if isinstance(change, AppendBlob):
@@ -718,5 +725,5 @@ def _bytes_of(change: Change) -> int:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return the primary error code. Extended codes have more information in the upper bits."""
+    """Return the primary error code. The upper bits of an extended code contain more information."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,10 +1,11 @@
-"""Handling of a full disk: a reserve of disk space, and terminal states in memory until they are written.
+"""Handles a full disk: a reserve of disk space, and terminal states that stay in memory until they are written.
 
-`DiskReserve` is a file beside the store that occupies disk space, so that small final writes succeed on a full disk:
+`DiskReserve` is a file in the directory of the store that occupies disk space. It lets small final writes succeed on a
+full disk:
 
-    DATA_DIR/store.reserve           zeros, really allocated. Released by making it empty
+    DATA_DIR/store.reserve           contains zeros that occupy disk space. Released by truncating the file
 
-Other programs that fill the disk cannot take this space. The store releases the reserve when the disk refuses a
+Other programs that fill the disk cannot use the reserved space. The store releases the reserve when the disk refuses a
 terminal state or a deletion, and allocates the reserve again when the disk has space. Until then, ordinary writes are
 refused, because they would use up the released space.
 
@@ -40,11 +41,11 @@ __all__ = [
 RESERVE_FILE_NAME = "store.reserve"
 RESERVE_BYTES = 4 * 2**20
 """Enough for about 40: the final state of a batch or response takes 20 to 100 KB of SQLite's log."""
-SHARE_OF_FREE = 8  # on a small disk the reserve takes at most 1/8 of the free space
+SHARE_OF_FREE = 8  # On a small disk, the reserve uses at most 1/8 of the free space.
 
 
 class DiskReserve:
-    """Disk space that can be released.
+    """Disk space that is reserved, and can be released.
 
     Args:
         path: path of the file. None: the store is in memory, and there is no reserve.
@@ -57,7 +58,8 @@ class DiskReserve:
         if path is not None:
             with contextlib.suppress(OSError):
                 status = path.stat()
-                self._held_bytes = min(status.st_size, status.st_blocks * 512)  # a copied file may be sparse
+                # A file that was copied may be sparse, so the size alone is not enough.
+                self._held_bytes = min(status.st_size, status.st_blocks * 512)
             free_bytes = self._free_bytes() + self._held_bytes
             self._target_bytes = max(self._held_bytes, min(RESERVE_BYTES, free_bytes // SHARE_OF_FREE))
             self.fill()
@@ -75,7 +77,7 @@ class DiskReserve:
             self._held_bytes = 0
 
     def fill(self) -> bool:
-        """Allocate the reserve again, as far as the disk has space. Returns True if the whole reserve is allocated."""
+        """Allocate the reserve again, as far as the disk has space. Return True if the whole reserve is allocated."""
         if self._path is None or self.is_whole:
             return True
         wanted = min(self._target_bytes, self._free_bytes() + self._held_bytes)
@@ -88,7 +90,7 @@ class DiskReserve:
             finally:
                 os.close(descriptor)
         except OSError:
-            pass  # a full or read-only disk, or a limit on file sizes: the size of the reserve does not change
+            pass  # The disk is full or read-only, or file sizes are limited. The size of the reserve does not change.
         return self.is_whole
 
     def _free_bytes(self) -> int:
@@ -103,14 +105,14 @@ class DiskReserve:
 UNWRITTEN_BYTES_MAX = 32 * 2**20
 """Limit of all changes together. Final states of 64 batches and 64 background responses fit many times."""
 SMALL_BYTES_MAX = 65_536
-CHANGE_BYTES = 256  # bytes of memory for a change without its body
+CHANGE_BYTES = 256  # Memory for a change without its body, in bytes.
 
 Look = Callable[[str, str], StoredObject | None]
 """Returns the object that the database has for a kind and an id."""
 
 
 class UnwrittenGroup(msgspec.Struct, frozen=True):
-    """The changes of one write, all or nothing.
+    """The changes of one write. They are written together or not at all.
 
     Attributes:
         changes: the changes, in order.
@@ -122,13 +124,13 @@ class UnwrittenGroup(msgspec.Struct, frozen=True):
 
 
 class _Shown(msgspec.Struct):
-    """An object as readers see it.
+    """An object with its unwritten changes applied.
 
     Attributes:
-        stored: the object, or None if it is deleted.
-        written_blob_bytes: bytes of its blob that the database has.
-        tail: rest of the blob that the database does not have, in pieces.
-        is_new: True if the database does not have the object.
+        stored: the object. None if it is deleted.
+        written_blob_bytes: number of bytes of its blob that are in the database.
+        tail: the rest of the blob, which is not in the database.
+        is_new: True if the object is not in the database.
     """
 
     stored: StoredObject | None
@@ -138,10 +140,10 @@ class _Shown(msgspec.Struct):
 
 
 class UnwrittenChanges:
-    """Groups of unwritten changes, and a view of the objects that they change.
+    """Groups of unwritten changes, and the resulting states of the objects that they change.
 
     Args:
-        bytes_max: bytes of all groups together.
+        bytes_max: limit on the bytes of all groups together.
     """
 
     def __init__(self, bytes_max: int = UNWRITTEN_BYTES_MAX) -> None:
@@ -155,11 +157,11 @@ class UnwrittenChanges:
 
     @property
     def first(self) -> UnwrittenGroup | None:
-        """Return the oldest group, which must be written first, or None if there is no group."""
+        """Return the oldest group, which must be written first. None if there is no group."""
         return self._groups[0] if self._groups else None
 
     def has_room(self, changes: Sequence[Change]) -> bool:
-        """Return True if a group of these changes fits the limit.
+        """Return True if the memory limit leaves space for a group of these changes.
 
         Args:
             changes: changes of one write.
@@ -169,7 +171,7 @@ class UnwrittenChanges:
         return self.byte_count + byte_count <= (self._bytes_max if is_small else self._bytes_max // 2)
 
     def add(self, group: UnwrittenGroup, look: Look, seconds_max: float) -> bool:
-        """Keep a group. has_room must be true for its changes.
+        """Store a group in memory. The caller must check has_room with its changes first.
 
         Args:
             group: changes of one write.
@@ -177,7 +179,7 @@ class UnwrittenChanges:
             seconds_max: lifetime in seconds of an object that is written without a lifetime.
 
         Returns:
-            False if an object that must exist does not exist. Then nothing was changed.
+            False if an object that must exist does not exist. In that case nothing was changed.
         """
         shown: dict[tuple[str, str], _Shown] = {}
         for change in group.changes:
@@ -196,7 +198,7 @@ class UnwrittenChanges:
         return True
 
     def drop_first(self, look: Look, seconds_max: float) -> None:
-        """Drop the first group, because it was written or can no longer be applied.
+        """Drop the oldest group, because it was written or cannot be applied any more.
 
         Args:
             look: finds an object in the database.
@@ -210,16 +212,16 @@ class UnwrittenChanges:
     # --- reading ---
 
     def get(self, kind: str, object_id: str, owner: str | None, now: float) -> tuple[bool, StoredObject | None]:
-        """Look up an object among the unwritten changes.
+        """Look for an object among the unwritten changes.
 
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only an object of this owner, or None for an object of any owner.
+            owner: return only an object of this owner. None for an object of any owner.
             now: time in seconds since 1970.
 
         Returns:
-            True if an unwritten change concerns the object, and the object as the owner sees it.
+            True if an unwritten change concerns the object. The second value is the object with its changes, or None.
         """
         shown = self._shown.get((kind, object_id))
         if shown is None:
@@ -229,11 +231,11 @@ class UnwrittenChanges:
         return True, stored if is_seen else None
 
     def new_objects(self, kind: str, owner: str | None, now: float) -> list[StoredObject]:
-        """Return the objects that the database does not have, oldest first.
+        """Return the objects that are not in the database, oldest first.
 
         Args:
             kind: kind of the objects.
-            owner: only objects of this owner, or None for objects of all owners.
+            owner: return only objects of this owner. None for objects of all owners.
             now: time in seconds since 1970.
         """
         return [
@@ -246,7 +248,7 @@ class UnwrittenChanges:
         ]
 
     def tail(self, kind: str, object_id: str) -> tuple[int, bytes]:
-        """Return how many bytes of a blob the database has, and the rest of the blob.
+        """Return how many bytes of a blob are in the database, and the bytes of the blob that are not.
 
         Args:
             kind: kind of the object.
@@ -257,7 +259,7 @@ class UnwrittenChanges:
 
 
 def _changed(found: _Shown, change: Change, now: float, seconds_max: float) -> _Shown | None:
-    """Return the object after the change, or None if the object must exist but does not."""
+    """Return the object after the change. None if the object must exist but does not."""
     if isinstance(change, DeleteObject):
         return _Shown(None, is_new=found.is_new)
     if isinstance(change, PutObject):
@@ -287,7 +289,7 @@ def _changed(found: _Shown, change: Change, now: float, seconds_max: float) -> _
 
 
 def bytes_of(changes: Sequence[Change]) -> int:
-    """Return the bytes that changes take in memory.
+    """Return the number of bytes that changes need in memory.
 
     Args:
         changes: changes of one write.

@@ -1,4 +1,4 @@
-"""Limits of the store: how much it keeps, and for how long."""
+"""Limits of the store: how much data it stores, and for how long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         seconds_max: lifetime in seconds of an object that is written without one.
     """
 
-    # The store is in memory by default, so the limit must leave memory for the model on a small machine.
+    # By default, the store is in memory. So the limit must leave memory for the model on a small machine.
     bytes_max: int = 256 * 2**20
     objects_max: int = 100_000
-    seconds_max: float = 30 * 86_400.0  # OpenAI keeps responses for the same time
+    seconds_max: float = 30 * 86_400.0  # OpenAI also keeps responses for 30 days.

@@ -1,4 +1,4 @@
-"""The store for Trio programs: all calls run in the store's own thread, so that no call blocks the event loop."""
+"""The store for Trio programs. All calls run in the store's own thread, so that no call blocks the event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["LIST_MAX", "BLOB_PIECE_BYTES_MAX", "JobRunner", "Store", "open_store"]
 
-LIST_MAX = 100  # most objects per page, because an object's body may have megabytes
-BLOB_PIECE_BYTES_MAX = 2**20  # most bytes per read, so that other calls do not wait long
+LIST_MAX = 100  # Highest number of objects per page. It is small, because the body of an object may have megabytes.
+BLOB_PIECE_BYTES_MAX = 2**20  # Highest number of bytes per read, so that other calls do not wait long.
 
 RETRY_SECONDS_MIN = 0.5
-# Longest time between two tries. A try costs one or two system calls, so freed disk space can be used soon.
+# Longest time between two retries. A retry costs one or two system calls, so short intervals are affordable.
 RETRY_SECONDS_MAX = 5.0
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class JobRunner(Protocol):
-    """Calls functions in order, in the one thread that the database belongs to."""
+    """Calls functions in order, in the one thread that owns the database."""
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function, and wait for its end even if cancelled.
+        """Call a function, and wait for its end even if the caller is cancelled.
 
         Args:
             function: the function.
@@ -43,7 +43,7 @@ class JobRunner(Protocol):
         """
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function. A cancelled caller returns at once.
+        """Call a function. If the caller is cancelled, it returns at once.
 
         Args:
             function: the function.
@@ -55,16 +55,16 @@ class JobRunner(Protocol):
 class Store:
     """A store that runs in its own thread. open_store creates it.
 
-    In all methods, `owner` limits the call to objects of this owner; None means objects of any owner. An impossible id
-    is treated as absent. Methods raise StoreFull if there is no space, and StoreFault if the file fails. Then nothing
-    was changed.
+    In all methods, `owner` limits the call to objects of this owner. None means objects of any owner. An id that no
+    object can have is treated as absent. Methods raise StoreFull if there is no space, and StoreFault if the file
+    fails. In both cases nothing was changed.
 
     While the store is open, a task must run `keep_trying`, which writes the changes that the disk has refused.
 
     Args:
-        runner: calls the database.
+        runner: calls the database in its thread.
         database: the database.
-        wall_clock: seconds since 1970.
+        wall_clock: returns seconds since 1970.
     """
 
     def __init__(self, runner: JobRunner, database: StoreDatabase, wall_clock: Callable[[], float]) -> None:
@@ -86,15 +86,16 @@ class Store:
 
     @property
     def bytes_max(self) -> int:
-        """Return the limit of all stored bytes."""
+        """Return the limit on the bytes of all objects together."""
         return self._database.bytes_max
 
     async def write(self, *changes: Change, quotas: Sequence[Quota] = ()) -> bool:
-        """Write all changes or none. They are permanent when this returns, even if the caller was cancelled meanwhile.
+        """Write all changes or none. They are permanent when this method returns, even if the caller was cancelled
+        meanwhile.
 
         Args:
             changes: the changes, in order.
-            quotas: limits of their owners, checked in the same transaction.
+            quotas: limits of the owners, checked in the same transaction.
 
         Returns:
             False if an object that must be replaced or appended to no longer exists. Then nothing was
@@ -115,12 +116,12 @@ class Store:
             As for `write`.
 
         Raises:
-            StoreFull, StoreFault: as for `write`, if even memory has no space for the changes.
+            StoreFull, StoreFault: as for `write`. Only raised if there is no space in memory either.
         """
         return await self._change(self._database.settle, changes, self._wall_clock())
 
     async def keep_trying(self) -> None:
-        """Retry unwritten changes while the disk refuses writes. Runs until it is cancelled."""
+        """Retry the unwritten changes as long as the disk refuses writes. Runs until it is cancelled."""
         while True:
             await self._has_trouble.wait()
             seconds = RETRY_SECONDS_MIN
@@ -134,7 +135,7 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """Return the reason why the disk refused the last write, or None if the disk accepted it. Never waits."""
+        """Return the reason why the disk refused the last write. None if the disk accepted it. Never waits."""
         return self._database.usage().trouble
 
     async def _change(self, function: Callable[..., bool], changes: tuple[Change, ...], *arguments: Any) -> bool:
@@ -146,7 +147,7 @@ class Store:
             self._note_trouble()
 
     def _note_trouble(self) -> None:
-        """Log one line when the disk starts to refuse writes, and one when it accepts them again."""
+        """Log one line when the disk starts to refuse writes, and one line when it accepts writes again."""
         usage = self._database.usage()
         if (usage.trouble is not None) is self._was_in_trouble:
             return
@@ -170,13 +171,13 @@ class Store:
 
         Args:
             kind: kind of the objects.
-            owner: only objects of this owner, or None for objects of all owners.
-            after: id of the last object of the previous page, or None for the first page.
-            limit: most objects to return, 1 to LIST_MAX.
+            owner: return only objects of this owner. None for objects of all owners.
+            after: id of the last object of the previous page. None for the first page.
+            limit: highest number of objects to return, 1 to LIST_MAX.
             order: "asc" for oldest first, "desc" for newest first.
 
         Returns:
-            None if there is no object with the id `after`.
+            The page. None if there is no object with the id `after`.
         """
         assert 1 <= limit <= LIST_MAX, f"limit is {limit}"
         if after is not None and not is_id(after):
@@ -190,14 +191,14 @@ class Store:
     async def read_blob(
         self, kind: str, object_id: str, *, owner: str | None, offset: int = 0, size: int = BLOB_PIECE_BYTES_MAX
     ) -> bytes | None:
-        """Read a piece of an object's blob.
+        """Read a range of an object's blob.
 
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only an object of this owner, or None for an object of any owner.
-            offset: first byte.
-            size: most bytes to return, 1 to BLOB_PIECE_BYTES_MAX.
+            owner: read only an object of this owner. None for an object of any owner.
+            offset: index of the first byte.
+            size: highest number of bytes to return, 1 to BLOB_PIECE_BYTES_MAX.
 
         Returns:
             The bytes, or b"" at the end of the blob. None if there is no such object.
@@ -217,7 +218,7 @@ class Store:
         return self._database.is_durable
 
     def usage(self) -> StoreUsage:
-        """Return counts of the store. Never waits: a write may be running in the thread."""
+        """Return counts of the store. Never waits, even if a write is running in the thread."""
         return self._database.usage()
 
 
@@ -230,15 +231,15 @@ async def open_store(
 ) -> AsyncIterator[Store]:
     """Open the store for the duration of the scope.
 
-    Leaving the scope waits for the running call.
+    Leaving the scope waits until the running call has ended.
 
     Args:
-        directory: directory of the file, which is created if absent. None for a store in memory.
-        settings: limits of the store, or None for the defaults.
-        wall_clock: seconds since 1970.
+        directory: directory of the file. It is created if it is absent. None for a store in memory.
+        settings: limits of the store. None for the defaults.
+        wall_clock: returns seconds since 1970.
 
     Raises:
-        StartupError: the directory cannot be created, or see StoreDatabase.
+        StartupError: the directory cannot be created, or the file cannot be used, see StoreDatabase.
     """
 
     def open_database() -> StoreDatabase:
@@ -255,6 +256,6 @@ async def open_store(
         try:
             yield Store(thread, database, wall_clock)
         finally:
-            lost = await thread.run(database.close)  # finishes even if cancelled
+            lost = await thread.run(database.close)  # This call finishes even if the task is cancelled.
             if lost:
                 logger.error("final states lost because the store's disk refused writes until the end count=%d", lost)

@@ -1,6 +1,6 @@
 """Stored objects, and the changes that can be made to them.
 
-Clients also send ids in URL paths. So an impossible id is recognized without a database query.
+Ids also come from clients, in URL paths. An id that no object can have is recognized without a database query.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Order = Literal["asc", "desc"]
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
-    """An object in the store.
+    """An object that the store contains.
 
     Attributes:
         owner: owner who may see the object. If it is None, only readers of all owners' objects may see the object.
-        created_at, expires_at: seconds since 1970.
+        created_at, expires_at: times in seconds since 1970.
         body: content in the format of its kind, usually JSON.
-        blob_bytes: size of the blob beside the body.
+        blob_bytes: size of the blob that belongs to the object.
     """
 
     kind: str
@@ -49,11 +49,12 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PutObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Change: add an object.
+    """A change that adds an object.
 
     Attributes:
-        seconds: lifetime in seconds from the time of the write, or None for the lifetime in the settings.
-        is_evictable: True if the object may be evicted before its time, because its content can be computed again.
+        seconds: lifetime in seconds from the time of the write. None for the lifetime in the settings.
+        is_evictable: True if the object may be evicted before the end of its lifetime, because it can be computed
+            again.
     """
 
     kind: str
@@ -65,14 +66,14 @@ class PutObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Change: replace the body of an object. Owner and blob are kept.
+    """A change that replaces the body of an object. The owner and the blob stay the same.
 
     Attributes:
-        body: None: unchanged.
-        seconds: new lifetime in seconds from the time of the write, or None to keep the old lifetime.
-        is_evictable: as for PutObject; None: unchanged.
-        must_exist: True if the whole write must do nothing when the object no longer exists, because its owner has
-            deleted it. False if the other changes of the write must still be made.
+        body: the new body. None to keep the old body.
+        seconds: new lifetime in seconds from the time of the write. None to keep the old lifetime.
+        is_evictable: as for PutObject. None to keep the old value.
+        must_exist: True if the whole write must do nothing when the owner has deleted the object. False if the other
+            changes of the write must still be made.
     """
 
     kind: str
@@ -84,9 +85,9 @@ class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
-    """Change: append data to an object's blob, such as a file's content or lines of a result.
+    """A change that appends data to an object's blob, such as a file's content or lines of a result.
 
-    If the object no longer exists, the whole write does nothing.
+    If the object does not exist any more, the whole write does nothing.
     """
 
     kind: str
@@ -95,7 +96,7 @@ class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeleteObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Change: delete an object and its blob. If the object no longer exists, the change does nothing."""
+    """A change that deletes an object and its blob. It does nothing if the object does not exist any more."""
 
     kind: str
     id: str
@@ -107,12 +108,12 @@ Change = PutObject | ReplaceObject | AppendBlob | DeleteObject
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one owner's objects of one kind, checked after a write.
 
-    The store checks them in the write's own transaction, so concurrent writes cannot exceed them together.
+    The store checks the limits in the write's own transaction, so concurrent writes cannot exceed them together.
 
     Attributes:
         owner: owner whose objects are limited. None for objects without an owner.
-        objects_max: most objects.
-        blob_bytes_max: most bytes of all blobs together.
+        objects_max: highest number of objects.
+        blob_bytes_max: highest number of bytes of all blobs together.
     """
 
     kind: str
@@ -122,7 +123,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuotaExceeded(Exception):
-    """A write would exceed a quota. Nothing was changed.
+    """Raised if a write would exceed a quota. Nothing was changed.
 
     Args:
         quota: the quota that would be exceeded.
@@ -141,6 +142,7 @@ def is_id(text: str) -> bool:
     """Return True if an object may have this id.
 
     Args:
-        text: the text to check. Ids have ASCII letters, digits and -_.: and at most ID_CHARACTERS_MAX characters.
+        text: the text to check. Ids contain ASCII letters, digits and -_.: and have at most ID_CHARACTERS_MAX
+            characters.
     """
     return _ID.fullmatch(text) is not None

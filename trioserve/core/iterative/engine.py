@@ -1,11 +1,12 @@
-"""IterativeCore: the decisions of an engine for iterative models, as one synchronous object. Methods as in EngineCore.
+"""IterativeCore makes the decisions of an engine for iterative models. It is synchronous, and has EngineCore's methods.
 
-The order of a step is the same: schedule, forward pass, pending aborts, update_from_output, delivery. An abort also
-works the same way. A request that the step in flight does not compute ends at once. A request that this step computes
-is marked, and ends in the update of the step. One step of one phase is in flight at a time.
+A step has the same order as in EngineCore: schedule, forward pass, pending aborts, update_from_output, delivery. Aborts
+also work in the same way. If the step in flight does not compute the aborted request, the request ends at once.
+Otherwise the request is marked, and ends in the update of the step. At most one step is in flight, and each step has
+one phase.
 
-An aborted request that was preempted releases its kept latent at once, even if the plan in flight still has to move the
-latent there. No other request can get the slot before that plan has returned.
+If an aborted request was preempted before, its kept latent is released at once, even if the plan in flight still has to
+move this latent to its slot. This is safe, because no other request can get the slot before that plan has returned.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["IterativeCore"]
 
 
 class IterativeCore:
-    """The decisions of one engine. Not thread-safe: all calls come from the thread of the event loop.
+    """Makes the decisions of one engine. Not thread-safe: all calls come from the thread of the event loop.
 
     Args:
         settings: limits of the core.
@@ -59,7 +60,7 @@ class IterativeCore:
             request: the request. Its id must not be the id of a live request.
 
         Raises:
-            InvalidRequest: the request can never run here. Nothing was changed.
+            InvalidRequest: this engine can never run the request. Nothing was changed.
         """
         assert request.id not in self._live, f"{request.id} is in use"
         assert min(request.encode_work, request.denoise_work, request.decode_work) >= 1, f"{request.id} has no cost"
@@ -88,7 +89,7 @@ class IterativeCore:
     def abort(
         self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
     ) -> dict[RequestId, AbortResult]:
-        """End requests in any state. Nothing of an aborted request is delivered after this call.
+        """End requests in any state. No result of an aborted request is delivered after this call.
 
         Args:
             request_ids: ids to abort. Unknown ids and ids of finished requests are allowed.
@@ -99,7 +100,7 @@ class IterativeCore:
             The outcome for each id.
 
         Cost:
-            O(1) each.
+            O(1) per request.
         """
         return self._live.abort(request_ids, reason, now)
 
@@ -131,7 +132,7 @@ class IterativeCore:
         self._steps_total += 1
         return plan
 
-    # --- methods that a step loop needs of any core: this core has no connector and plans nothing ahead ---
+    # --- required by the step loop of any core, but this core has no connector and never plans ahead ---
 
     @property
     def plans_ahead(self) -> bool:
@@ -164,7 +165,7 @@ class IterativeCore:
         return self.flights.is_abandoned(plan)
 
     def abandonment(self, plan: IterativePlan) -> IsAbandoned:
-        """Return the flag that the code computing a plan checks to stop early.
+        """Return the function with which the computing code checks whether it may stop early.
 
         Args:
             plan: a plan in flight.
@@ -179,7 +180,7 @@ class IterativeCore:
             now: time in seconds.
 
         Returns:
-            The ends of its requests.
+            The ends of the plan's requests.
         """
         assert self.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
         return [*self._live.drop(self.flights.end(plan), now)]
@@ -187,15 +188,16 @@ class IterativeCore:
     def update_from_output(self, plan: IterativePlan, result: IterativeResult, now: float) -> list[IterativeEvent]:
         """Apply the result of the plan in flight.
 
-        First ends the requests that were aborted while the plan ran. Then gives the other requests their results.
+        First, end the requests that were aborted while the plan was computed. Then apply the results of the other
+        requests.
 
         Args:
             plan: the plan in flight.
-            result: what computing the plan returned.
+            result: the result of computing the plan.
             now: time in seconds.
 
         Returns:
-            Progress, outputs and ends of requests, for delivery.
+            Progress, outputs and ends of requests, to be delivered.
         """
         events: list[IterativeEvent] = []
         staying: list[tuple[LatentWork, LiveIteration]] = []
@@ -236,7 +238,7 @@ class IterativeCore:
         )
 
     def live_requests(self) -> Iterable[LiveIteration]:
-        """Return every request that has not finished, in order of arrival. Read only."""
+        """Return every request that has not finished, in order of arrival. The caller must not change them."""
         return self._live.values()
 
     @staticmethod
@@ -249,7 +251,7 @@ class IterativeCore:
     def _finish(
         self, live: LiveIteration, reason: FinishReason, now: float, *, message: str | None = None
     ) -> RequestFinished:
-        """End a request. Every request ends by this method. Its slot is free when this returns."""
+        """End a request and free its slot. Every request ends with a call of this method."""
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
         phase = live.phase
         self.scheduler.release(live)

@@ -1,14 +1,14 @@
-"""State of one request that takes a known number of steps, and the latent slots that such requests own.
+"""Ownership of latent slots, and the state of a request that takes a known number of steps.
 
-The slots here are indexes only. No code here touches a tensor.
+A slot is only an index. No code in this module touches a tensor.
 
     an own slot   belongs to one running request, from the step that admits it until it ends or is preempted.
     a kept slot   belongs to one preempted request until it resumes or ends, so nothing is computed twice.
 
-In other states a request owns no slot. So each slot is released exactly once: by preempting, by resuming, or at the
-end. A BlockPool counts the claims on each kind. Slots are numbered consecutively: own slots first, then kept slots. A
-slot that a move reads or writes may be allocated to another request in the same plan, because moves are done in order,
-and before the computation.
+In all other states, a request owns no slot. Each slot is released exactly once: when its request is preempted, resumed
+or ended. A BlockPool counts the claims on each kind of slot. Slots are numbered consecutively: own slots first, then
+kept slots. If a move reads or writes a slot, the same plan may give this slot to another request. This is safe, because
+moves are done in order, and before the computation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LiveIteration(RequestLife[IterativeRequest]):
         arrival_index: number of requests that arrived at this core before.
 
     Attributes:
-        last_turn: number of the step in which the request was last computed or got its slot. The request that has
-            waited longest has the smallest number.
+        last_turn: number of the step in which the request was last computed or got its slot. The smallest number
+            belongs to the request that has waited longest.
         has_had_turn: True if the request was computed at least once since it got its slot.
-        steps_done: number of denoising steps that are done.
+        steps_done: number of completed denoising steps.
     """
 
     __slots__ = ("has_had_turn", "is_encoded", "kept_slot", "last_turn", "slot", "steps_done")
@@ -49,7 +49,7 @@ class LiveIteration(RequestLife[IterativeRequest]):
 
     @property
     def phase(self) -> IterativePhase:
-        """Return the phase that is being computed, or is computed next."""
+        """Return the phase of the current step, or else of the next step."""
         if self.steps_done == self.request.step_count:
             return IterativePhase.DECODE
         if self.is_encoded:
@@ -60,24 +60,24 @@ class LiveIteration(RequestLife[IterativeRequest]):
     def wants_partial(self) -> bool:
         """Return True if the next denoising step must also produce a partial result.
 
-        The last step produces no partial result, because the output follows.
+        The last denoising step produces no partial result, because the complete output follows.
         """
         every, done = self.request.partial_every, self.steps_done + 1
         return every is not None and done % every == 0 and done < self.request.step_count
 
 
 class LatentSlots:
-    """All latent slots of an engine.
+    """Allocates and releases the latent slots of an engine.
 
     Args:
-        slot_count: own slots.
-        kept_slot_count: kept slots.
+        slot_count: number of own slots.
+        kept_slot_count: number of kept slots.
     """
 
     def __init__(self, slot_count: int, kept_slot_count: int) -> None:
         self.own = BlockPool(slot_count)
         self.kept = BlockPool(kept_slot_count)
-        self._freed: set[int] = set()  # slots that were released since the last plan and were not allocated again
+        self._freed: set[int] = set()  # Slots that were released since the last plan and not allocated again.
 
     @property
     def has_free(self) -> bool:
@@ -85,11 +85,11 @@ class LatentSlots:
 
     @property
     def can_keep(self) -> bool:
-        """Return True if one more latent can be kept."""
+        """Return True if a kept slot is free."""
         return self.kept.free_count > 0
 
     def take(self, live: LiveIteration) -> None:
-        """Allocate an own slot. has_free must be true.
+        """Allocate an own slot. The caller must check has_free first.
 
         Args:
             live: a request without a slot.
@@ -99,10 +99,10 @@ class LatentSlots:
         self._freed.discard(live.slot)
 
     def keep(self, live: LiveIteration) -> LatentMove:
-        """Move a request's latent to a kept slot. can_keep must be true.
+        """Move a request's latent to a kept slot. The caller must check can_keep first.
 
         Args:
-            live: a request with an own slot, which is released.
+            live: a request with an own slot, which this call releases.
 
         Returns:
             The move, for the next plan.
@@ -116,10 +116,10 @@ class LatentSlots:
         return move
 
     def restore(self, live: LiveIteration) -> LatentMove:
-        """Move a kept latent back to an own slot. has_free must be true.
+        """Move a kept latent back to an own slot. The caller must check has_free first.
 
         Args:
-            live: a request with a kept slot, which is released.
+            live: a request with a kept slot, which this call releases.
 
         Returns:
             The move, for the next plan.
@@ -133,7 +133,7 @@ class LatentSlots:
         return move
 
     def release(self, live: LiveIteration) -> None:
-        """Release all slots of a request. Their content is garbage afterwards.
+        """Release all slots of a request. The latents in them are lost.
 
         Args:
             live: any request.
@@ -148,8 +148,8 @@ class LatentSlots:
             live.kept_slot = None
 
     def freed(self) -> tuple[int, ...]:
-        """Return the slots whose content became garbage since the last call. The caller must make the model discard
-        their content.
+        """Return the slots whose content became invalid since the last call. The caller must make the model discard
+        this content.
         """
         freed = tuple(sorted(self._freed))
         self._freed.clear()

@@ -1,21 +1,22 @@
 """Planning of one step of iterative requests: which phase is computed for which requests, and which requests get a
 slot.
 
-A step has one phase. Requests at different timesteps denoise together, within one budget of work. Encoding and decoding
-are steps of their own, so an abort waits for at most one forward pass of one phase. Phases that have requests take
-turns. Within a phase, requests that were computed longest ago come first, as many as fit. So no request with a slot
-starves. A partial result costs as much as decoding, in addition.
+A step has one phase. Requests at different timesteps denoise together, within one budget of work per step. Encoding and
+decoding are separate steps, so an abort waits for at most one forward pass of one phase. Phases that have requests take
+turns. Within a phase, the requests that have waited longest are computed first, as many as fit into the budget. So
+every request with a slot makes progress. A partial result costs the same amount of work as decoding, in addition to its
+denoising step.
 
-A free slot goes to the first request of the queue, by priority and arrival. No request overtakes it. A new request gets
-its slot when it is encoded. A preempted request gets a slot in the next step of any phase. If no slot is free, the last
-running request in order is preempted for a request of better priority, if its latent can be kept. Two kinds of requests
-are not preempted: requests that only need decoding, because their slots are free soon, and requests that were not
-computed since they got their slots.
+Requests get free slots in order of priority and arrival, and no request overtakes another. A new request gets its slot
+when it is encoded. A preempted request gets a slot in the next step of any phase. If no slot is free, the first waiting
+request may preempt the running request that is last in order. This requires that the waiting request has a better
+priority, and that the latent can be kept. Two kinds of requests are not preempted: requests that only need decoding,
+because their slots will soon be free, and requests that were not computed since they got their slots.
 
-Priorities are strict, as in an engine of tokens. So the very first request in order always progresses: it has a slot,
-or gets the next free slot. Other requests wait as long as better priorities arrive, with their latents kept, until
-their deadlines. But a request progresses by a step each time it has a slot. So a request is preempted at most as often
-as it has steps.
+Priorities are strict, as in an engine for text. So the request that is first in order always makes progress: it has a
+slot, or gets the next free slot. As long as requests with better priorities arrive, the other requests wait with their
+latents kept, until their deadlines. But a request progresses by at least one step each time it has a slot. So it is
+preempted at most once per step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PHASES = (IterativePhase.ENCODE, IterativePhase.DENOISE, IterativePhase.DECODE)
 
 
 class FilledStep(NamedTuple):
-    """Content of a planned step.
+    """The content of a planned step.
 
     Attributes:
         lives: requests that the step computes.
@@ -59,7 +60,7 @@ class IterativeScheduler:
         settings: limits of the core.
 
     Cost:
-        O(running requests) per step, however many requests wait.
+        O(running requests) per step. The number of waiting requests does not matter.
     """
 
     def __init__(self, settings: IterativeSettings) -> None:
@@ -68,11 +69,11 @@ class IterativeScheduler:
         self.waiting = WaitingQueue[LiveIteration]()
         self.running: dict[RequestId, LiveIteration] = {}
         self.preemptions_total = 0
-        self._first_phase = 0  # index of the phase that is computed next if it has requests
+        self._first_phase = 0  # Index of the phase that is computed next if it has requests.
         self._steps_total = 0
 
     def fill_step(self) -> FilledStep | None:
-        """Plan the next step. No step may be in flight. Returns None if there is no live request."""
+        """Plan the next step. No step may be in flight. Return None if there is no live request."""
         moves: list[LatentMove] = []
         admitted: list[RequestId] = []
         preempted: list[RequestId] = []
@@ -97,7 +98,7 @@ class IterativeScheduler:
         return None
 
     def release(self, live: LiveIteration) -> None:
-        """Remove a request from its queue and free its slots. The caller changes the request's state.
+        """Remove a request from its queue and free its slots. The caller must change the request's state.
 
         Args:
             live: a request that waits or runs.
@@ -114,7 +115,7 @@ class IterativeScheduler:
     def _admit(
         self, moves: list[LatentMove], admitted: list[RequestId], preempted: list[RequestId]
     ) -> list[LiveIteration]:
-        """Give slots to waiting requests in order, as far as slots and the work of one step allow.
+        """Give slots to waiting requests in order, as long as there are free slots and the work fits into one step.
 
         Returns:
             Requests that must be encoded.
@@ -138,8 +139,8 @@ class IterativeScheduler:
         for live in due:
             cost = live.request.work(phase)
             if phase is IterativePhase.DENOISE and live.wants_partial:
-                cost += live.request.decode_work  # the partial result is decoded in the same step
-            if cost <= left or not lives:  # the first request always fits
+                cost += live.request.decode_work  # The partial result is decoded in the same step.
+            if cost <= left or not lives:  # The first request is always planned.
                 lives.append(live)
                 left -= cost
         return lives
@@ -147,7 +148,7 @@ class IterativeScheduler:
     def _seat(
         self, live: LiveIteration, moves: list[LatentMove], admitted: list[RequestId], preempted: list[RequestId]
     ) -> bool:
-        """Give the first waiting request a slot. Preempts another request for it if none is free.
+        """Give the first waiting request a slot. If no slot is free, preempt a running request.
 
         Returns:
             True if the request got a slot.
@@ -163,7 +164,8 @@ class IterativeScheduler:
             moves.append(self.slots.restore(live))
         else:
             self.slots.take(live)
-        live.last_turn = self._steps_total  # behind requests that have a slot: otherwise a resumed request goes first
+        # Requests that already have a slot come first. Otherwise a resumed request would go before them.
+        live.last_turn = self._steps_total
         live.has_had_turn = False
         live.move(RequestStatus.RUNNING)
         self.running[live.request.id] = live
