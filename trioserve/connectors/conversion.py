@@ -29,7 +29,7 @@ def objection_to(theirs: KVLayout, ours: KVLayout) -> str | None:
         ours: KV layout of this engine.
 
     Returns:
-        A sentence with the reason why not, or None if it can.
+        A sentence that says why this engine cannot use the KV, or None if it can.
     """
     if theirs.model != ours.model:
         return f'its KV is of the model "{theirs.model[:200]}", and this engine has "{ours.model[:200]}"'
@@ -64,8 +64,8 @@ def convert(content: memoryview | bytearray | bytes, dtype: str, wanted: str) ->
         wanted: Dtype of the result.
 
     Returns:
-        Contiguous values in `wanted`. Values that are too large become infinite, and NaN stays NaN. A view of the
-        content if the dtypes are equal, else a copy.
+        Contiguous values in `wanted`: a view of the content if the dtypes are equal, else a copy. Values that are too
+        large for the dtype become infinite, and NaN stays NaN.
     """
     view = memoryview(content).cast("B")
     if dtype == wanted:
@@ -93,8 +93,8 @@ def _singles(view: memoryview, dtype: str) -> npt.NDArray[np.float32]:
 def _to_bfloat16(singles: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Return bfloat16 values as uint16 bits, because numpy has no bfloat16."""
     bits = singles.view(np.uint32)
-    # Add half of the last kept bit, or slightly less if that bit is 0. The carry may correctly reach the exponent. The
-    # sum of a NaN may overflow, so NaNs are set afterwards.
+    # Round to the nearest value: add half of the lowest bit that is kept, or slightly less if that bit is 0, and drop
+    # the lower bits. A carry into the exponent is correct. The sum of a NaN may overflow, so NaNs are set afterwards.
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     rounded[np.isnan(singles)] = _NAN_BITS
     return rounded

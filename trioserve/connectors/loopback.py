@@ -2,13 +2,13 @@
 
 The decode engine copies blocks from the prefill engine's cache.
 
-It is as strict as a network connector. A reader finds the other engine by its name in a hub. It copies one block after
-another with a checkpoint between them, and either side may end the read at any checkpoint. A read belongs to one offer,
-and before each block the reader checks that the offer is still valid. A withdrawn offer (its hold expired, its request
-was aborted, or its engine ended) stays withdrawn, also when its blocks are used again. Blocks that were copied before
-are dropped then.
+The connector is as strict as a network connector. A reader finds the other engine by its name in a hub. The reader
+copies one block at a time, with a checkpoint between two blocks, and either engine may end the read at a checkpoint. A
+read belongs to one offer, and before each block the reader checks that the offer is still valid. An offer is withdrawn
+when its hold expires, its request is aborted, or its engine ends. The offer then never becomes valid again, even if its
+blocks are used again, and the reader drops the blocks that it has copied.
 
-Only `run` and its tasks wait, one task for each load. All other methods are synchronous.
+Only `run` and its tasks wait. Each load has one task. All other methods are synchronous.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from trioserve.contracts.request import EngineRequest
 
 __all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
 
-REPORT_SECONDS = (
-    1.0  # time between two reports of a reader that it is active; a tenth of the default duration of a hold
-)
+REPORT_SECONDS = 1.0  # seconds between two reports that a reader is active: a tenth of the default duration of a hold
 HUB = "default"
 
 COUNTED = (
@@ -68,7 +66,7 @@ class Offer(msgspec.Struct, eq=False):
         tokens: Tokens whose KV the blocks contain.
         is_valid: True while the blocks hold this KV and may be read.
         reader_count: Number of running reads.
-        was_read: True if a reader has received all that it asked for.
+        was_read: True if a reader has received all positions that it requested.
     """
 
     request_id: RequestId
@@ -89,10 +87,10 @@ class Reading(msgspec.Struct, eq=False):
         block_table: Blocks of the request that loads.
         start: First position to load.
         token_count: Number of positions to load.
-        asked_count: Number of positions that the core asked for. It includes positions before `start` that have no
+        asked_count: Number of positions that the core requested, including positions before `start` that have no
             block.
-        block_count: Number of blocks that were copied.
-        is_over: True if nothing is written any more.
+        block_count: Number of blocks that were copied so far.
+        is_over: True if the load has ended and writes no more blocks.
         scope: Scope of the task that copies. None before the task begins.
     """
 
@@ -111,9 +109,10 @@ class Reading(msgspec.Struct, eq=False):
 class LoopbackConnector:
     """RunningConnector (see contracts.kv_transfer) between engines in one Trio program.
 
-    The blocks of a request are held if it asks for that (do_remote_decode) and was not cut short. The hold ends when
-    the blocks have been read, or when their last reader leaves. Blocks behind a sliding window are neither held nor
-    read. Block sizes and dtypes of the engines may differ (see conversion.py).
+    The connector holds the blocks of a request if `do_remote_decode` is set and the request ended with reason STOP or
+    LENGTH. The hold ends when a reader has read the blocks, or when the last reader does not need them any more. Blocks
+    behind a sliding window are neither held nor read. Block sizes and dtypes of the engines may differ (see
+    conversion.py).
 
     Args:
         setup: Setup of the engine. Its only option is `hub`, a name. Engines in the same hub find each other.
@@ -133,8 +132,8 @@ class LoopbackConnector:
         self._events: list[TransferEvent] = []
         self._offers: dict[RequestId, Offer] = {}
         self._readings: dict[RequestId, Reading] = {}
-        # The nursery exists while the connector runs. Copies take turns: they share one thread, so the first copy ends
-        # soon.
+        # The nursery exists while the connector runs. Its tasks share one thread and copy blocks one load after
+        # another, so that the first load ends soon.
         self._nursery: trio.Nursery | None = None
         self._hub: Hub = {}
         self._turn = trio.Semaphore(1)
@@ -184,7 +183,7 @@ class LoopbackConnector:
         reason: FinishReason,
     ) -> bool:
         params = _read_params(request)
-        if params is not None:  # after its end, in any way, the request reads no more
+        if params is not None:  # The request has ended, for any reason, so it reads no more blocks.
             connection, offer = self._find(params)
             if connection is not None and offer is not None:
                 connection.release(offer)
@@ -236,7 +235,7 @@ class LoopbackConnector:
     # --- methods for the other engine ---
 
     def offer_of(self, request_id: str) -> Offer | None:
-        """Return the offer of a request that has ended here, or None.
+        """Return the offer of a request that has ended in this engine, or None.
 
         Args:
             request_id: Finished request.
@@ -254,7 +253,7 @@ class LoopbackConnector:
             self._report(event)
 
     def release(self, offer: Offer) -> None:
-        """Release the blocks of an offer if no reader is left.
+        """Release the blocks of an offer if no reader uses them.
 
         Args:
             offer: Offer that a reader does not need any more.
@@ -278,7 +277,7 @@ class LoopbackConnector:
             reading: Load to continue.
 
         Returns:
-            True if there is more to copy.
+            True if more blocks must be copied.
         """
         if reading.is_over:
             return False
@@ -361,7 +360,7 @@ class LoopbackConnector:
             self._hub, self._nursery = {}, None
             for reading in list(self._readings.values()):
                 self._fail(reading, "the connector has ended")
-            for offer in list(self._offers.values()):  # readers notice before their next block
+            for offer in list(self._offers.values()):  # Running readers notice the withdrawal before their next block.
                 self._withdraw(offer, "aborted")
                 self._report(Released(offer.request_id))
 
@@ -383,7 +382,7 @@ class LoopbackConnector:
             await trio.sleep(REPORT_SECONDS)
             reading.connection.note_reader(reading.offer)
 
-    # --- private ---
+    # --- private methods ---
 
     def _find(self, params: KVTransferParams) -> tuple[LoopbackConnector | None, Offer | None]:
         connection = self._hub.get(params.remote_engine_id or "")
@@ -442,7 +441,7 @@ def make_connector(setup: ConnectorSetup) -> LoopbackConnector:
 
 
 def _hub(name: str) -> Hub:
-    """Return a hub of this Trio program, and make it at the first use."""
+    """Return the hub of this Trio program with this name. The first call for a name creates the hub."""
     try:
         hubs = _HUBS.get()
     except LookupError:
@@ -460,6 +459,9 @@ def _read_params(request: EngineRequest) -> KVTransferParams | None:
 
 
 def _token_count(params: KVTransferParams, request: EngineRequest) -> int:
-    """Return how many tokens the other engine holds. If the parameters do not say it, all known tokens are assumed."""
+    """Return how many tokens the other engine holds.
+
+    If the parameters do not contain this number, all known tokens of the request are assumed.
+    """
     known_count = len(request.known_token_ids)
     return known_count if params.remote_num_tokens is None else min(params.remote_num_tokens, known_count)

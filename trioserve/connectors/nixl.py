@@ -1,16 +1,16 @@
-"""Connector `nixl`: KV transfer with one-sided reads. It is meant for networks with RDMA, and also works on others.
+"""Connector `nixl`: KV transfer with one-sided reads, for networks with RDMA. Other networks work, too.
 
 The reader reads the memory of the holder, and then confirms that the KV was valid.
 
-All messages use the authenticated connections of the connector `tcp`. Only the KV itself takes another way. Neither the
-reader nor the holder can stop a running READ at a given moment. This leads to three rules:
+All messages use the authenticated connections of the connector `tcp`. Only the KV itself is read through NIXL. Neither
+the reader nor the holder can stop a running READ at a given moment. This leads to three rules:
 
-  - A READ never writes KV blocks. It writes a buffer of the connector (`Landing`), one window at a time. If a load ends
-    early, its window stays reserved until its READ is over.
-  - The data counts only if the holder confirms, after the READ is complete, that the hold is still alive. An ended hold
-    never becomes alive again, so it was alive during the whole READ.
-  - Then the data is copied or converted into blocks in the thread of the engine, one chunk at a time, while the load is
-    alive.
+  - A READ never writes to KV blocks. A READ writes to the landing buffer of the connector, one window at a time. If a
+    load ends early, its window stays reserved until its READ is over.
+  - The reader uses the data only if the holder confirms, after the READ is complete, that the hold is still alive. An
+    ended hold never becomes alive again, so the hold was alive during the whole READ.
+  - After the confirmation, the thread of the engine copies or converts the data into blocks, one chunk at a time, while
+    the load is alive.
 
     reader                         holder
     PLACES_ASKED  which request ──►
@@ -19,10 +19,10 @@ reader nor the holder can stop a running READ at a given moment. This leads to t
     HAVE_READ     a window, or the last one ──►
                   ◄── END          the hold is alive (or ABORT)
 
-HAVE_READ is a message of its own, not a notification of nixl: nixl accepts those from every process that reaches its
-port. Other security limits: nixl exposes the whole cache to every engine that has the key, and UCX opens ports that
-check nothing. So these ports must be protected by a firewall (UCX_NET_DEVICES selects where UCX listens). There is no
-checksum, because no process handles the data on the way.
+HAVE_READ is a message on the authenticated connection. It is not a notification of nixl, because nixl accepts
+notifications from every process that can reach its port. Security has two other limits: nixl exposes the whole cache to
+every engine that has the key, and UCX opens ports that check nothing. So a firewall must protect these ports
+(UCX_NET_DEVICES selects where UCX listens). There is no checksum, because no process handles the data during a READ.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from trioserve.contracts.kv_transfer import ConnectorSetup, Started
 
 __all__ = ["NixlOptions", "NixlTransport", "NixlConnector", "make_connector"]
 
-PLACES_BYTES_MAX = 4_194_304  # bytes of a message from a known engine: some hundred thousand blocks
+PLACES_BYTES_MAX = 4_194_304  # maximum size of a message with block locations: some hundred thousand blocks
 BLOCKS_MAX = 200_000
-READ_SECONDS_MAX = 8.0  # time limit for one window; a load waits equally long for a silent holder
-POLL_SECONDS = (0.0002, 0.005)  # interval of checks of a READ: at first, and after a while
+READ_SECONDS_MAX = 8.0  # time limit for the READ of one window; a load waits equally long for a silent holder
+POLL_SECONDS = (0.0002, 0.005)  # seconds between two checks of a READ: the first interval, and the longest interval
 WATCH_SECONDS = 0.05  # interval of checks of a READ whose load has ended
 CLOSE_SECONDS_MAX = 5.0
-AGENTS_MAX = 64  # engines that are known at a time; more replace the oldest
+AGENTS_MAX = 64  # maximum number of connected agents; a further agent replaces the oldest agent
 
 _never_freed: list[Agent] = []
 """Agents whose connectors ended while a READ could still write their buffers. They stay until the process ends."""
@@ -95,7 +95,7 @@ class NixlOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PlacesAsked(msgspec.Struct, frozen=True):
-    """Message that asks for the location of blocks. The fields are as in frames.Read."""
+    """Message that requests the locations of blocks. Its fields have the same meaning as in frames.Read."""
 
     request_id: str
     token_start: int
@@ -110,7 +110,7 @@ class Places(msgspec.Struct, frozen=True):
         agent: Description of the holder's NIXL agent.
         kind: Kind of the memory.
         layers: Region of each layer's blocks. Empty if the blocks cannot be read with NIXL.
-        blocks: Blocks of the positions that were asked for.
+        blocks: Blocks of the requested positions.
     """
 
     agent: bytes
@@ -120,7 +120,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class HaveRead(msgspec.Struct, frozen=True):
-    """Message that confirms a READ. Other fields are as in frames.Read.
+    """Message of a reader after a READ. Fields that are not listed have the same meaning as in frames.Read.
 
     Attributes:
         byte_count: Bytes read since the last confirmation.
@@ -141,7 +141,7 @@ class Window(msgspec.Struct, eq=False):
     Attributes:
         address: Start address.
         memory: View of the memory.
-        is_watched: True while a READ without a load may still write it.
+        is_watched: True while the READ of an ended load may still write to the window.
     """
 
     address: int
@@ -150,7 +150,7 @@ class Window(msgspec.Struct, eq=False):
 
 
 class Nixl:
-    """NIXL agent of this engine, called in a thread one call at a time, and the windows of its landing buffer.
+    """NIXL agent of this engine, and the windows of its landing buffer. A thread calls the agent, one call at a time.
 
     Args:
         policy: Holds, loads and totals of this engine.
@@ -195,7 +195,7 @@ class Nixl:
     async def close(self) -> None:
         """End the agent within CLOSE_SECONDS_MAX, also when cancelled.
 
-        nixl must stop using the memory before it is freed.
+        nixl must stop using the memory before the memory is freed.
         """
         agent, self._agent = self._agent, None
         if agent is None:
@@ -211,9 +211,9 @@ class Nixl:
 
     @asynccontextmanager
     async def window(self) -> AsyncIterator[Window]:
-        """Scope of a window for the READs of one load.
+        """Wait for a free window, and reserve it for the READs of one load while the scope is open.
 
-        There is a window for each load that may read, but READs without a load may still use some windows.
+        There are as many windows as loads may run at a time, but READs of ended loads may still use some windows.
         """
         with trio.fail_after(READ_SECONDS_MAX):
             window = await self._free_windows.receive()
@@ -445,7 +445,7 @@ class NixlTransport:
         await connection.wire.send([frame(Kind.PLACES, found, transfer=transfer, bytes_max=PLACES_BYTES_MAX)])
 
     async def _confirm(self, connection: PeerConnection, transfer: int, read: HaveRead) -> None:
-        """Confirm that the hold is alive. It was then also alive during the whole READ."""
+        """Confirm to the reader that the hold is alive. This proves that the hold was alive during the whole READ."""
         holder, now = self._stream.holder, trio.current_time()
         send = self._policy.sends.asked(read.request_id, read.token_start, read.token_count, read.proof, now)
         if isinstance(send, str):

@@ -100,18 +100,18 @@ class Agent:
 
     def __init__(self, name: str, kind: MemoryKind, regions: Sequence[Region], landing: bytearray) -> None:
         with _Translated("nixl cannot be loaded"):
-            import nixl._bindings as bindings  # takes a second, and is an optional dependency
+            import nixl._bindings as bindings  # This import takes a second, and nixl is an optional dependency.
 
-        # nixl's own wrapper of these bindings leaves its thread no pause. Without a GPU, the thread then occupies a
-        # core that the model needs, and READs are ten times slower.
+        # The wrapper that nixl provides for these bindings sets no pause for the thread of nixl. Without a GPU, this
+        # thread would occupy a core that the model needs, and READs would be ten times slower.
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PAUSE_MICROSECONDS
-        # Calls come one at a time, but not always from the same thread.
+        # The agent is called from different threads, but only by one thread at a time.
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._bindings = bindings
         self._segments = {"DRAM": bindings.DRAM_SEG, "VRAM": bindings.VRAM_SEG}
-        self._landing = np.frombuffer(landing, np.uint8)  # keeps the buffer alive as long as the agent
+        self._landing = np.frombuffer(landing, np.uint8)  # This reference keeps the buffer alive as long as the agent.
         self._registered: list[Any] = []
         with _Translated("nixl cannot be started"):
             self._agent = bindings.nixlAgent(name, config)
@@ -168,7 +168,7 @@ class Agent:
             handle: Handle of the read.
 
         Raises:
-            AgentError: The read has failed, so it is over too.
+            AgentError: the read has failed, and is over.
         """
         with _Translated("nixl READ"):
             return self._check(self._agent.getXferStatus(handle))
@@ -206,7 +206,7 @@ class Agent:
         return self._bindings.nixlXferDList(self._segments[kind], np.array(regions, np.uint64))
 
     def _check(self, status: object) -> bool:
-        """Return True if a call is complete, False if it runs."""
+        """Return True if a call is complete, and False if the call still runs."""
         if status == self._bindings.NIXL_IN_PROG:
             return False
         if status != self._bindings.NIXL_SUCCESS:
@@ -215,7 +215,7 @@ class Agent:
 
 
 class _Translated:
-    """Turns errors of nixl into AgentError, because they have no common base class but Exception."""
+    """Context manager that turns errors of nixl into AgentError, because their only common base class is Exception."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing

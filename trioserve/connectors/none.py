@@ -1,4 +1,4 @@
-"""Connector that moves nothing. It is the smallest correct implementation of the contract."""
+"""Connector that transfers no KV. It is the smallest correct implementation of KVConnector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the factory of a connector by name. A connector is imported when it is first asked for."""
+"""Finds the factory of a connector by name. The module of a connector is imported when it is first needed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ VLLM_ROLES: dict[str, EngineRole] = {"kv_producer": "prefill", "kv_consumer": "d
 
 VLLM_KEYS = frozenset(
     {
-        "engine_id",  # each start draws a new id, so that blocks of an old engine cannot be confused with new blocks
+        "engine_id",  # Each start draws a new id, so that blocks of an old engine cannot be confused with new blocks.
         "kv_buffer_device",
         "kv_buffer_size",
         "kv_rank",
@@ -39,14 +39,14 @@ NOT_BETWEEN_ENGINES = frozenset({"none", "host"})
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Connector of an engine, and how the engine uses it.
+    """Settings of an engine's connector.
 
     Attributes:
         connector: Name of the connector.
         role: Role of the engine: "prefill", "decode" or "both".
-        load_failure_policy: "recompute" computes the KV here after a failed load. "fail" fails the request.
+        load_failure_policy: "recompute" computes the KV in this engine after a failed load. "fail" fails the request.
         options: kv_connector_extra_config. The connector checks it.
-        ignored: Keys of vLLM that have no effect here. The server logs them.
+        ignored: Keys of vLLM that have no effect in trioserve. The server logs them.
     """
 
     connector: str
@@ -125,7 +125,7 @@ def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ignored(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that have no effect here, from the keys that no option has used.
+    """Return those keys without an option that are accepted and ignored.
 
     Raises:
         StartupError: a key is unknown, or must not be ignored.

@@ -4,16 +4,17 @@
     DIRECTORY/kv-LAYOUT/NAME.kv      LAYOUT is a digest of the KV layout, NAME is the name of the block
 
 A file contains a head, a checksum of head and content, and the content. The head contains the layout, the name and the
-proof (see Proofs). A reader knows every byte of the expected head and compares it. It parses nothing that other
-programs may have written. A file gets its final name once it is complete. It is not flushed to the disk, so a power
-failure may damage it. The checksum detects this. A missing or blocked file causes a miss.
+proof (see Proofs). The reader of a file computes the expected head and compares all bytes of the head. So the reader
+parses nothing that another program may have written. A file gets its final name when it is complete. The writer does
+not flush the file to the disk, so a power failure may damage the file. The checksum detects the damage. A file that is
+missing or cannot be read causes a cache miss.
 
-Files of other layouts (another model or dtype) also count for the limit, and are removed when they are the oldest.
-Files with other names are never touched.
+Files with other KV layouts (of another model or dtype) also count towards the size limit, and are removed when they are
+the oldest files. Files whose names do not match this pattern are never changed.
 
-A block is found by its name, a hash of 16 bytes. A stored block is used only if its proof is also right. The proof
-contains the tokens of the block, and 32 bytes of another hash of the salt and all tokens before the block. If two
-prefixes have the same name, the result is a miss.
+A block is found by its name, a hash of 16 bytes. A stored block is used only if its proof also matches the request. The
+proof contains the tokens of the block, and 32 bytes of another hash of the salt and all tokens before the block. If two
+prefixes have the same name, the lookup is a cache miss.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class BlockChain:
     Args:
         salt: Cache salt of the request.
         block_size: Tokens per block.
-        hash_block: Hash function. Tests may pass another one.
+        hash_block: Hash function. Tests may pass another function.
     """
 
     __slots__ = ("_block_size", "_hash_block", "_names", "salt")
@@ -88,7 +89,7 @@ class BlockChain:
 
 
 class Proofs:
-    """Proofs of one request's full blocks. They must be requested in ascending order.
+    """Proofs of one request's full blocks. The caller must request them in the order of the blocks.
 
     Cost: about 2 us per block.
 
@@ -126,7 +127,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
-FILES_MAX = 1_000_000  # limit for the files; each needs about 300 bytes of memory
+FILES_MAX = 1_000_000  # maximum number of files; the record of one file needs about 300 bytes of memory
 
 _MAGIC = b"trioserve kv 1\n"
 _CHECKSUM_BYTES = 16
@@ -182,7 +183,8 @@ class BlockFiles:
         described = msgspec.json.encode({"names": HASH_SCHEME, **msgspec.to_builtins(layout)})
         self._head = _MAGIC + len(described).to_bytes(4, "little") + described
         self._folder = f"kv-{blake2b(described, digest_size=8).hexdigest()}"
-        self._lock: IO[bytes] | None = None  # the lock ends at the latest when this object is collected
+        # Garbage collection of this object closes the lock file and so releases the lock, if `close` was not called.
+        self._lock: IO[bytes] | None = None
         head_bytes = len(self._head) + _NAME_BYTES + proof_bytes(layout.block_size)
         self.file_bytes = head_bytes + _CHECKSUM_BYTES + block_bytes(layout)
 
@@ -269,17 +271,17 @@ class BlockFiles:
         head, body = self._head_of(name, proof), content.data
         path = self._directory / self.key(name)
         is_there = path.parent.is_dir()
-        if not is_there:  # another program has removed the folder
+        if not is_there:  # Another program has removed the folder, or this is its first file.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
         try:
-            # KV reveals its prompt, so only the owner may read the file.
+            # The prompt can be reconstructed from its KV, so only the owner may read the file.
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
                 for part in (head, _checksum(head, body), body):
                     _write_all(file, part)
             os.replace(unfinished, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error says more
+            with contextlib.suppress(OSError):  # The error of the write says more than an error of the removal.
                 unfinished.unlink(missing_ok=True)
             raise
         return is_there
@@ -307,7 +309,8 @@ class BlockFiles:
             if checksum != _checksum(head, body):
                 raise FileUnusable("its checksum is wrong")
             with contextlib.suppress(OSError):
-                os.utime(file.fileno())  # the next start removes the oldest files first
+                # The next start removes the files with the oldest times first, so mark this file as used now.
+                os.utime(file.fileno())
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove files. Missing files are ignored.
@@ -336,7 +339,7 @@ class BlockFiles:
                 if named is None:
                     continue
                 status = entry.stat(follow_symlinks=False)
-                # No engine writes now, so an incomplete file stays incomplete.
+                # No engine writes files during this scan, so an incomplete file stays incomplete.
                 is_whole = named["end"] == "kv" and (folder.name != self._folder or status.st_size == self.file_bytes)
                 kept_count += is_whole
                 if is_whole and kept_count <= FILES_MAX:
@@ -354,7 +357,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """Open and lock a file. The lock excludes processes of this machine, and ends with the process in any case."""
+    """Open and lock a file. The lock excludes other processes of this machine, and ends when its process ends."""
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115 - it stays open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,15 +1,16 @@
 """Copies of blocks between an engine's KV cache and host memory, made in a worker thread.
 
-numpy releases the GIL during a copy. An assignment to a memoryview does not: the event loop would wait for a switch
-interval each time it wakes up. So numpy makes the copies if the CPU can address the blocks.
+numpy releases the GIL during a copy. An assignment to a memoryview keeps it: the event loop would wait for a switch
+interval each time it wakes up. So numpy copies the blocks if the CPU can address them.
 
 Memory for blocks is allocated in large slabs. With small allocations, the page faults would cost more time than the
 copies.
 
 A thread copies blocks in pieces of at most PIECE_BYTES, and enters a gate for each piece. The engine can close the gate
-at any time. Closing waits for the current piece: about 30 us for host memory, or one transfer for a device. Afterwards
-the thread cannot use the blocks. hold_expired must guarantee this when it returns. A plain flag could not. The engine
-can end without waiting for its threads, even if a broken disk blocks a thread forever.
+at any time. Closing waits until the current piece is copied, which takes about 30 us for host memory, or one transfer
+for a device. Afterwards, the thread cannot access the blocks. `hold_expired` must give this guarantee when it
+returns, and a plain flag would not be enough. The engine can end without waiting for its threads, even if a broken disk
+blocks a thread forever.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ __all__ = ["Gate", "SLAB_BYTES", "BlockMemory", "Content", "PIECE_BYTES", "block
 
 
 class Gate:
-    """Lock that can be closed for good. Use: `with gate as is_open: if is_open: ...copy a piece...`.
+    """Lock that can be closed permanently. Use: `with gate as is_open: if is_open: ...copy a piece...`.
 
-    One thread at a time is inside of the gate.
+    At most one thread is inside of the gate at a time.
 
     Args:
-        lock: Lock to use. None makes a new lock.
+        lock: Lock that the gate uses. None creates a new lock.
 
     Attributes:
         is_wanted: Any thread may set it to False to stop the work soon. This does not wait, and guarantees nothing.
@@ -61,7 +62,7 @@ class Gate:
 
     def close(self) -> None:
         """Wait for the current piece, then close the gate. After the return, no thread uses the blocks."""
-        self.is_wanted = False  # prevents that another piece starts while this waits for the current piece
+        self.is_wanted = False  # The thread starts no other piece while this call waits for the current piece.
         with self._lock:
             self._is_open = False
 
@@ -87,7 +88,7 @@ class BlockMemory:
     def __init__(self, block_bytes: int, memory_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._slab_block_count = max(1, min(SLAB_BYTES, memory_bytes) // block_bytes)
-        self._free: deque[Content] = deque()  # append and pop are atomic
+        self._free: deque[Content] = deque()  # Threads may share a deque, because its append and pop are atomic.
         self.slab_count = 0
 
     def take(self) -> Content:
@@ -101,7 +102,7 @@ class BlockMemory:
         except IndexError:
             place = self._first_of_slab()
         content = place.view()
-        # The base of a view is the slab, not the place. So no other reference exists when this view is collected.
+        # numpy makes the slab the base of `content`, not `place`. So only the finalizer has a reference to `place`.
         weakref.finalize(content, self._free.append, place).atexit = False
         return content
 
@@ -148,7 +149,7 @@ def copy_out(pages: KVPages, block: BlockIndex, content: Content, gate: Gate) ->
             with gate as is_open:
                 if not is_open:
                     return False
-                if here is None:  # for a device, this call makes the copy
+                if here is None:  # `pages.read` copies the block from the device to host memory.
                     here = np.frombuffer(pages.read(layer, block), np.uint8)
                 np.copyto(there[start:end], here[start:end])
     return True

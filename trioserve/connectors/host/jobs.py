@@ -1,9 +1,9 @@
 """Jobs of the host store that run in threads: saving a finished request's blocks, loading blocks, and writing files.
 
-The engine's thread creates a job, asks it for work, passes the results to it, and ends it. Only the work, a function
-without arguments, runs in another thread. Each piece of work handles at most BATCH_BYTES, so that the job notices
-changes soon. The work may only change memory of the job, files, and, through the gate, blocks of the engine that the
-job may write.
+The engine's thread creates a job, gets each piece of work from the job, passes the result back to the job, and ends the
+job. Only the pieces of work, which are functions without arguments, run in another thread. Each piece of work handles
+at most BATCH_BYTES, so that the job notices changes soon. A piece of work may change only the memory of the job, files,
+and (inside the gate) the blocks of the engine that the job may write.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Job(Protocol):
     gate: Gate
 
     def next_work(self) -> Callable[[], Any] | None:
-        """Return the next piece of work. None: there is no more, or the job is not wanted. `end` follows once."""
+        """Return the next piece of work, or None if no work is left or the job was stopped.
+
+        After None, the caller calls `end` once.
+        """
         ...
 
     def take(self, result: Any) -> None:
@@ -120,7 +123,7 @@ class Saving:
 
     def take(self, result: list[KeptBlock]) -> None:
         if not self.gate.is_open:
-            return  # a closed gate: the copies may contain another request's KV
+            return  # The gate is closed, so the copies may contain another request's KV.
         for kept in result:
             self._store.put(self._parts[self._done_count].name, kept)
             self._done_count += 1
@@ -156,8 +159,8 @@ class LoadPart(msgspec.Struct, frozen=True):
         block: Block of the engine.
         name: Name of the block.
         token_count: Number of tokens to load.
-        kept: Block in memory, pinned. None: it is read from a file.
-        key: Key of its file, pinned. None: it is in memory.
+        kept: Pinned block in memory. None if the block is read from a file.
+        key: Pinned key of the block's file. None if the block is in memory.
         is_reserved: True if memory is reserved to keep the block that is read from a file.
     """
 
@@ -174,8 +177,8 @@ class LoadOutcome(msgspec.Struct, frozen=True):
     """Result of a piece of a load.
 
     Attributes:
-        read: For each loaded part, in order: the block that was read from a file, or None if it was in memory.
-        problem: Reason why the next part was not loaded. None if all were.
+        read: For each loaded part, in order: the block that was read from a file, or None if the block was in memory.
+        problem: Reason why the next part was not loaded. None if all parts were loaded.
         is_bad: True if the stored block of the next part is unusable.
     """
 
@@ -194,9 +197,9 @@ class Loading:
         proofs: Proofs of the request's blocks.
         pages: KV cache of the engine.
         store: Store of the blocks.
-        files: Files of the store. None: there are none.
+        files: Files of the store. None if the store has no files.
         on_end: Called when the job has ended.
-        before_count: Number of tokens before the first part that are not loaded, because no sliding window reaches
+        before_count: Number of tokens before the first part. They are not loaded, because no sliding window reaches
             them.
 
     Attributes:
@@ -255,7 +258,7 @@ class Loading:
         if result.is_bad:
             bad = self._parts[self._done_count]
             self._store.counts.read_failures += bad.kept is None
-            # Two loads may find the same damage. Drop the block only if it was not replaced meanwhile.
+            # Two loads may find the same damaged block. Drop the block only if no other load has replaced it meanwhile.
             if self._store.in_memory(bad.name) is bad.kept and bad.key in (None, self._store.file(bad.name)):
                 self._store.drop(bad.name)
 
@@ -315,8 +318,8 @@ class Loading:
 class Writing:
     """Job that writes blocks from memory to files, and removes surplus files.
 
-    It also counts the files after the directory differed from the records. It starts again whenever there is more to
-    do.
+    The job also counts the files if the directory differs from the records. The job starts again when new blocks wait
+    or files must be removed.
 
     Args:
         store: Store of the blocks.
@@ -329,7 +332,7 @@ class Writing:
         self._store = store
         self._files = files
         self._on_end = on_end
-        self._name: BlockHash | None = None  # block that is being written
+        self._name: BlockHash | None = None  # name of the block that is being written
         self._has_warned = False
         self._is_counting = False
 

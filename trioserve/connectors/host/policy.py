@@ -1,14 +1,14 @@
-"""Policy of the host store: its answers to the core, and the jobs that threads run for it. Nothing here waits.
+"""Policy of the host store: decides which blocks to save, load and write, and creates jobs for worker threads.
 
-The full blocks of a request are copied when it ends, unless they are already stored. They are not copied when the
-prefix cache evicts them: the core does not ask the connector then, and needs the blocks at once. So the core holds the
-blocks during the copy, for a few ms, and at most half of the pool at a time. If all layers of a model have a sliding
-window, only the blocks that the window still reaches are left to copy. A prompt is found by these blocks. Loads come
-from memory or from files. Blocks from files are also kept in memory if there is enough.
+No function of this module waits. When a request ends, its full blocks are copied, unless they are already stored. When
+the prefix cache evicts a block, it is too late for a copy: the core does not call the connector, and needs the block at
+once. So the core holds the blocks of an ended request while they are copied, which takes a few ms. At most half of the
+pool is held for copies at a time. If all layers of a model have a sliding window, only the blocks that the window still
+reaches can be copied, and a later prompt is matched by these blocks. Loads read from memory or from files. Blocks that
+are read from files are also stored in memory if enough memory is free.
 
-A load that is no longer needed stops at its next piece, and is reported when it has stopped. While such a load has not
-stopped, for example because of a dead disk, the policy promises no further loads from files. Loads from memory
-continue.
+A load that is no longer needed stops before its next piece, and the policy reports it to the core when it has stopped.
+Until then, the policy offers no further loads from files, because the disk may be broken. Loads from memory continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trioserve.contracts.request import EngineRequest
 __all__ = ["HostSettings", "host_settings_from", "HostPolicy", "Lane"]
 
 GIB = 2**30
-FILE_OVERHEAD_BYTES_MAX = 4096  # upper limit for head and checksum of a file, without its tokens
+FILE_OVERHEAD_BYTES_MAX = 4096  # upper limit for the head and the checksum of a file, without the tokens in the head
 OPTIONS = ("memory_gib", "memory_bytes", "directory", "directory_gib", "directory_bytes")
 
 
@@ -128,14 +128,14 @@ class Lane(enum.Enum):
 class HostPolicy:
     """KVConnector (see contracts.kv_transfer) that keeps blocks in host memory and files.
 
-    Its owner runs the jobs of the lanes.
+    The owner of the policy runs the jobs of the lanes.
 
     Args:
         settings: Limits of the host store.
         pages: KV cache of the engine.
-        wake: Called when the core should ask for progress.
-        files: Files of the store. None: there are none.
-        hash_block: Hash function of block names. Tests may pass another one.
+        wake: Called when the core should call `progress`.
+        files: Files of the store. None if the store has no files.
+        hash_block: Hash function of block names. Tests may pass another function.
         window_tokens: Sliding window of the model, see ConnectorSetup.
 
     Attributes:
@@ -189,12 +189,14 @@ class HostPolicy:
         chain, tokens = self._chain(request), request.known_token_ids
         files_answer = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
         end, stored_from = first, first
-        for index in range(first, (len(tokens) - 1) // self._block_size):  # the last token is always computed
+        # The engine must always compute the last token, so the last token is never matched.
+        for index in range(first, (len(tokens) - 1) // self._block_size):
             name = chain.name(index, tokens)
             if self.store.in_memory(name) is None and not (files_answer and self.store.file(name) is not None):
                 if self._window_tokens is None:
                     break
-                stored_from = index + 1  # later blocks may not need this one, if no window reaches it
+                # A later block can still match if no sliding window reaches from that block to this missing block.
+                stored_from = index + 1
             if stored_from <= max(first, self._first_place_seen((index + 1) * self._block_size)):
                 end = index + 1
         return (end - first) * self._block_size
@@ -211,7 +213,7 @@ class HostPolicy:
         start = first_position(block_table, size, computed_count)
         indices = range(start // size, -(-end // size))
         chain = self._chain(request)
-        # A last block that is not full is not a block of the prompt either, if the prompt ends in it.
+        # If the prompt ends inside the last block, that block is not full and has no name.
         used = [chain.name(index, tokens) for index in range(indices.stop) if (index + 1) * size <= len(tokens)]
         names = used[indices.start :]
         parts: list[LoadPart] = []
@@ -220,7 +222,7 @@ class HostPolicy:
             part = self._load_part(index, block_table[index], name, min(size, end - index * size))
             if part is None:
                 break
-            # If there was no memory for a block, there is none for later blocks. Do not search for it again.
+            # If no memory was free for one block, no memory is free for later blocks. Do not search again.
             had_room = not parts or parts[-1].kept is not None or parts[-1].is_reserved
             if part.kept is None and had_room and self.store.reserve(name, needed):
                 part = msgspec.structs.replace(part, is_reserved=True)
@@ -242,7 +244,7 @@ class HostPolicy:
     def load_abandoned(self, request_id: RequestId) -> None:
         load = self._loads.get(request_id)
         if load is None:
-            return  # the load has ended, and its event waits for `progress`
+            return  # The load has already ended, and `progress` will return its event.
         load.is_abandoned = True
         load.problem = "the request does not need it any more"
         load.gate.is_wanted = False
@@ -262,7 +264,7 @@ class HostPolicy:
             return False
         names = [chain.name(index, tokens) for index in range(len(tokens) // self._block_size)]
         self.store.touch(names)
-        there_from = first_place(block_table)  # blocks behind a sliding window are gone
+        there_from = first_place(block_table)  # Blocks behind the sliding window no longer exist.
         new = [index for index, name in enumerate(names) if index >= there_from and not self.store.is_known(name)]
         room = self._saving_blocks_max - self._saving_block_count
         parts = []
@@ -314,7 +316,7 @@ class HostPolicy:
             "host_directory_bytes_used": self.store.files.bytes_used,
         }
 
-    # --- methods for the owner ---
+    # --- methods for the owner of the policy ---
 
     def begin_job(self, lane: Lane) -> Job | None:
         """Return the next job of a lane, or None.
@@ -358,7 +360,7 @@ class HostPolicy:
     def close(self) -> None:
         """End the policy.
 
-        Afterwards no job touches the engine's blocks, no load is promised and nothing is reported.
+        Afterwards, no job accesses the engine's blocks, no tokens match, and the policy reports no events.
         """
         self._is_closed = True
         self._events.clear()
@@ -367,15 +369,16 @@ class HostPolicy:
         for jobs in self.lanes.values():
             jobs.clear()
 
-    # --- private ---
+    # --- private methods ---
 
     def _first_place_seen(self, position: int) -> int:
-        """Return the first place of a block table that the token at this position sees."""
+        """Return the index of the first block that the token at this position attends to."""
         return 0 if self._window_tokens is None else max(0, position - self._window_tokens + 1) // self._block_size
 
     def _chain(self, request: EngineRequest) -> BlockChain:
         chain = self._chains.get(request.id)
-        if chain is None or chain.salt != request.cache_salt:  # the salt contains the weight version
+        # The cache salt contains the weight version, so it changes when the weights are replaced.
+        if chain is None or chain.salt != request.cache_salt:
             chain = BlockChain(request.cache_salt, self._block_size, hash_block=self._hash_block)
             self._chains[request.id] = chain
             if len(self._chains) > CHAINS_MAX:

@@ -1,4 +1,4 @@
-"""Records of the host store: which blocks are in memory or in files, and which are evicted. It never waits."""
+"""Records of the host store: which blocks are in memory or in files, and which blocks to evict. No function waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Shelf(Generic[Key]):
-    """Keys with sizes, from which the least recently used keys are evicted. Pinned keys are never evicted.
+    """Set of keys with sizes that evicts the least recently used keys. Pinned keys are never evicted.
 
     Args:
         bytes_max: Limit for kept and reserved bytes.
@@ -30,7 +30,7 @@ class Shelf(Generic[Key]):
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes_used = 0
-        self._sizes: OrderedDict[Key, int] = OrderedDict()  # in order of eviction
+        self._sizes: OrderedDict[Key, int] = OrderedDict()  # The first key is evicted first.
         self._pins: Counter[Key] = Counter()
 
     def __contains__(self, key: object) -> bool:
@@ -43,8 +43,8 @@ class Shelf(Generic[Key]):
         """Mark keys as used now.
 
         Args:
-            keys: Blocks of a prefix, in order. The first block is evicted last. A prefix without its first block is
-                useless.
+            keys: Keys of a prefix's blocks, in order. The first block is evicted last, because the other blocks are
+                useless without it.
         """
         for key in reversed(keys):
             if key in self._sizes:
@@ -58,7 +58,7 @@ class Shelf(Generic[Key]):
             keep: Keys that must not be evicted.
 
         Returns:
-            Evicted keys. None if too few bytes can be freed. Nothing changes then.
+            Evicted keys. None if too few bytes can be freed, and then no key is evicted.
         """
         missing = self.bytes_used + byte_count - self.bytes_max
         leaving = []
@@ -77,7 +77,7 @@ class Shelf(Generic[Key]):
         return leaving
 
     def release(self, byte_count: int) -> None:
-        """Return reserved bytes that are not needed.
+        """Release reserved bytes that are not needed.
 
         Args:
             byte_count: Bytes that were reserved.
@@ -130,7 +130,9 @@ class Shelf(Generic[Key]):
         assert all(count > 0 for count in self._pins.values())
 
 
-SURPRISES_SHARE = 64  # the files are counted again after one surprise per this many files
+# A surprise is a difference between the directory and the records. A count allows one surprise per 64 files until the
+# files are counted again.
+SURPRISES_SHARE = 64
 
 
 class KeptBlock(msgspec.Struct, frozen=True):
@@ -150,7 +152,7 @@ class Counts(msgspec.Struct):
 
     Attributes:
         saved: Blocks copied into memory.
-        unsaved: Blocks not copied into memory, because it was full or too many copies were waiting.
+        unsaved: Blocks not copied into memory, because the memory was full or too many copies were waiting.
         loaded: Blocks copied to the engine.
         loaded_from_files: Blocks of `loaded` that were read from files.
         written: Blocks written to files.
@@ -207,9 +209,9 @@ class BlockStore:
         self._file_of = file_of
         self._kept: dict[BlockHash, KeptBlock] = {}
         self._arriving: set[BlockHash] = set()
-        self._unwritten: dict[BlockHash, None] = {}  # blocks in memory that wait to be written, in this order
+        self._unwritten: dict[BlockHash, None] = {}  # blocks in memory that wait to be written to files, in order
         self._surplus: list[str] = []  # files to remove from the directory
-        self._surprises = 0  # number since the last count of the files
+        self._surprises = 0  # number of surprises since the files were last counted
         self._surprises_allowed = 0
 
     def found(self, files: Iterable[FoundFile]) -> None:
@@ -222,7 +224,7 @@ class BlockStore:
             if self.files.reserve(file.byte_count) is not None:
                 self.files.put(file.key, file.byte_count)
 
-    # --- looking ---
+    # --- lookups ---
 
     def in_memory(self, name: BlockHash) -> KeptBlock | None:
         return self._kept.get(name)
@@ -259,7 +261,7 @@ class BlockStore:
         if self._file_of is not None:
             self.files.touch([self._file_of(name) for name in names])
 
-    # --- memory ---
+    # --- blocks in memory ---
 
     def reserve(self, name: BlockHash, keep: Container[BlockHash]) -> bool:
         """Reserve memory for a block, and evict other blocks if necessary.
@@ -315,7 +317,7 @@ class BlockStore:
             self.counts.unwritten += 1
         self.counts.evicted += 1
 
-    # --- files ---
+    # --- blocks in files ---
 
     @property
     def has_file_work(self) -> bool:
@@ -335,7 +337,7 @@ class BlockStore:
         return self._surprises > self._surprises_allowed
 
     def counted_not(self) -> None:
-        """Record that a count failed. It is repeated after further surprises."""
+        """Record that a count of the files failed. Further surprises trigger another count."""
         self.counts.write_failures += 1
         self._surprises = 0
         self._surprises_allowed = max(1, len(self.files) // SURPRISES_SHARE)
@@ -353,7 +355,7 @@ class BlockStore:
         self._surprises_allowed = differences.file_count // SURPRISES_SHARE
         for keys, is_there in ((differences.gone, False), (differences.changed, True)):
             for key in keys:
-                if key not in self.files:  # dropped during the count
+                if key not in self.files:  # This store dropped the file during the count.
                     continue
                 self.files.drop(key)
                 self.counts.dropped += 1
@@ -388,7 +390,7 @@ class BlockStore:
             name = next(iter(self._unwritten))
             del self._unwritten[name]
             if self.file(name) is not None:
-                continue  # the block was dropped and saved again while its file was written
+                continue  # The block already has a file. It was dropped and saved again while the file was written.
             evicted = self.files.reserve(self.file_bytes)
             if evicted is None:
                 self.counts.unwritten += 1

@@ -1,4 +1,4 @@
-"""Connector `host`: opens the directory, and runs one task per lane that does the jobs in worker threads."""
+"""Connector `host`: opens the directory, and runs one task per lane. Each task runs its jobs in worker threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HostConnector(HostPolicy):
     Args:
         settings: Limits of the host store.
         pages: KV cache of the engine.
-        wake: Called when the core should ask for progress.
+        wake: Called when the core should call `progress`.
         run_in_thread: Runs a job in a thread. None uses Trio's threads, one per lane.
         window_tokens: Sliding window of the model (see ConnectorSetup).
     """

@@ -64,11 +64,11 @@ __all__ = [
 VERSION = 1
 MAGIC = b"TK"
 NONCE_BYTES = 32
-ID_LENGTH_MAX = 200  # our ids have 40 characters; an id from a client may have any length
-TELL_IDS_MAX = 100  # a TELL then fits a body even at four bytes per character
+ID_LENGTH_MAX = 200  # Ids of this server have 40 characters. An id from a client may have any length.
+TELL_IDS_MAX = 100  # So many ids fit into the body of a TELL, even if each character needs four bytes.
 BODY_BYTES_MAX = 131_072
-GREETING_BYTES_MAX = 4_096  # limit for a peer that has not proved that it knows the key
-CHUNK_BYTES_MAX = 4_194_304  # one token of the widest models needs less per layer
+GREETING_BYTES_MAX = 4_096  # maximum body size for a peer that has not proved yet that it knows the key
+CHUNK_BYTES_MAX = 4_194_304  # Even in the widest models, the KV of one token needs fewer bytes per layer.
 
 _HEAD = struct.Struct("!2sBxIIIIII")
 HEAD_BYTES = _HEAD.size
@@ -89,7 +89,7 @@ class Kind(enum.IntEnum):
     ABORT = 8
     TELL = 9
     TELL_REPLY = 10
-    PLACES_ASKED = 11  # from here on: kinds of connectors/nixl.py
+    PLACES_ASKED = 11  # Only connectors/nixl.py uses this kind and the kinds after it.
     PLACES = 12
     HAVE_READ = 13
 
@@ -139,7 +139,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Body of READ: positions that a reader asks for.
+    """Body of READ: the positions that a reader requests.
 
     Attributes:
         request_id: Id of the request at the holder.
@@ -322,7 +322,8 @@ def views(pages: KVPages, block_table: Sequence[BlockIndex], chunk: Chunk) -> li
     Returns:
         One view per block, in the order of the positions. None if the CPU cannot address the cache.
     """
-    # The loop repeats `places` without a Place per block, because this function takes most of the time of a transfer.
+    # This loop does the same as `places`, but creates no Place objects. This function takes most of the time of a
+    # transfer.
     layout = pages.layout
     block_size, token_bytes = layout.block_size, layout.token_bytes
     layer, position, left = chunk

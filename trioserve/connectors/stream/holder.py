@@ -1,4 +1,4 @@
-"""Holder's part of the transport: serves the connections of readers."""
+"""The holder's part of the transport: serves the connections of readers."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ __all__ = [
 ]
 
 GREETING_SECONDS_MAX = 5.0  # time in which a new peer must prove that it knows the key
-GREETINGS_MAX = 64  # handshakes at a time; one more ends the oldest handshake of the address that has most
-GREETINGS_OF_ADDRESS_MAX = 16  # handshakes per address; engines behind one address open only a few at a time
-SILENCE_SECONDS_MAX = 4.0  # time without progress in a transfer; short enough for one retry before a hold ends
+# Maximum number of handshakes at a time. A further one ends the oldest handshake of the address with most handshakes.
+GREETINGS_MAX = 64
+GREETINGS_OF_ADDRESS_MAX = 16  # handshakes per address at a time; all engines of one address open only a few at a time
+SILENCE_SECONDS_MAX = 4.0  # longest time without progress in a transfer; leaves time for one retry before a hold ends
 IDLE_SECONDS_MAX = 60.0  # time after which a connection without requests is closed
 
 MoreFrames = Callable[[PeerConnection, Head], Awaitable[bool]]
@@ -72,7 +73,7 @@ class Holder:
         policy: Holds, loads and totals of this engine.
         identity: Identity of this engine.
         note: Logs a problem with a peer.
-        more_frames: Handles frames of another connector. None if there are none.
+        more_frames: Handles the kinds of frames that only another connector uses. None if no other connector is used.
 
     Attributes:
         strangers: Limits for the peers that have not proved yet that they know the key.
@@ -110,7 +111,7 @@ class Holder:
             self._reader_count += 1
             is_reader = True
             while True:
-                # A reader that always sends another frame would never let other tasks run.
+                # Without this checkpoint, a reader that sends frames without pause would block all other tasks.
                 await trio.lowlevel.checkpoint()
                 await self._respond(connection)
         except (*BROKEN, Refused) as error:
@@ -133,7 +134,7 @@ class Holder:
             Refused: the peer does not know the key, or newer peers took its place before the handshake ended.
         """
         place = self.strangers.crowd_in(peer)
-        if place is None:  # all places of its address are taken by handshakes that are ending
+        if place is None:  # The address has the maximum number of handshakes, and all of them are already ending.
             raise Refused("too many connections of its address have not shown the key")
         try:
             with trio.CancelScope() as scope, trio.fail_after(GREETING_SECONDS_MAX):
@@ -188,12 +189,13 @@ class Holder:
             send.stops[connection] = scope.cancel
             try:
                 for index in range(read.first_chunk, len(chunks)):
-                    await trio.lowlevel.checkpoint()  # a fast socket would never let other tasks run
+                    await trio.lowlevel.checkpoint()  # Without a checkpoint, a fast socket would block other tasks.
                     in_frame = True
                     await self._send_chunk(connection, transfer, send, chunks[index])
                     in_frame = False
                     sends.sign_of_life(send, trio.current_time())
-                # Nothing runs between the check of the hold and the first byte: END proves that the hold was alive.
+                # No other code runs between the check of the hold and the first byte of END. So END proves that the
+                # hold was alive.
                 await connection.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
                 self.was_read(send, read.token_start, read.token_count)
                 return

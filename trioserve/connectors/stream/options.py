@@ -49,9 +49,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keyfile: str | None = None
     ca_certs: str | None = None
     peers: tuple[str, ...] | None = None
-    reads_max: int = 8  # more do not raise the throughput of a network, and each may need memory for a chunk
-    connections_max: int = 64  # 16 readers with four connections each
-    chunk_bytes: int = 262_144  # its checksum blocks the Trio thread for 0.1 ms
+    reads_max: int = 8  # More transfers do not raise the throughput of a network. Each may need memory for a chunk.
+    connections_max: int = 64  # enough for 16 readers with four connections each
+    chunk_bytes: int = 262_144  # The checksum of a chunk of this size blocks the Trio thread for 0.1 ms.
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -59,7 +59,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, low, high in (
             ("reads_max", 1, 1_000),
             ("connections_max", 1, 10_000),
-            ("chunk_bytes", 1, 1_048_576),  # the holder refuses larger chunks
+            ("chunk_bytes", 1, 1_048_576),  # A holder refuses larger chunks.
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -172,5 +172,5 @@ def _covers(peer: str, host: str) -> bool:
         return False
     try:
         return ipaddress.ip_address(host) in _network(peer)
-    except ValueError:  # never resolve a host name here: its DNS server could pick any address
+    except ValueError:  # Never resolve a host name at this point, because its DNS server could return any address.
         return False

@@ -1,4 +1,4 @@
-"""Connection between two engines that have proved that they know the key, with functions for its frames.
+"""Connection between two engines that have proved that they know the key, and the handshake that proves it.
 
 In a handshake, both engines prove that they have the same key, without sending it. Each engine sends an HMAC-SHA256
 (RFC 2104) over both greetings. Each greeting contains a nonce, so a recorded proof is useless on another connection.

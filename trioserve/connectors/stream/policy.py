@@ -1,8 +1,9 @@
-"""Decisions of a connector between two processes: answers to the core, and the state of all transfers.
+"""Decisions of a connector that moves KV between two processes, and the state of all transfers.
 
 An engine may be both holder and reader. `Sends` tracks blocks that other engines may read here. `Loads` tracks blocks
-that this engine reads from other engines. `Reports` queues events for the core. Nothing here waits or reads a clock.
-The transport (transport.py) moves the bytes. It asks this code before each piece, and reports the outcome.
+that this engine reads from other engines. `Reports` queues events for the core. This code never waits or reads a clock.
+The transport (transport.py) moves the bytes. Before each piece, the transport checks with this code that the blocks may
+be used. After each transfer, the transport reports the result to this code.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ class StreamPolicy:
         self.loads = Loads(self.reports, on_work)
         self.address: tuple[str, int] | None = None
         self.totals: dict[str, float] = dict.fromkeys(NAMED_COUNTS, 0)
-        self._asked: set[RequestId] = set()  # live requests whose load has started; Loads releases their holds
+        self._asked: set[RequestId] = set()  # running requests whose load has started; `Loads` releases their holds
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """Return how many tokens after the computed ones another engine holds, without the last known token.
+        """Return how many tokens after the computed tokens another engine holds, without the last known token.
 
-        Invalid kv_transfer_params match the whole prompt. They become a load that fails and reports the reason.
+        With invalid kv_transfer_params, the whole prompt matches. The core then starts a load, which fails and reports
+        the reason.
 
         Args:
             request: Request whose prompt is looked up.
@@ -158,7 +160,7 @@ class StreamPolicy:
         return self.reports.take()
 
     def counts(self) -> dict[str, float]:
-        """Return totals since the start: NAMED_COUNTS, and sends and loads by the way they ended."""
+        """Return totals since the start: NAMED_COUNTS, and the numbers of sends and loads by outcome."""
         sends, loads = self.sends.ends, self.loads.ends
         return {
             **self.totals,

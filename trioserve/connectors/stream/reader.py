@@ -1,4 +1,4 @@
-"""Reader's part of the transport: transfers the chunks of loads, and sends heartbeats and releases to holders."""
+"""The reader's part of the transport: transfers the chunks of loads, and sends heartbeats and releases to holders."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ from trioserve.connectors.stream.wire import MayNot, Wire
 
 __all__ = ["MakeReader", "Reader"]
 
-CONNECT_SECONDS_MAX = 4.0  # a stopped process accepts connections but never answers; leaves time for one retry
+# A process that is stopped (SIGSTOP) accepts connections but never answers. This limit leaves time for one retry.
+CONNECT_SECONDS_MAX = 4.0
 KEPT_SECONDS_MAX = 30.0  # time to keep an idle connection; shorter than IDLE_SECONDS_MAX of the holder
 HEARTBEAT_SECONDS = 2.5  # a quarter of the lifetime of a hold, so two heartbeats may get lost
-TELL_FAILURES_MAX = 3  # failures in a row; afterwards the holds end by their deadlines
+TELL_FAILURES_MAX = 3  # maximum number of failures in a row; afterwards, the holds end by their deadlines
 PEER_CONNECTIONS_MAX = 4
 PEERS_MAX = 64
 BROKE_OFF = "this engine cannot be reached, or broke off"
@@ -53,7 +54,9 @@ BROKE_OFF = "this engine cannot be reached, or broke off"
 
 The log has the details.
 """
-TOLD_LATER_MAX = 1_000  # holders that wait for a free task; further holds end by their deadlines
+# Maximum number of holders that wait for a free task. Further holders are not notified, and their holds end by their
+# deadlines.
+TOLD_LATER_MAX = 1_000
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +101,8 @@ class Reader:
         self._pages = policy.setup.pages
         self._slots = trio.CapacityLimiter(policy.options.reads_max)
         self._peers: dict[Source, Peer] = {}
-        self._told_again: dict[Source, trio.Event] = {}  # wakes the task that sends messages to a holder
-        self._told_later: dict[Source, None] = {}  # holders for which no task was free
+        self._told_again: dict[Source, trio.Event] = {}  # events that wake the task that sends messages to a holder
+        self._told_later: dict[Source, None] = {}  # holders that wait for a free task
 
     # --- one load ---
 
@@ -122,7 +125,7 @@ class Reader:
                     self._loads.begun(load, trio.current_time())
                     await self._bring_from(peer, load)
             except Exception as error:
-                # Our bug. It fails only this transfer, and this engine computes the missing KV.
+                # This error is a bug of the reader. Only this transfer fails, and this engine computes the missing KV.
                 log.exception("kv transfer failed request=%s", load.request_id)
                 self._loads.failed(load, f"a fault in this engine's connector: {error!r}")
             finally:
@@ -138,7 +141,7 @@ class Reader:
                 return
             except BROKEN as error:
                 self._note(str(peer.source), describe(error))
-                _close_all(peer.idle)  # the other connections have probably failed, too
+                _close_all(peer.idle)  # The other connections to this holder have probably failed, too.
                 is_deaf = isinstance(error, ConnectionRefusedError)
                 seconds = self._loads.broken(load, BROKE_OFF, trio.current_time(), is_deaf=is_deaf)
                 if seconds is not None:
@@ -182,7 +185,7 @@ class Reader:
             await self._take_chunk(connection, head, load, chunks[load.next_chunk])
             self._loads.came(load, trio.current_time())
             self._policy.totals["bytes_received_total"] += head.body_bytes
-            await trio.lowlevel.checkpoint()  # a fast socket would never let other tasks run
+            await trio.lowlevel.checkpoint()  # Without this checkpoint, a fast socket would block other tasks.
         await self.receive_response(connection, Kind.END)
         self.complete(load)
 
@@ -367,7 +370,7 @@ class Reader:
                         self._note(str(source), describe(error))
                         self._loads.cannot_tell(source)
                         if not self._loads.tells(source):
-                            return  # frees this task for another holder, because PEERS_MAX tasks may run
+                            return  # At most PEERS_MAX tasks may run, and another holder may need a task.
                     else:
                         seconds = 0.1 * failure_count
                 with trio.move_on_after(seconds):
@@ -375,7 +378,7 @@ class Reader:
                 if not tells and not again.is_set():
                     return
         except Exception:
-            # Our bug. It affects only this holder, whose holds end by their deadlines.
+            # This error is a bug of the reader. It affects only this holder, whose holds end by their deadlines.
             log.exception("kv holder cannot be notified source=%s", source)
             self._loads.cannot_tell(source)
         finally:

@@ -134,8 +134,8 @@ def _read(path: Path) -> bytes:
     return key
 
 
-TOKENS_MAX = 100_000_000  # longer than any context, so a larger value is an error
-BLOCKS_MAX = 100_000  # one million tokens in small blocks; checking the list takes a few milliseconds
+TOKENS_MAX = 100_000_000  # No context is as long, so a larger value is an error.
+BLOCKS_MAX = 100_000  # enough for one million tokens in small blocks; checking the list takes a few milliseconds
 
 
 class Source(NamedTuple):
@@ -150,12 +150,12 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Place from which a request can load its KV.
+    """Engine and request that hold KV which another request can load.
 
     Attributes:
         source: Engine that holds the blocks.
         request_id: Id of the request at the holder.
-        token_count: Number of positions whose KV is held. None if the request does not say it.
+        token_count: Number of positions whose KV is held. None if the parameters do not contain this number.
     """
 
     source: Source
@@ -168,7 +168,7 @@ def origin_of(params: KVTransferParams, options: StreamOptions, key: bytes) -> O
 
     Args:
         params: kv_transfer_params of the request.
-        options: Options of this connector. They say which hosts are allowed.
+        options: Options of this connector, which define the allowed hosts.
         key: Key with which the engines of this group sign their addresses.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Transfers of one engine: holds on blocks that others may read, loads from others, and the events about both.
+"""Transfers of one engine: holds on blocks that other engines may read, loads from other engines, and their events.
 
     request_finished ──► held ──► the reader has finished, or needs no blocks ──► Released
                               ──► aborted in this engine ───────────────────────► Released
@@ -36,7 +36,7 @@ __all__ = ["Reports", "proof_of", "Send", "SendEnd", "Sends", "Load", "LoadEnd",
 class Reports:
     """Ordered queue with at most one event per load or hold, so the active transfers bound its size.
 
-    A newer event of a load or hold replaces the older one and moves to the end.
+    A newer event of a load or hold replaces the older event and is added at the end.
 
     Args:
         wake: Called after an event is added.
@@ -70,8 +70,8 @@ class Reports:
 def proof_of(cache_salt: str | None, tokens: Sequence[int]) -> bytes:
     """Hash tokens under a cache salt.
 
-    A reader sends the hash when it asks for KV. So a client cannot get the KV of a prompt that it does not know.
-    A reader also cannot load KV of other tokens into its prefix cache.
+    A reader sends the hash when it requests KV. So a client cannot get the KV of a prompt that it does not know. A
+    reader also cannot load KV of other tokens into its prefix cache.
 
     Args:
         cache_salt: Cache salt of the request.
@@ -86,13 +86,13 @@ def proof_of(cache_salt: str | None, tokens: Sequence[int]) -> bytes:
     return blake2b(root_hash(cache_salt) + packed, digest_size=32).digest()
 
 
-SIGN_OF_LIFE_SECONDS = 1.0  # a hold lasts ten seconds, so more frequent reports are useless
+SIGN_OF_LIFE_SECONDS = 1.0  # A hold lasts ten seconds, so more frequent reports would be useless.
 
 
 class SendEnd(enum.Enum):
-    COMPLETED = "completed"  # a reader received everything that it asked for
-    UNWANTED = "unwanted"  # the reader released the hold before it received everything
-    ABORTED = "aborted"  # in this engine
+    COMPLETED = "completed"  # A reader received all positions that it requested.
+    UNWANTED = "unwanted"  # The reader released the hold before it had received all positions.
+    ABORTED = "aborted"  # The request was aborted in this engine.
     EXPIRED = "expired"
 
 
@@ -104,9 +104,9 @@ class Send(msgspec.Struct, eq=False):
         block_table: Blocks of the request.
         tokens: Tokens of the request. The blocks contain their KV from position `held_from` on.
         cache_salt: Cache salt of the request.
-        held_from: First position that a reader may ask for. Positions before it are behind a sliding window.
+        held_from: First position that a reader may request. Earlier positions are behind a sliding window.
         is_alive: False once the hold has ended.
-        was_read: True once a reader received everything that it asked for.
+        was_read: True once a reader has received all positions that it requested.
         reported_alive_at: Time of the last StillRead event, in seconds.
         stops: Functions that stop the transfers that read this hold, by transfer.
     """
@@ -160,7 +160,7 @@ class Sends:
         """Check that a reader may read positions of a hold, and report the hold as still read.
 
         Args:
-            request_id: Request whose blocks the reader asks for.
+            request_id: Request whose blocks the reader wants to read.
             token_start: First position.
             token_count: Number of positions.
             proof: Hash of the reader's tokens up to the last position (see proof_of).
@@ -252,11 +252,11 @@ class Sends:
             self._reports.add(Released(request_id))
 
 
-RETRIES_MAX = 8  # limit per load, also if chunks arrived between the failures
-QUIET_SECONDS_MAX = 8.0  # a hold ends after ten seconds without a reader, so later retries would fail
-RETRY_SECONDS = (0.0, 0.05, 0.2, 0.5, 1.0)  # by the number of failures since the last chunk arrived
-DEAF_MAX = 3  # refused connections in a row; an engine that holds blocks also listens
-NEWS_MAX = 1_000  # unsent releases per holder; further holds end by their deadline
+RETRIES_MAX = 8  # maximum number of retries per load, even if chunks arrived between the failures
+QUIET_SECONDS_MAX = 8.0  # A hold ends after ten seconds without a reader, so later retries would fail.
+RETRY_SECONDS = (0.0, 0.05, 0.2, 0.5, 1.0)  # waits before a retry, by the number of failures since the last chunk
+DEAF_MAX = 3  # maximum number of refused connections in a row; an engine that holds blocks would accept connections
+NEWS_MAX = 1_000  # maximum number of unsent releases per holder; further holds end by their deadlines
 
 
 class LoadEnd(enum.Enum):
@@ -279,14 +279,14 @@ class Load(msgspec.Struct, eq=False):
         start: First position to read.
         token_count: Number of positions to read.
         proof: Hash of all tokens up to the last position (see proof_of).
-        asked_count: Number of positions that the core asked for. It includes positions behind a sliding window, which
+        asked_count: Number of positions that the core requested, including positions behind a sliding window, which
             have no block and are not read.
         is_alive: False once the load has ended.
         next_chunk: Index of the first chunk that has not arrived.
         retries: Number of failures since the start of the load.
         retries_in_a_row: Number of failures since the last chunk arrived.
-        begun_at: Time in seconds when the transfer began. Loads above the limit `reads_max` wait before it.
-        quiet_since: Time in seconds when the last chunk arrived, or when the transfer began. None before it began.
+        begun_at: Time in seconds when the transfer began. A load above the limit `reads_max` waits before its transfer.
+        quiet_since: Time in seconds when the last chunk arrived, or when the transfer began. None before the transfer.
         stop: Stops the task that transfers the chunks.
     """
 
@@ -321,7 +321,7 @@ class Loads:
         self._on_work = on_work
         self._out: dict[RequestId, Load] = {}
         self._new: deque[Load] = deque()
-        self._readers: dict[Source, Counter[str]] = {}  # number of loads per hold, by holder
+        self._readers: dict[Source, Counter[str]] = {}  # for each holder, the number of loads of each hold
         self._news: dict[Source, dict[str, None]] = {}  # releases that the holder has not received yet
         self._urgent: set[Source] = set()
         self.ends: Counter[LoadEnd] = Counter()
@@ -330,7 +330,7 @@ class Loads:
     def __len__(self) -> int:
         return len(self._out)
 
-    # --- the core's side ---
+    # --- methods for the core ---
 
     def start(
         self,
@@ -352,7 +352,7 @@ class Loads:
             start: First position to read.
             token_count: Number of positions to read.
             proof: Hash of all tokens up to the last position (see proof_of).
-            asked_count: Number of positions that the core asked for. None means `token_count`.
+            asked_count: Number of positions that the core requested. None means `token_count`.
         """
         if isinstance(origin, str):
             self.ends[LoadEnd.FAILED] += 1
@@ -387,7 +387,7 @@ class Loads:
         if readers is None or origin.request_id not in readers:
             self._release(origin)
 
-    # --- the transport's side ---
+    # --- methods for the transport ---
 
     def take_new(self) -> tuple[Load, ...]:
         """Return the loads whose transfer has not been started, and remove them from the list of new loads."""
@@ -426,7 +426,7 @@ class Loads:
             self._end(load, LoadEnd.FAILED, LoadFailed(load.request_id, f"{load.origin.source}: {message}"))
 
     def begun(self, load: Load, now: float) -> None:
-        """Record that the transfer of a load begins. The limit QUIET_SECONDS_MAX counts from here.
+        """Record that the transfer of a load begins. The limit QUIET_SECONDS_MAX counts from this time.
 
         Args:
             load: Load that begins.
@@ -445,7 +445,7 @@ class Loads:
             is_deaf: True if the holder refused the connection.
 
         Returns:
-            Seconds to wait before the retry. None if the load has ended, now or before.
+            Seconds to wait before the retry. None if the load has ended, in this call or earlier.
         """
         if not load.is_alive:
             return None
@@ -493,8 +493,8 @@ class Loads:
 
         Args:
             source: Holder that answered.
-            tell: Message that it answered.
-            gone: Holds that are needed, but no longer exist.
+            tell: Message that the holder answered.
+            gone: Ids of needed requests that the holder does not hold.
 
         Cost: O(loads).
         """
@@ -519,7 +519,7 @@ class Loads:
             self.failed(load, "this engine's connector has ended")
         self._new.clear()
 
-    # --- inside ---
+    # --- private methods ---
 
     def _end(self, load: Load, end: LoadEnd, report: Loaded | LoadFailed | None) -> None:
         del self._out[load.request_id]

@@ -32,7 +32,7 @@ from trioserve.trio_tools.tcp_stream import connect_tcp, end_when_vanished
 
 __all__ = ["StreamTransport", "dual_listener", "TcpConnector", "make_connector"]
 
-LOGGED_MAX = 200  # pairs of peer and message; further problems are counted only
+LOGGED_MAX = 200  # maximum number of logged pairs of peer and message; further problems are only counted
 TIDY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class StreamTransport:
             raise StartupError(
                 f"KV connector: {options.host}:{options.port} cannot be listened on: {error.strerror or error}"
             ) from error
-        for other in others:  # a name with several addresses; readers can use only one port
+        for other in others:  # The host name has several addresses, but readers can use only one port.
             other.socket.close()
         return first
 
@@ -121,13 +121,14 @@ class StreamTransport:
 
     @trio.lowlevel.enable_ki_protection
     async def _accepted(self, stream: trio.SocketStream) -> None:
-        address = remote_address(stream) or "?"  # the peer has already disconnected
+        address = remote_address(stream) or "?"  # The address is unknown if the peer has already disconnected.
         with contextlib.suppress(OSError):
             end_when_vanished(stream)
         try:
             await self.holder.serve(partial(self._shake_hands, stream), address)
         except Exception:
-            log.exception("kv connection failed peer=%s", address)  # our bug; it ends only this connection
+            # This error is a bug of the connector. It ends only this connection.
+            log.exception("kv connection failed peer=%s", address)
         finally:
             stream.socket.close()
 
@@ -142,10 +143,10 @@ class StreamTransport:
         """
         try:
             stream = await connect_tcp(source.host, source.port)
-        except ValueError as error:  # for example a host name with a label that is too long
+        except ValueError as error:  # The host name is not valid. For example, one of its labels is too long.
             raise Refused(f"its host cannot be looked up: {error}") from error
         except OSError as error:
-            cause = error.__cause__  # a group if the name has several addresses
+            cause = error.__cause__  # The cause is an exception group if the host name has several addresses.
             causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause,)
             if all(isinstance(one, ConnectionRefusedError) for one in causes):
                 raise ConnectionRefusedError("nobody listens there") from error

@@ -16,15 +16,15 @@ import trio
 
 __all__ = ["MayNot", "SocketWire", "StreamWire", "Wire", "always"]
 
-PIECES_MAX = 512  # per call; the limit of the kernel is 1,024
-PART_BYTES = 65_536  # bytes per call on a stream; a call that takes longer than silence_seconds fails
+PIECES_MAX = 512  # maximum number of pieces per system call; the limit of the kernel is 1,024
+PART_BYTES = 65_536  # maximum bytes per call of a stream; a call that takes longer than silence_seconds fails
 
 
 class MayNot(Exception):
     """The blocks of a transfer must not be used any more.
 
     Args:
-        has_begun: True if some bytes went over the connection. The connection cannot be used any more then.
+        has_begun: True if some bytes were already transferred. In that case, the connection cannot be used any more.
     """
 
     def __init__(self, *, has_begun: bool) -> None:
@@ -149,8 +149,8 @@ class SocketWire:
 class StreamWire:
     """Connection over any Trio stream, mostly TLS.
 
-    It copies the blocks before it sends, because a stream may read its argument later. It copies received bytes into
-    the blocks.
+    The connection copies blocks before it sends them, because a stream may read its argument later. It copies received
+    bytes into the blocks.
 
     Args:
         stream: Stream to use.
@@ -161,7 +161,7 @@ class StreamWire:
     def __init__(self, stream: trio.abc.Stream, silence_seconds: float, close: Callable[[], None]) -> None:
         self._stream = stream
         self._close = close
-        self._early = b""  # received bytes that no call has asked for yet
+        self._early = b""  # received bytes that no call has returned yet
         self.silence_seconds = silence_seconds
 
     async def send(self, pieces: Sequence[memoryview | bytes], may: Callable[[], bool] = always) -> None:
@@ -199,7 +199,7 @@ class StreamWire:
 
 
 def _advance(rest: list[memoryview], byte_count: int) -> None:
-    """Remove the bytes that have been moved from the front of `rest`."""
+    """Remove the bytes that were transferred from the front of `rest`."""
     done = 0
     while done < len(rest) and byte_count >= len(rest[done]):
         byte_count -= len(rest[done])
