@@ -1,4 +1,4 @@
-"""Connections between ranks on other machines and their server: both ends, up to the end of the handshake.
+"""Connections between the server and its ranks on other machines. This module has both sides of the handshake.
 
 In the handshake, each side proves to the other that it knows the shared key. Both sides send a random nonce. The proof
 is an HMAC-SHA-256 (RFC 2104) of both nonces under the key, so a recorded handshake cannot be replayed. Later messages
@@ -44,14 +44,14 @@ RANK_MAX = 2**31 - 1
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """The first message, from the server."""
+    """The first message of a handshake, sent by the server."""
 
     nonce: bytes
     version: str = VERSION
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The reply of a rank."""
+    """The second message of a handshake: the rank's reply to the challenge."""
 
     rank: int
     nonce: bytes
@@ -60,11 +60,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, tag=True):
-    """The decision of the server.
+    """The last message of a handshake: the server accepts or refuses the rank.
 
     Attributes:
         proof: proof that the server knows the key.
-        refused: why the rank is refused. None: it is accepted.
+        refused: why the rank is refused. None if the rank is accepted.
     """
 
     proof: bytes = b""
@@ -99,7 +99,7 @@ def verdict(asked: Challenge, hello: Hello, key: str) -> Verdict:
 
     Args:
         asked: the challenge that the server sent.
-        hello: the reply to it.
+        hello: the rank's reply to the challenge.
         key: the shared key, `--ranks-key`.
     """
     if not 0 <= hello.rank <= RANK_MAX:
@@ -126,7 +126,7 @@ def is_server(asked: Challenge, hello: Hello, given: Verdict, key: str) -> bool:
 
 
 def _proof(side: bytes, key: str, server_nonce: bytes, rank_nonce: bytes, rank: int) -> bytes:
-    # All fields have a fixed length, so that different proofs never cover the same bytes.
+    # Each field has a fixed length, so that different fields never produce the same bytes.
     message = b"trioserve ranks " + side.ljust(8) + server_nonce[:NONCE_BYTES].ljust(NONCE_BYTES) + rank_nonce
     return hmac.digest(key.encode(), message + rank.to_bytes(8, "little", signed=True), "sha256")
 
@@ -136,8 +136,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 HANDSHAKE_SECONDS_MAX = 10.0
-HANDSHAKES_MAX = 64  # at a time. A further one ends the oldest of the address with the most connections
-HANDSHAKES_OF_ADDRESS_MAX = 32  # at a time: all ranks of a machine connect at once
+# Maximum number of handshakes at a time. A further one ends the oldest handshake of the address with most handshakes.
+HANDSHAKES_MAX = 64
+HANDSHAKES_OF_ADDRESS_MAX = 32  # All ranks of a machine connect at the same time, from one address.
 HANDSHAKE_BYTES_MAX = 4096
 
 
@@ -147,8 +148,8 @@ async def wait_for_ranks(
     """Listen until all ranks of other machines have connected.
 
     Args:
-        host: address or name by which the ranks reach this machine. The server listens only there if it is an address,
-            and at all addresses if it is a name.
+        host: address or name by which the ranks reach this machine. The server listens only at this address, or at all
+            addresses if this is a name.
         port: TCP port to listen at.
         ranks: ranks to wait for.
         key: the shared key, `--ranks-key`.
@@ -167,7 +168,7 @@ async def wait_for_ranks(
     is_complete = trio.Event()
 
     async def handle(stream: trio.SocketStream, place: Place) -> None:
-        """Handle one connection. No exception that a stranger can cause leaves this function."""
+        """Handle one connection. The function catches every exception that an unknown peer can cause."""
         rank = None
         try:
             with trio.CancelScope() as scope, trio.fail_after(HANDSHAKE_SECONDS_MAX):
@@ -183,7 +184,8 @@ async def wait_for_ranks(
         except (trio.TooSlowError, trio.BrokenResourceError, EOFError, ValueError, OSError, RecursionError) as error:
             logger.warning("a connection for ranks was closed error=%s", str(error)[:200] or type(error).__name__)
         except Exception:
-            logger.exception("a connection for ranks failed")  # our bug, which must not end the other connections
+            # This error is a bug of the server. It must not end the other connections.
+            logger.exception("a connection for ranks failed")
         finally:
             strangers.leave(place)
             stream.socket.close()
@@ -192,7 +194,7 @@ async def wait_for_ranks(
         while True:
             stream = await strangers.accept(listener)
             place = strangers.enter(remote_address(stream))
-            if place is None:  # all places of its address belong to connections that are ending
+            if place is None:  # The address has the maximum number of connections, and all of them are already ending.
                 stream.socket.close()
             else:
                 nursery.start_soon(handle, stream, place)
@@ -293,10 +295,10 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
 
 
 def _detached(stream: trio.SocketStream) -> socket.socket:
-    """Detach the socket of a stream from Trio, and let it break soon after its peer's machine vanishes."""
+    """Detach the socket of a stream from Trio, and make it fail soon after the machine of the peer vanishes."""
     connection = socket.socket(fileno=stream.socket.detach())
     try:
-        make_blocking(connection)  # O_NONBLOCK is shared by all processes that have the socket
+        make_blocking(connection)  # All processes that use the socket share O_NONBLOCK, so it must be cleared.
     except BaseException:
         connection.close()
         raise
@@ -308,7 +310,7 @@ async def _send_message(stream: trio.SocketStream, message: Any) -> None:
 
 
 async def _receive_message(stream: trio.SocketStream, kind: type[T]) -> T:
-    """Receive one message. Reads no byte after it, because other code reads the rest of the stream.
+    """Receive one message. Reads no byte after the message, because other code reads the rest of the stream.
 
     Raises:
         EOFError: the stream ended.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 __all__ = ["FRAME_BYTES_MAX", "FrameReader", "framed"]
 
-FRAME_BYTES_MAX = 2**31 - 1  # the largest message is an adapter, with some hundred megabytes
+FRAME_BYTES_MAX = 2**31 - 1  # The largest message contains an adapter, and has some hundred megabytes.
 LENGTH = struct.Struct("<I")
 
 
@@ -26,7 +26,7 @@ def framed(message: bytes) -> bytes:
 
 
 class FrameReader:
-    """Splits a byte stream into messages, and keeps the incomplete last one."""
+    """Splits a byte stream into messages, and keeps an incomplete last message until its other bytes arrive."""
 
     def __init__(self) -> None:
         self._unread = bytearray()

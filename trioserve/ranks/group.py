@@ -1,11 +1,11 @@
-"""The ranks of one model, from the server's side: a StepRunner whose steps several processes compute together.
+"""The server's view of the ranks of one model: a StepRunner whose steps several processes compute together.
 
 All ranks get the same orders in the same order, and each answers every order. The first rank of the last stage sends
 the result of a step. The other ranks of that stage send a checksum of the tokens that they chose, and all must agree.
 
-The group breaks if a rank ends, fails, chooses other tokens, or does not answer in time, because the others cannot
-compute without it. Then every caller that waits gets an error that names the rank, and all processes have ended before
-a new group is opened.
+The group breaks if a rank ends, fails, chooses different tokens, or does not answer in time, because the other ranks
+cannot compute without this rank. Then every waiting caller gets an error that names the rank. All processes of the
+broken group have ended before a new group is opened.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ __all__ = ["RankGroup", "open_ranks"]
 logger = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0
-SIGNS_SECONDS = 0.02  # from the first sign of a failure to the decision about its cause, which may arrive second
-ANSWER_SECONDS_MAX = 60.0  # this limit and the next one are those of StepWatch
+# The group waits this long after the first sign of a failure, because the sign of the real cause may arrive later.
+SIGNS_SECONDS = 0.02
+ANSWER_SECONDS_MAX = 60.0  # StepWatch has the same values for this limit and for LONGEST_ANSWERS_MAX.
 LONGEST_ANSWERS_MAX = 10.0
 
 OnProgress = Callable[[Progress], None]
@@ -71,19 +72,23 @@ WaitForMasks = Callable[[TokenMasks], Awaitable[None]]
 
 
 async def _wait_in_thread(masks: TokenMasks) -> None:
-    await call_abandonable(masks.wait, thread_name="trioserve-masks")  # the thread only reads, so it may be abandoned
+    # The thread only reads the masks, so a cancelled caller may abandon the thread.
+    await call_abandonable(masks.wait, thread_name="trioserve-masks")
 
 
 @uninterrupted
 class _Order:
-    """An order that was sent. The caller resumes when all ranks have answered, or for a step when its responder has.
+    """An order that was sent to the ranks. Its caller resumes when all ranks have answered.
+
+    The caller of a step resumes when the responder has answered.
 
     Args:
         ranks: ranks that must answer.
-        begun_at: when the order was sent, seconds of Trio's clock.
-        responder: the rank that answers a step with its result. None: the order is not a step.
-        is_timed: the time limit for answers applies. Reading weights has no limit.
-        is_beside: ranks execute the order in parallel to others. All other orders are executed one after the other.
+        begun_at: when the order was sent, in seconds of Trio's clock.
+        responder: the rank that answers a step with its result. None if the order is not a step.
+        is_timed: True if the time limit for answers applies. Orders that read weights have no time limit.
+        is_beside: True if ranks execute the order in parallel to other orders. All other orders are executed one after
+            the other.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class _Order:
 
     @property
     def ready(self) -> outcome.Value[Any] | None:
-        """The result, if its answers have arrived."""
+        """The result of the order, or None if the required answers have not arrived."""
         if self.responder is None:
             return None if self.waiting else outcome.Value(self.answers)
         answer = self.answers.get(self.responder)
@@ -121,8 +126,8 @@ class _Order:
     async def wait(self, *, may_leave: bool = False) -> Any:
         """Wait for the result.
 
-        By default a cancelled caller waits to the end, because the ranks read the KV cache until the step has ended.
-        The wait has an end: a rank that hangs breaks the group.
+        By default, a cancelled caller also waits for the result, because the ranks read the KV cache until the step has
+        ended. The wait is limited, because a rank that hangs breaks the group.
         """
 
         def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
@@ -141,13 +146,13 @@ class _Order:
 
 
 class _Sign(NamedTuple):
-    """A sign of a failure.
+    """An event that shows that the group has failed.
 
     Attributes:
-        rank: the rank that the sign came from.
-        how: the failure, as the end of a sentence about the rank.
-        error: an exception to raise unchanged. None: raise RankLost.
-        is_end: the connection has ended. Otherwise the rank reported a fault.
+        rank: the rank whose report or connection shows the failure.
+        how: description of the failure, which completes a sentence about the rank.
+        error: an exception to raise unchanged. None raises RankLost.
+        is_end: True if the connection of the rank has ended. False if the rank reported a fault.
     """
 
     rank: int
@@ -157,9 +162,10 @@ class _Sign(NamedTuple):
 
     @property
     def doubt(self) -> int:
-        """The likelihood that another rank's failure caused this sign. 0: this sign is the cause.
+        """A number that is larger if this failure more likely follows from another rank's failure. 0 means: never.
 
-        A reported fault ranks last: the rank may report that it lost another rank, which ended without a report.
+        A reported fault has the largest number. It may only report the loss of another rank that ended without a
+        report.
         """
         if self.error is not None or KILLED in self.how:
             return 0
@@ -168,23 +174,23 @@ class _Sign(NamedTuple):
 
 @uninterrupted
 class RankGroup:
-    """Sends orders to the ranks of one model and collects their answers. Made by open_ranks.
+    """Sends orders to the ranks of one model and collects their answers. Created by open_ranks.
 
     Args:
         block_size: tokens per block.
         stage_size: ranks of each stage.
-        answer_seconds_max: longest time for an answer. None: adapt to the longest step so far, but at least
-            ANSWER_SECONDS_MAX. 0: no limit.
-        find_missing: returns the ranks that the others wait for.
+        answer_seconds_max: longest time for an answer. 0 means no limit. None derives the limit from the longest step
+            so far, with a minimum of ANSWER_SECONDS_MAX.
+        find_missing: returns the ranks that the other ranks wait for.
         wait_for_masks: waits for token masks that are still being filled.
         on_progress: called with the progress of loading.
 
     Attributes:
-        loaded: the summary of all ranks, with the sizes that fit all of them.
-        ranks: the report of each rank, in order. Empty until all have loaded.
+        loaded: the summary of all ranks, with the sizes that fit every rank.
+        ranks: the report of each rank, in order. Empty until all ranks have loaded.
         step_seconds: for each rank, the duration of its last step and the part of it spent in collectives.
         rank_seconds: for each rank, the sums of step_seconds.
-        failure: what broke the group. None: it works.
+        failure: the error that broke the group. None while the group works.
     """
 
     loaded: Loaded
@@ -204,17 +210,18 @@ class RankGroup:
         self._stage_size = stage_size
         self._fixed_seconds_max = answer_seconds_max
         self._longest_seconds = 0.0
-        self._answered_at = -math.inf  # when all ranks had answered the last order
+        self._answered_at = -math.inf  # time when the last rank answered the last order
         self._find_missing = find_missing
         self._wait_for_masks = wait_for_masks
         self._on_progress = on_progress
         self._links: list[RankLink] = []
-        self._orders: OrderedDict[int, _Order] = OrderedDict()  # by serial, oldest first
+        self._orders: OrderedDict[int, _Order] = OrderedDict()  # orders without all answers by serial, oldest first
         self._serial = 0
         self._loaded: dict[int, Loaded] = {}
         self._all_loaded = trio.Event()
         self._progress: dict[int, tuple[float, int | None]] = {}
-        self._pings: dict[int, tuple[int, float]] = {}  # by rank: serial and time of the oldest ping without an answer
+        # For each rank: serial and time of the oldest ping that the rank has not answered.
+        self._pings: dict[int, tuple[int, float]] = {}
         self._signs: list[_Sign] = []
         self._has_sign, self._has_cause = trio.Event(), trio.Event()
         self._is_closed = False
@@ -231,11 +238,11 @@ class RankGroup:
 
         Args:
             plan: the step.
-            is_abandoned: when it becomes true, the ranks are notified.
+            is_abandoned: returns True when the result is no longer needed. The ranks are then notified.
 
         Returns:
-            A coroutine that waits for the result. The step runs even if the coroutine is not awaited yet. Result None:
-            the step was abandoned.
+            A coroutine that waits for the result. The step runs even if the coroutine is not awaited yet. The result
+            is None if the step was abandoned.
 
         Raises:
             RankLost: the group broke. Raised by the coroutine.
@@ -252,7 +259,8 @@ class RankGroup:
             result: StepResult | None = await order.wait()
             return result
         async with trio.open_nursery() as nursery:
-            nursery.cancel_scope.shield = True  # the wait for the step is shielded too, and needs the masks to end
+            # The wait for the step is shielded, too. The step can only end after the masks are sent.
+            nursery.cancel_scope.shield = True
             nursery.start_soon(self._send_masks, serial, plan)
             result = await order.wait()
             nursery.cancel_scope.cancel()
@@ -267,7 +275,7 @@ class RankGroup:
         self._send(Masks(serial, ctypes.string_at(masks.address, byte_count)))
 
     async def load(self) -> None:
-        """Wait until all ranks have loaded, allocate KV caches of one size, and compute a few steps.
+        """Wait until all ranks have loaded, then allocate KV caches of equal size and warm up the ranks.
 
         Raises:
             ModelLoadError: a rank cannot load the model.
@@ -290,13 +298,13 @@ class RankGroup:
         await self.ask(WarmUp, may_leave=True, is_timed=False)
 
     def _next_stages(self) -> tuple[tuple[str, int] | None, ...]:
-        """Return for each rank where its peer in the next stage listens. None: that is on the same machine."""
+        """Return the address of each rank's peer in the next stage. None if the peer is on the same machine."""
         ports = [rank.stage_port for rank in self.ranks[self._stage_size :]]
         links = self._links[self._stage_size :]
         return tuple(None if port is None else (link.host, port) for link, port in zip(links, ports, strict=True))
 
     async def claim_memory(self) -> bool:
-        """Claim a small part of each rank's KV cache ahead of its use. Return False when nothing is left to claim."""
+        """Touch a small part of each rank's KV cache before its first use. Return False when all memory was touched."""
         return any(answer.value for answer in (await self.ask(Claim, may_leave=True)).values())
 
     async def add(self, id: AdapterId, content: Any) -> None:
@@ -307,7 +315,7 @@ class RankGroup:
             content: the whole adapter, an AdapterWeights.
 
         Raises:
-            MemoryError: a rank has no memory for it. No rank keeps it.
+            MemoryError: a rank has no memory for the adapter. No rank keeps the adapter.
             RankLost: the group broke.
         """
         matrices = tuple(
@@ -361,9 +369,9 @@ class RankGroup:
 
         Args:
             make: returns the order for a serial.
-            may_leave: a cancelled caller leaves at once. Otherwise it waits for the answers.
-            is_timed: the time limit of a step applies.
-            is_beside: ranks execute the order in parallel to others.
+            may_leave: True if a cancelled caller returns at once. Otherwise, it waits for the answers.
+            is_timed: True if the time limit of a step applies.
+            is_beside: True if ranks execute the order in parallel to other orders.
 
         Returns:
             The answer of each rank.
@@ -425,7 +433,8 @@ class RankGroup:
     def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
         """Break the group if ranks chose different tokens.
 
-        An abandoned step may have a digest in one rank and none in another, because one rank finished it earlier.
+        For an abandoned step, one rank may report a digest and another rank None, because only the first rank finished
+        the step before it was abandoned.
         """
         digests = {other: their.digest for other, their in order.answers.items() if their.digest is not None}
         if answer.digest is not None and any(digest != answer.digest for digest in digests.values()):
@@ -470,10 +479,10 @@ class RankGroup:
             self._has_cause.set()
 
     async def judge(self) -> None:
-        """Wait for a sign of a failure, then break the group with its most likely cause.
+        """Wait for a sign of a failure, then break the group with the most likely cause of the failure.
 
-        Waits SIGNS_SECONDS for further signs: a rank that lost another rank may report that before the end of the other
-        one is seen.
+        Waits SIGNS_SECONDS for further signs. If a rank loses another rank, its report may arrive before the server
+        notices the end of the lost rank.
         """
         await self._has_sign.wait()
         with trio.move_on_after(SIGNS_SECONDS):
@@ -491,7 +500,7 @@ class RankGroup:
         self._failed.set()
 
     def _fail_orders(self, error: Exception) -> None:
-        """Fail the orders that wait, and all later ones."""
+        """Fail all orders that wait for answers, and all later orders."""
         self.failure = error
         for order in self._orders.values():
             if order.result is None:
@@ -499,7 +508,7 @@ class RankGroup:
         self._orders.clear()
 
     def _fail_order(self, order: _Order, error: Exception) -> None:
-        """Fail an order. Only the first step raises the error. A step behind it returns None, as if abandoned."""
+        """Fail an order. Only the first step raises the error. Later steps return None, as if they were abandoned."""
         if order.is_step and self._is_step_failure_raised:
             order.finish(outcome.Value(None))
             return
@@ -525,7 +534,7 @@ class RankGroup:
             await trio.sleep_until(min(ping_at, self._waited_since(now) + self._seconds_max))
 
     def _waited_since(self, now: float) -> float:
-        """Return since when the group waits for the oldest answer or pong. Return `now` if it waits for none."""
+        """Return when the wait for the oldest missing answer or pong began, or `now` if nothing is missing."""
         since = [asked_at for _, asked_at in self._pings.values()]
         if self._oldest_timed is not None:
             since.append(self._owed_since(self._oldest_timed))
@@ -535,13 +544,13 @@ class RankGroup:
     def _oldest_timed(self) -> _Order | None:
         """The order that the ranks execute now, if it has a time limit.
 
-        None if they execute an order without limit, even if orders with a limit wait behind it.
+        None while the ranks execute an order without a limit, even if orders with a limit wait behind that order.
         """
         oldest = next((order for order in self._orders.values() if not order.is_beside), None)
         return oldest if oldest is not None and oldest.is_timed else None
 
     def _owed_since(self, order: _Order) -> float:
-        """Return when ranks began an order: when it was sent, or when the order before it ended."""
+        """Return when the ranks began an order: when it was sent, or when the previous order ended."""
         return max(order.begun_at, self._answered_at)
 
     @property
@@ -550,14 +559,14 @@ class RankGroup:
             return max(ANSWER_SECONDS_MAX, LONGEST_ANSWERS_MAX * self._longest_seconds)
         if not self._fixed_seconds_max:
             return math.inf
-        # A new process answers no ping until its interpreter has started, which may take longer than a step.
+        # A new process cannot answer pings until its interpreter has started, which may take longer than a step.
         return max(self._fixed_seconds_max, 0.0 if self._all_loaded.is_set() else ANSWER_SECONDS_MAX)
 
     def _hanging(self, seconds: float) -> RankLost:
-        """Return the error for answers that take too long. It names the ranks that block the others.
+        """Return the error for answers that take too long. The error names the ranks that block the other ranks.
 
-        In this order: ranks that do not answer pings, unless all or none do. Ranks that are missing in a collective.
-        Ranks that have not answered the order.
+        The first of these groups that is not empty is named: the ranks that do not answer pings (if some ranks do),
+        the ranks that are missing in a collective, and the ranks that have not answered the order.
         """
         frozen = [link for link in self._links if link.rank in self._pings]
         missing = self._find_missing()
@@ -569,7 +578,7 @@ class RankGroup:
     def _owing(self) -> list[RankLink]:
         """Return the ranks that have not answered the oldest order.
 
-        For a step, only those of the first such stage, because later stages wait for it.
+        For a step, only ranks of the first stage with a missing answer are returned, because later stages wait for it.
         """
         oldest = self._oldest_timed
         if oldest is None:
@@ -597,7 +606,7 @@ class RankGroup:
         if self.failure is not None:
             raise self.failure
         self.ranks = ranks = tuple(self._loaded[link.rank] for link in self._links)
-        with_states = [rank for rank in ranks if rank.state_slot_count]  # a stage may have no layers with states
+        with_states = [rank for rank in ranks if rank.state_slot_count]  # Some stages may have no layers with states.
         self.loaded = msgspec.structs.replace(
             ranks[0],
             computed_by=_joined(rank.computed_by for rank in ranks),
@@ -623,14 +632,14 @@ class RankGroup:
 
     def _close(self) -> None:
         self._is_closed = True
-        if self.failure is None:  # another task may still load an adapter
+        if self.failure is None:  # Orders may still wait, because another task may be loading an adapter.
             self._fail_orders(RankLost("the ranks were stopped"))
         for link in self._links:
             link.close()
 
 
 def _joined(names: Iterable[str]) -> str:
-    """Join different names of kernels. Ranks differ if the layers of one stage need another kind of kernel."""
+    """Join the different kernel names of all ranks. Names differ if the layers of a stage need other kernels."""
     return ", and ".join(dict.fromkeys(names))
 
 
@@ -667,7 +676,7 @@ async def open_ranks(
         group._take_links(make_links(group._on_report, group._on_end))
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
-                # A cancelled caller waits for the running step, so reports must be received until then.
+                # A cancelled caller waits for the running step. So reports must be received until the step ends.
                 listening = trio.CancelScope(shield=True)
                 nursery.start_soon(group._listen, setups, listening)
                 try:

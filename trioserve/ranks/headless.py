@@ -35,7 +35,7 @@ async def keep_ranks(
         host: address of the server, `--master-addr`.
         port: port of the server, `--master-port`.
         key: the shared key, `--ranks-key`.
-        at_once: how many ranks compute at the same time, and share the CPUs. None: all.
+        at_once: number of ranks that compute at the same time and share the CPUs. None means all ranks.
 
     Raises:
         StartupError: the server refuses a rank, or does not know the key.

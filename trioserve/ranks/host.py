@@ -16,16 +16,16 @@ __all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
 
 
 class HostRanks:
-    """Starts ranks on this machine, and sees which of them the others wait for. Made by host_ranks.
+    """Starts the ranks of this machine, and finds ranks that other ranks wait for. Created by host_ranks.
 
     Args:
-        size: number of ranks on this machine. They are the first ranks.
+        size: number of ranks on this machine, which are the first ranks of the group.
         stage_size: ranks of each stage.
         memories: for each stage, the descriptor of the memory that its ranks share. Only stages that are complete on
             this machine are included.
-        kv_memories: for each rank, the descriptor of its KV cache. Empty: this process reads no KV cache.
+        kv_memories: for each rank, the descriptor of its KV cache. Empty if this process reads no KV cache.
         elsewhere: connections of the ranks on other machines, by rank.
-        at_once: how many ranks compute at the same time, and share the CPUs.
+        at_once: number of ranks that compute at the same time and share the CPUs.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HostRanks:
         self._stage_size = stage_size
         self._memories, self._elsewhere = memories, elsewhere
         self._cpus = cpu_shares(at_once)
-        from trioserve.model.parallel.shared_memory import Arrivals  # imported late, see host_ranks
+        from trioserve.model.parallel.shared_memory import Arrivals  # host_ranks says why this import is late.
 
         self._arrivals = [Arrivals(memory, stage_size) for memory in memories]
 
@@ -56,7 +56,7 @@ class HostRanks:
             on_end: see RankLink.
         """
         links: list[RankLink] = []
-        # One pair for each rank and its peer in the next stage.
+        # Each rank and its peer in the next stage get one socket pair.
         between = [socket.socketpair() for _ in range(max(0, self.size - self._stage_size))]
         try:
             for rank in range(self.size):
@@ -91,7 +91,7 @@ class HostRanks:
         )
 
     def find_missing(self) -> Sequence[int]:
-        """Return the ranks that others wait for in shared memory. Empty where ranks share none."""
+        """Return the ranks that other ranks wait for in shared memory. Empty if ranks share no memory."""
         return [
             stage * self._stage_size + missing
             for stage, arrivals in enumerate(self._arrivals)
@@ -112,20 +112,21 @@ def host_ranks(
     stage_count: int = 1,
     at_once: int | None = None,
 ) -> Iterator[HostRanks]:
-    """Allocate the shared memory of a group, and free it at the end of the block. The group must end before.
+    """Allocate the shared memory of a group, and free it at the end of the block. The group must end inside the block.
 
     Args:
         size: number of ranks on this machine.
         elsewhere: connections of the ranks on other machines, by rank.
         shows_kv: True if this process reads the KV caches. Ignored if some ranks are on other machines.
         stage_count: see RankSetup.
-        at_once: how many ranks compute at the same time, and share the CPUs. None: all.
+        at_once: number of ranks that compute at the same time and share the CPUs. None means all ranks.
     """
-    # Imported late: the module loads the kernels, and a process without ranks loads those in parallel to other work.
+    # This import is late because it loads the kernels. A process without ranks loads the kernels in parallel to other
+    # work.
     from trioserve.model.parallel.shared_memory import make_shared_memory
 
     stage_size = (size + len(elsewhere)) // stage_count
-    stages_here = size // stage_size  # a stage on several machines shares no memory
+    stages_here = size // stage_size  # A stage that is divided between machines shares no memory.
     descriptors: list[int] = []
     try:
         for _ in range(stages_here):
@@ -150,11 +151,11 @@ def cpu_shares(size: int, root: Path = Path("/")) -> tuple[tuple[int, ...], ...]
     Two ranks that wait for each other on one core lose milliseconds per step.
 
     Args:
-        size: number of shares.
+        size: number of ranks.
         root: directory that contains `sys`, for tests.
 
     Returns:
-        CPUs of each share. All shares are empty if there are fewer cores than shares.
+        CPUs of each rank. All tuples are empty if there are fewer cores than ranks.
     """
     cores: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):

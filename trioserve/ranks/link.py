@@ -1,4 +1,4 @@
-"""The server's side of one rank: a process, and a connection that carries orders to it and reports from it."""
+"""The server's view of one rank: a process, and a connection that carries orders to the rank and reports back."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ __all__ = ["KILLED", "Connection", "Process", "RankLink", "RankProcess", "Socket
 
 logger = logging.getLogger(__name__)
 
-KILLED = "was killed"  # always a cause. Any other end may follow from the loss of another rank
+KILLED = "was killed"  # A killed rank is always the cause of a failure. Other ranks may end because they lost a rank.
 RECEIVE_BYTES = 1 << 16
-EXIT_SECONDS_MAX = 0.05  # from the end of its connection: an exiting process closes its files before it ends
-REAP_SECONDS_MAX = 5.0  # from SIGKILL to the end of the process: a GPU driver may need time to free memory
+# Longest wait for the end of a process after the end of its connection. A process closes its files before it ends.
+EXIT_SECONDS_MAX = 0.05
+# Longest wait for the end of a process after SIGKILL. A GPU driver may need time to free memory.
+REAP_SECONDS_MAX = 5.0
 
 
 class Connection(Protocol):
-    """A byte stream to a rank and from it."""
+    """A byte stream between the server and a rank."""
 
     @property
     def peer_host(self) -> str:
@@ -68,7 +70,7 @@ class Connection(Protocol):
 
 
 class Process(Protocol):
-    """The process of a rank on this machine. See RankProcess."""
+    """Interface of the process of a rank on this machine. RankProcess implements it."""
 
     @property
     def pid(self) -> int: ...
@@ -112,12 +114,12 @@ class SocketConnection:
 class RankProcess:
     """A child process that computes one rank.
 
-    The calling thread starts it, and must be the event loop's thread: the kernel kills the process when that thread
-    ends, see rank_process.
+    The calling thread must be the thread of the event loop, because the kernel kills the child process when the thread
+    that started it ends (see rank_process).
 
     Args:
-        connection: the process's end of its connection, which is closed here.
-        place: passed on the command line.
+        connection: the child's socket of the connection. This object closes its copy after the start.
+        place: place of the rank, passed on the command line.
     """
 
     def __init__(self, connection: socket.socket, place: RankPlace) -> None:
@@ -128,7 +130,7 @@ class RankProcess:
                 [sys.executable, "-m", "trioserve.ranks.rank_process", str(connection.fileno()), place_json],
                 pass_fds=(connection.fileno(), *(other for other in others if other is not None)),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal must reach only the server
+                start_new_session=True,  # Ctrl-C in a terminal must interrupt only the server.
             )
         self._exit_file = os.pidfd_open(self._process.pid)
 
@@ -145,7 +147,7 @@ class RankProcess:
         await trio.lowlevel.wait_readable(self._exit_file)
 
     def how_ended(self) -> str | None:
-        """Return how the process ended, as the end of a sentence about it. None: it runs."""
+        """Return how the process ended, such as "ended with code 1". None while the process runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -156,7 +158,8 @@ class RankProcess:
         if self._exit_file < 0:
             return
         self.kill()
-        # Blocks the thread, because no process may remain however the scope ends. SIGKILL takes milliseconds.
+        # This wait blocks the thread, because the process must have ended in every case when the scope ends. After
+        # SIGKILL, a process usually ends within milliseconds.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(REAP_SECONDS_MAX)
         os.close(self._exit_file)
@@ -165,14 +168,14 @@ class RankProcess:
 
 @uninterrupted
 class RankLink:
-    """The connection to one rank, and its process if that is on this machine.
+    """The connection to one rank, and the process of the rank if it runs on this machine.
 
     Args:
         rank: number of the rank.
-        connection: owned by the link, which closes it.
+        connection: connection to the rank. This object owns and closes it.
         on_report: called with the rank and each report.
-        on_end: called once with the rank and how it ended, when the connection has ended.
-        process: the rank's process. None: it runs on another machine.
+        on_end: called once when the connection has ended, with the rank and how the rank ended.
+        process: the rank's process. None if the rank runs on another machine.
     """
 
     def __init__(
@@ -197,9 +200,10 @@ class RankLink:
         return f"rank {self.rank} ({place})"
 
     def send(self, message: bytes) -> None:
-        """Send a message without waiting. Bytes that the kernel does not accept are kept, and sent later in order.
+        """Send a message without waiting. Bytes that the kernel does not accept are sent later, in order.
 
-        Nothing bounds the kept bytes. A rank that reads nothing also answers nothing, so RankGroup.watch ends it.
+        The number of unsent bytes has no limit. A rank that reads nothing also answers nothing, so RankGroup.watch
+        breaks the group.
 
         Args:
             message: one encoded order.
@@ -258,10 +262,10 @@ class RankLink:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(content)  # the connection is lost, which _receive notices
+            return len(content)  # The connection is lost. `_receive` notices the loss and reports it.
 
     def close(self) -> None:
-        """Close the connection, which ends a rank on another machine, and kill a process on this one."""
+        """Close the connection, which ends a rank on another machine, and kill a process on this machine."""
         self._connection.close()
         if self.process is not None:
             self.process.close()
@@ -270,7 +274,7 @@ class RankLink:
 def _peer(connection: socket.socket) -> str:
     try:
         return str(connection.getpeername()[0])
-    except (OSError, IndexError):  # it is closed already, or has no address
+    except (OSError, IndexError):  # The socket is already closed, or has no address.
         return "another machine"
 
 

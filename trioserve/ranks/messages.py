@@ -51,15 +51,15 @@ __all__ = [
 ]
 
 
-# --- to a rank ---
+# --- messages from the server to a rank ---
 
 
 class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft model, see drafts.checkpoints.DraftSource.
+    """A draft model (see drafts.checkpoints.DraftSource).
 
     Attributes:
         name: the method of speculative decoding.
-        path: the directory of the draft model. None: the further layer of the model itself.
+        path: the directory of the draft model. None if the further layer of the model itself proposes tokens.
         settings: how the draft model computes.
         token_count: draft tokens per step.
     """
@@ -71,16 +71,19 @@ class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a rank on its machine, passed by the process that starts it there.
+    """The resources of a rank on its machine. The process that starts the rank passes them on the command line.
 
     Attributes:
-        local_rank: number among the ranks of this machine, and index of its GPU.
-        path: the model's directory on this machine. None: the path in RankSetup.
-        memory: file descriptor of the memory that all ranks of its stage share. None: they use torch.distributed.
-        before: file descriptor of the socket to the previous stage. None: there is none, or it is on another machine.
-        behind: file descriptor of the socket to the next stage. None: there is none, or it is on another machine.
-        kv_memory: file descriptor of the memory of its KV cache, which the server reads too. None: private memory.
-        cpus: CPUs that the rank may use. Empty: all that its parent may use.
+        local_rank: number among the ranks of this machine, and index of the rank's GPU.
+        path: the model's directory on this machine. None uses the path in RankSetup.
+        memory: file descriptor of the memory that all ranks of the stage share. None if the ranks use
+            torch.distributed.
+        before: file descriptor of the socket to the previous stage. None if there is no previous stage, or if it is on
+            another machine.
+        behind: file descriptor of the socket to the next stage. None if there is no next stage, or if it is on another
+            machine.
+        kv_memory: file descriptor of the KV cache's memory, which the server also reads. None for private memory.
+        cpus: CPUs that the rank may use. Empty if the rank may use all CPUs of its parent process.
     """
 
     local_rank: int
@@ -93,19 +96,19 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message of the server to a rank: which part of which model to load.
+    """The first message of the server to a rank. It describes the model, and the shards that the rank loads.
 
     Attributes:
         rank: number of the rank, from 0. The first ranks belong to the first stage.
         size: number of all ranks.
         path: the model's directory, unless RankPlace has one.
-        settings: how the rank computes, with its own share of threads and memory.
+        settings: how the rank computes, including the threads and the memory that the rank may use.
         context_tokens: see open_checkpoint.
         uses_further_layers: see open_checkpoint.
-        expert_parallel: each rank has whole experts instead of a part of each expert.
+        expert_parallel: True if each rank has whole experts instead of a shard of each expert.
         stage_count: number of stages, which compute one after the other.
         meeting_host: address where torch.distributed connects ranks that share no memory.
-        meeting_port: port for meeting_host.
+        meeting_port: port at meeting_host.
         draft: the draft model, for rank 0 only.
         log_level: level of the logging module.
     """
@@ -138,15 +141,16 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Allocate the KV cache. The counts are the smallest that any rank reported.
+    """Order to allocate the KV cache. Each count is the smallest count that any rank reported.
 
     Attributes:
         serial: number of the order.
         block_count: blocks of the KV cache.
-        state_slot_count: states of running sequences. 0: the model has none.
-        snapshot_slot_count: saved states.
-        behind: for each rank, host and port of its peer in the next stage. None: no next stage on another machine.
-        stage_key: secret that both peers must know, see stage_meeting.
+        state_slot_count: number of states of running sequences. 0 if the model has no states.
+        snapshot_slot_count: number of saved states.
+        behind: for each rank, host and port of its peer in the next stage. None if there is no next stage, or if it is
+            on the same machine.
+        stage_key: secret that both peers must know (see stage_meeting).
     """
 
     serial: int
@@ -162,13 +166,13 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Claim(msgspec.Struct, frozen=True, tag=True):
-    """Claim a part of the memory, see ModelRunner.claim_memory."""
+    """Order to claim a part of the memory (see ModelRunner.claim_memory)."""
 
     serial: int
 
 
 class WireMatrix(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes and shapes of both parts of an AdapterMatrix."""
+    """The bytes and shapes of both matrices of an AdapterMatrix."""
 
     name: str
     a: bytes
@@ -178,7 +182,7 @@ class WireMatrix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load an adapter. The order contains all of it, and each rank keeps its own shard."""
+    """Order to load an adapter. The order contains the whole adapter, and each rank keeps its own shard."""
 
     serial: int
     id: AdapterId
@@ -193,17 +197,17 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Check new weights while steps continue, and remember them. The model does not change yet.
+    """Order to check new weights while steps continue, and to remember them. The model does not change yet.
 
     Exactly one of path, shared and sent is set.
 
     Attributes:
         serial: number of the order.
-        offer: number of these weights in later orders, until the next check.
+        offer: number that identifies these weights in later orders, until the next check.
         path: directory of a checkpoint.
         shared: weights in shared memory.
         sent: names and shapes of weights that follow in PutWeights.
-        is_named: the answer contains the name of the weights, see weights_name.
+        is_named: True if the answer must contain the name of the weights (see weights_name).
     """
 
     serial: int
@@ -215,28 +219,28 @@ class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ConfirmWeights(msgspec.Struct, frozen=True, tag=True):
-    """Check again that the checked weights have not changed. WriteWeights follows if all ranks agree."""
+    """Order to check again that the weights have not changed. WriteWeights follows if all ranks confirm this."""
 
     serial: int
     offer: int
 
 
 class WriteWeights(msgspec.Struct, frozen=True, tag=True):
-    """Replace the model's weights by the checked ones."""
+    """Order to replace the model's weights by the checked weights."""
 
     serial: int
     offer: int
 
 
 class PutWeights(msgspec.Struct, frozen=True, tag=True):
-    """The next bytes of a tensor that a trainer sends. After the last bytes, each rank stores its shard of the tensor.
+    """Order with the next bytes of a tensor from a trainer. After the last bytes, each rank stores its shard.
 
     Attributes:
         serial: number of the order.
         offer: number of the weights in CheckWeights.
         name: name of the tensor.
-        part: bytes that continue the previous part.
-        is_last: the tensor is complete.
+        part: the next bytes of the tensor.
+        is_last: True if these bytes complete the tensor.
     """
 
     serial: int
@@ -247,7 +251,7 @@ class PutWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Compute a step."""
+    """Order to compute a step."""
 
     serial: int
     plan: WirePlan
@@ -266,7 +270,7 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """Stop computing the step with this serial, because its result is not needed."""
+    """Order to stop computing the step with this serial, because its result is not needed."""
 
     serial: int
 
@@ -293,16 +297,16 @@ Order = (
 )
 
 
-# --- from a rank ---
+# --- messages from a rank to the server ---
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of loading, see LoadProgress.
+    """Report of the progress of loading (see LoadProgress).
 
     Attributes:
-        what: what is being done. Empty while weights are read.
-        done: bytes read so far, or seconds if total is None.
-        total: bytes of all weights. None: the work has no known size.
+        what: description of the current work. Empty while weights are read.
+        done: bytes read so far, or seconds spent so far if `total` is None.
+        total: bytes of all weights. None if the size of the work is not known.
     """
 
     what: str
@@ -311,16 +315,18 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank has read its weights. The fields have the meaning of ModelRunner's, except for those listed here.
+    """Report that the rank has read its weights. Fields that are not listed have the same meaning as in ModelRunner.
 
     Attributes:
         block_count: blocks that fit into this rank's memory.
         state_slot_count: states that fit into this rank's memory.
         snapshot_slot_count: saved states that fit into this rank's memory.
         block_bytes: bytes of a block in this rank.
-        layout: layout of this rank's part of the KV cache, without the model's name. None: its layers have no KV.
+        layout: layout of this rank's shard of the KV cache, without the model's name. None if the rank's layers have
+            no KV.
         kv_heads: index of the first KV head of this rank, and its number of KV heads.
-        stage_port: port where it listens for its peer of the previous stage. None: that is on the same machine.
+        stage_port: port where the rank listens for its peer of the previous stage. None if the peer is on the same
+            machine.
     """
 
     device: Literal["cpu", "cuda"]
@@ -343,21 +349,21 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The text of an InvalidRequest. The rank refuses the order, and nothing has changed."""
+    """Report that the rank refuses an order and has changed nothing. Contains the message of an InvalidRequest."""
 
     message: str
     param: str | None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The rank has finished the order with this serial.
+    """Report that the rank has finished the order with this serial.
 
     Attributes:
         serial: number of the order.
-        value: the order's own result: a name, an error text, a flag or a refusal.
-        result: the step's result, from the first rank of the last stage only. None: the step was abandoned.
-        digest: checksum of the chosen tokens, from all ranks of the last stage. It must be equal in all of them.
-        seconds: duration of the step, and the part of it spent in collectives, waiting included.
+        value: the result of an order that is not a step: a name, an error text, a flag or a refusal.
+        result: the result of a step. Only the first rank of the last stage sends it. None if the step was abandoned.
+        digest: checksum of the chosen tokens. All ranks of the last stage send it, and all values must be equal.
+        seconds: duration of the step, and the time spent in collectives, including waits.
     """
 
     serial: int
@@ -372,10 +378,10 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):
-    """The rank has failed, and its process ends.
+    """Report that the rank has failed, before its process ends.
 
     Attributes:
-        doing: when it failed, as the end of a sentence: "while it loaded".
+        doing: when the rank failed, such as "while it loaded".
         kind: class name of the exception.
         message: text of the exception.
     """
@@ -410,7 +416,7 @@ def decode_order(message: bytes) -> Order:
         message: bytes of one frame.
 
     Raises:
-        msgspec.ValidationError: the bytes are no order.
+        msgspec.ValidationError: the bytes are not an order.
     """
     return _order_decoder.decode(message)
 
@@ -422,6 +428,6 @@ def decode_report(message: bytes) -> Report:
         message: bytes of one frame.
 
     Raises:
-        msgspec.ValidationError: the bytes are no report.
+        msgspec.ValidationError: the bytes are not a report.
     """
     return _report_decoder.decode(message)

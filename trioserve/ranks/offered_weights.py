@@ -1,7 +1,7 @@
-"""New weights in a rank: a thread of their own checks them during steps, and the computing thread writes them.
+"""New weights in a rank. A separate thread checks them during steps, and the computing thread writes them.
 
-Each rank selects its own shards from the whole model. Nothing changes until the order to write. Without that order, the
-next check replaces what this one found.
+Each rank selects its own shards from the whole model. The model does not change until the order to write arrives. If
+that order does not arrive, the next check replaces the checked weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Sent(NamedTuple):
 
 
 class OfferedWeights:
-    """The new weights that this rank has checked last.
+    """The new weights of the latest check in this rank.
 
     Args:
         runner: the model whose weights are replaced.
@@ -50,17 +50,17 @@ class OfferedWeights:
         self._context_tokens = context_tokens
         self._divided = divided
         self._lock = threading.Lock()
-        self._offer = 0  # number of the last check, the only one that is kept
+        self._offer = 0  # number of the latest check; results of earlier checks are dropped
         self._found: StoredWeights | _Sent | None = None
-        self._bytes = bytearray()  # received so far of the current tensor
+        self._bytes = bytearray()  # the bytes of the current tensor that have arrived
 
-    # Called in the thread that computes:
+    # --- methods for the computing thread ---
 
     def begin_check(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
-        """Start a thread that checks new weights. That thread calls one of the two functions.
+        """Start a thread that checks new weights. The thread calls `on_found` or `on_broken`.
 
         Args:
-            order: which weights.
+            order: describes the weights.
             on_found: called with the answer to the order.
             on_broken: called with an unexpected exception.
         """
@@ -77,13 +77,14 @@ class OfferedWeights:
         return None
 
     def write(self, order: WriteWeights) -> None:
-        """Replace the model's weights by the checked ones.
+        """Replace the model's weights by the checked weights.
 
         Args:
-            order: names the last check.
+            order: contains the number of the check.
 
         Raises:
-            WeightsLost: the weights cannot be read any more, or have changed. Other ranks may have written theirs.
+            WeightsLost: the weights cannot be read any more, or have changed. Other ranks may already have written
+                their shards.
         """
         found = self._stored(order.offer)
         self._found = None
@@ -109,7 +110,7 @@ class OfferedWeights:
         content, self._bytes = np.frombuffer(self._bytes, dtype=np.uint8), bytearray()
         found.weights.put(order.name, values_of(content, tensor.dtype).reshape(tensor.shape))
 
-    # Called in a thread that checks:
+    # --- methods for the thread that checks weights ---
 
     def _check(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
         answer: str | Refusal | None

@@ -1,9 +1,9 @@
-"""Ranks on the nodes of a Ray cluster, from the server's side: where they run, and their connections.
+"""The server's view of ranks on the nodes of a Ray cluster: their nodes and their connections.
 
-Only a separate process, trioserve/commands/ray_place.py, talks to Ray. It reports about the ranks in lines of JSON, and
-ends them when its standard input ends. There are three reasons for a process: Ray's client ends its own process if the
-cluster's head has been away for a minute, its calls block threads that cannot be cancelled, and it allows one
-connection per process.
+Only a separate process, trioserve/commands/ray_place.py, uses Ray. It sends reports about the ranks as lines of JSON,
+and ends the ranks when its standard input ends. A separate process is needed for three reasons: Ray's client ends its
+own process if the head of the cluster cannot be reached for a minute, the client's calls block threads that cannot be
+cancelled, and the client allows only one connection per process.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ __all__ = ["PlacedRanks", "RankDoor", "RankNode", "RanksUpdate", "RanksWanted", 
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "trioserve.commands.ray_place")
-LEAVE_SECONDS_MAX = 10.0  # to end the ranks and release their resources. After SIGKILL, Ray releases them
+# Longest wait until the process has ended the ranks and released their resources. After SIGKILL, Ray releases them.
+LEAVE_SECONDS_MAX = 10.0
 STDERR_SECONDS_MAX = 1.0
-STDERR_BYTES_MAX = 2000  # kept from the end of what the process wrote to stderr
+STDERR_BYTES_MAX = 2000  # number of bytes that are kept from the end of the process's stderr
 RECEIVE_BYTES = 65536
 
 
 class RanksWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line to the process.
+    """The first line that the server sends to the Ray process.
 
     Attributes:
         count: number of ranks.
-        model: path or name of the model, which each node resolves itself.
-        revision: revision of the model. None: the default one.
+        model: path or name of the model. Each node resolves the name itself.
+        revision: revision of the model. None selects the default revision.
         cpus: CPUs of each rank.
         gpus: GPUs of each rank.
-        address: the cluster's address, as ray.init accepts it. None: RAY_ADDRESS, or a cluster on this machine.
+        address: the cluster's address, as ray.init accepts it. None uses RAY_ADDRESS, or a cluster on this machine.
     """
 
     count: int
@@ -58,7 +59,7 @@ class RanksWanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankDoor(msgspec.Struct, frozen=True):
-    """The second line to the process: where the ranks connect to the server.
+    """The second line that the server sends to the Ray process: the address where ranks connect to the server.
 
     Attributes:
         host: address of this machine.
@@ -71,7 +72,7 @@ class RankDoor(msgspec.Struct, frozen=True):
     key: str = ""
 
     def __repr__(self) -> str:
-        return f"RankDoor({self.host}:{self.port})"  # no log may contain the key
+        return f"RankDoor({self.host}:{self.port})"  # The key is left out, because no log may contain it.
 
 
 class RankNode(msgspec.Struct, frozen=True):
@@ -89,10 +90,10 @@ class RankNode(msgspec.Struct, frozen=True):
 
 
 class RanksUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line from the process. Exactly one field is set.
+    """A line that the Ray process sends to the server. Exactly one field is set.
 
     Attributes:
-        waits: a sentence about what the process waits for.
+        waits: a sentence that says what the process waits for.
         nodes: the node of each rank, in the order of the ranks.
         failure: why the ranks cannot start, or have ended.
     """
@@ -104,7 +105,7 @@ class RanksUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @uninterrupted
 class PlacedRanks:
-    """Ranks that Ray has placed. Made by placed_ranks.
+    """Ranks that Ray has placed on nodes. Created by placed_ranks.
 
     Attributes:
         nodes: the node of each rank, in the order of the ranks.
@@ -120,7 +121,7 @@ class PlacedRanks:
         self._has_read_stderr = trio.Event()
 
     def count_beside(self, rank: int) -> int:
-        """Return the number of ranks on the node of a rank, that rank included.
+        """Return the number of ranks on the same node as a rank, including that rank.
 
         Args:
             rank: number of the rank.
@@ -128,7 +129,7 @@ class PlacedRanks:
         return sum(node.id == self.nodes[rank].id for node in self.nodes)
 
     async def come(self, *, on_wait: Callable[[list[int]], None]) -> dict[int, socket.socket]:
-        """Let all ranks connect to this process.
+        """Send the server's address to the ranks, and wait until all ranks have connected to this process.
 
         Args:
             on_wait: see wait_for_ranks.
@@ -150,7 +151,8 @@ class PlacedRanks:
             on_wait(awaited)
 
         async def announce() -> None:
-            await is_open.wait()  # a rank that connects before that retries only after a second
+            # A rank that connects before the server listens retries only after a second.
+            await is_open.wait()
             await self._say(door)
 
         async def wait() -> None:
@@ -181,11 +183,11 @@ class PlacedRanks:
 
     async def _say(self, message: RanksWanted | RankDoor) -> None:
         assert self._process.stdin is not None
-        with suppress(trio.BrokenResourceError):  # the process has ended, and _read reports why
+        with suppress(trio.BrokenResourceError):  # The process has ended, and `_read` reports the reason.
             await self._process.stdin.send_all(msgspec.json.encode(message) + b"\n")
 
     async def _read(self) -> None:
-        """Handle the lines of the process until it ends."""
+        """Handle the lines that the process writes, until the process ends."""
         assert self._process.stdout is not None
         held = bytearray()
         async for data in self._process.stdout:
@@ -221,23 +223,23 @@ class PlacedRanks:
             self._is_placed.set()
 
     def _fail(self, why: str) -> None:
-        """Keep the first failure, because later ones may follow from it."""
+        """Keep only the first failure, because it may have caused the later failures."""
         if self._failure is None:
             self._failure = why
             self._has_failed.set()
-            if self._have_come:  # before that, _unless_failed raises it
+            if self._have_come:  # Until all ranks have connected, `_unless_failed` raises the failure instead.
                 logger.warning("ranks that Ray has placed have failed: %s", why)
 
 
 @uninterrupted_context
 async def placed_ranks(wanted: RanksWanted, *, command: Sequence[str] | None = None) -> AsyncIterator[PlacedRanks]:
-    """Let Ray place ranks, and end them at the end of the block.
+    """Let Ray place ranks on nodes, and end the ranks at the end of the block.
 
-    Waits without limit until the cluster has resources for them. Leaving the block ends the ranks and releases their
-    resources within LEAVE_SECONDS_MAX, also when cancelled.
+    The wait for resources of the cluster has no time limit. The end of the block ends the ranks and releases their
+    resources within LEAVE_SECONDS_MAX, even after a cancel.
 
     Args:
-        wanted: how many ranks, and what each needs.
+        wanted: number of ranks, and the resources that each rank needs.
         command: the command line of the process that talks to Ray, for tests.
 
     Raises:
@@ -249,12 +251,13 @@ async def placed_ranks(wanted: RanksWanted, *, command: Sequence[str] | None = N
                 partial(
                     trio.run_process,
                     command or COMMAND,
-                    stdin=subprocess.PIPE,  # closed with this process however that ends, and then the child ends
+                    # When this process ends for any reason, the kernel closes the pipe, and then the child ends.
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     check=False,
                     deliver_cancel=_leave,
-                    start_new_session=True,  # Ctrl-C in a terminal must reach only the server
+                    start_new_session=True,  # Ctrl-C in a terminal must interrupt only the server.
                 )
             )
             placed = PlacedRanks(process)
@@ -275,7 +278,7 @@ async def _leave(process: trio.Process) -> None:
 
 
 def _address_towards(node: str) -> str:
-    """Return the address by which a node reaches this machine.
+    """Return the address at which a node can reach this machine.
 
     Raises:
         StartupError: there is no route to the node.
@@ -283,7 +286,7 @@ def _address_towards(node: str) -> str:
     try:
         family, kind, _, _, address = socket.getaddrinfo(node, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # a UDP socket: connect sends nothing
+            probe.connect(address)  # `connect` of a UDP socket sends no packet.
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StartupError(f"this machine cannot reach the Ray node {node}, where a rank runs: {error}") from None

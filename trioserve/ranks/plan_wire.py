@@ -1,7 +1,8 @@
-"""Conversion of a step's plan to a message and back. The message has only what the computation needs.
+"""Conversion of a step's plan to a message and back. The message contains only data that the computation needs.
 
-Only the tokens that a step reads are sent: those it computes, and those that penalties count. The decoded sequences
-have their full length, with zeros for tokens that were not sent. So a rank keeps no state of a request between steps.
+Only the tokens that a step reads are sent: the tokens that the step computes, and the tokens that penalties count. The
+decoded sequences have their full length, with zeros for tokens that were not sent. So a rank keeps no state of a
+request between steps.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class WireSampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireGiven(msgspec.Struct, frozen=True, array_like=True):
-    """GivenRows, reduced to the positions of a chunk."""
+    """The message for GivenRows, reduced to the positions of a chunk."""
 
     start: int
     count: int
@@ -53,15 +54,15 @@ class WireGiven(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A ScheduledChunk. Fields that are not listed here are copies of the fields of the chunk or its request.
+    """The message for a ScheduledChunk. Fields that are not listed are copies of fields of the chunk or its request.
 
     Attributes:
-        prompt_count: tokens of the prompt.
+        prompt_count: number of tokens of the prompt.
         sampling: an encoded WireSampling.
         first_token: position of the first token in `tokens`.
-        token_count: known tokens of the sequence.
+        token_count: number of known tokens of the sequence.
         tokens: int32, the known tokens from first_token to token_count.
-        followers: int32, prompt tokens from start + 1 to start + count. Empty: no prompt logprobs are requested.
+        followers: int32, prompt tokens from start + 1 to start + count. Empty if no prompt logprobs are requested.
         block_table: int32, the blocks that the step uses.
     """
 
@@ -89,10 +90,10 @@ class WireChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WirePlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
-    """A StepPlan. Its token masks follow in Masks, when they are filled.
+    """The message for a StepPlan. The message Masks follows when the token masks are filled.
 
     Attributes:
-        mask_rows: rows of the token masks. 0: there are none.
+        mask_rows: rows of the token masks. 0 if the step has no token masks.
         mask_words: 32-bit words per row.
     """
 
@@ -184,7 +185,7 @@ def plan_from_wire(wire: WirePlan, masks: TokenMasks | None) -> StepPlan:
 
     Args:
         wire: the message.
-        masks: the step's token masks, which may be filled later. None: it has none.
+        masks: the step's token masks, which may be filled later. None if the step has no token masks.
     """
     return StepPlan(
         wire.step_index,
@@ -240,7 +241,7 @@ def _unpacked(content: bytes) -> array.array[int]:
 
 
 class PartialTokens(Sequence[int]):
-    """A sequence of tokens of which only a part is known. The others read as 0.
+    """A sequence of tokens in which only a range is known. All other tokens read as 0.
 
     Args:
         count: length of the sequence.
@@ -269,5 +270,6 @@ class PartialTokens(Sequence[int]):
             if stride == 1 and begin >= first:
                 return self._known[begin - first : max(end - first, 0)].tolist()  # type: ignore[attr-defined]
             return [self[place] for place in range(begin, end, stride)]
-        place = range(self._count)[index] - self._first  # range handles negative indices, and raises IndexError
+        # `range` handles negative indices, and raises IndexError for indices outside of the sequence.
+        place = range(self._count)[index] - self._first
         return self._known[place] if 0 <= place < len(self._known) else 0

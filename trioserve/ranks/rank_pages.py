@@ -1,6 +1,6 @@
-"""The KV caches of a group as one KV cache, in the layout of a single process.
+"""Presents the KV caches of all ranks as one KV cache with the layout of a single process.
 
-A block is assembled from the heads that each rank has. So engines with different numbers of ranks can exchange KV.
+A block is assembled from the KV heads of all ranks. So engines with different numbers of ranks can exchange KV.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["HeadRange", "RankPages", "StagePages", "head_ranges"]
 
 
 class HeadRange(msgspec.Struct, frozen=True):
-    """The KV heads of a rank.
+    """The range of KV heads of a rank.
 
     Attributes:
         first: index of the first head in the whole model.
@@ -35,7 +35,7 @@ class HeadRange(msgspec.Struct, frozen=True):
 
 
 def head_ranges(ranks: Sequence[HeadRange]) -> tuple[tuple[HeadRange, ...], int]:
-    """Select a rank for each head, so that every head is read once. Several ranks may have copies of a head.
+    """Select a rank for each head, so that each head is read once even if several ranks have copies of it.
 
     Args:
         ranks: the heads of each rank, in ascending order.
@@ -54,10 +54,10 @@ def head_ranges(ranks: Sequence[HeadRange]) -> tuple[tuple[HeadRange, ...], int]
 
 
 class RankPages:
-    """The KVPages of the ranks of one stage, on CPUs of this machine. Reading returns copies.
+    """The KVPages of the ranks of one stage, which use the CPUs of this machine. Reading returns copies.
 
     Args:
-        layout: layout of a rank. The number of heads is replaced by that of the model.
+        layout: layout of a rank. Its number of heads is replaced by the number of heads of the model.
         block_count: blocks of the KV cache.
         heads: heads of each rank.
         descriptors: file descriptor of each rank's KVMemory.
@@ -75,7 +75,7 @@ class RankPages:
         self.layout = msgspec.structs.replace(layout, kv_head_count=head_count)
         self.block_count = block_count
         self._block_bytes = layout.block_size * self.layout.token_bytes
-        # By rank and layer: [blocks, block_size * part_count, heads, bytes of a head].
+        # For each rank and layer, an array with shape [blocks, block_size * part_count, heads, bytes of a head].
         self._pages: list[list[npt.NDArray[np.uint8]]] = []
         for descriptor, own in zip(descriptors, heads, strict=True):
             memory = KVMemory(descriptor)
@@ -108,10 +108,10 @@ class RankPages:
 
 
 class StagePages:
-    """The KVPages of all stages, whose layers follow one another.
+    """The KVPages of all stages. The layers of each stage follow the layers of the previous stage.
 
     Args:
-        stages: the stages whose layers have KV, in order, at least one.
+        stages: the stages that have layers with KV, in order. There is at least one.
     """
 
     def __init__(self, stages: Sequence[RankPages]) -> None:

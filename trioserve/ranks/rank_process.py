@@ -1,10 +1,10 @@
 """The process of one rank: `python -m trioserve.ranks.rank_process FD PLACE`.
 
-FD is the file descriptor of its connection to the server, and PLACE a RankPlace in JSON. The process executes orders,
-and ends when the connection ends.
+FD is the file descriptor of the connection to the server, and PLACE is a RankPlace in JSON. The process executes
+orders, and ends when the connection ends.
 
-One thread reads orders while another one computes. So the process notices during a step that the step is abandoned, or
-that the server has ended. No state of a request is kept between steps.
+One thread reads orders while another thread computes. So the process notices during a step that the step is abandoned,
+or that the server has ended. No state of a request is kept between steps.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 RECEIVE_BYTES = 1 << 20
-STEPS_BEGUN_MAX = 2  # same as in LaunchingExecutor
-MEETING_SECONDS_MAX = 1800.0  # of torch.distributed. Far longer than the server waits, which ends a rank that hangs
+STEPS_BEGUN_MAX = 2  # LaunchingExecutor has the same limit.
+# Time limit for connections of torch.distributed. The server waits for a much shorter time, and ends a rank that hangs.
+MEETING_SECONDS_MAX = 1800.0
 ENDED_WITH_SERVER, FAILED = 0, 1
 PR_SET_PDEATHSIG = 1
 
@@ -102,7 +103,7 @@ class _Connection:
 
     def say(self, report: Report) -> None:
         message = framed(encode(report))
-        with self._lock, contextlib.suppress(OSError):  # the reading thread handles the end of the connection
+        with self._lock, contextlib.suppress(OSError):  # The reading thread handles the end of the connection.
             self._server.sendall(message)
 
     def orders(self) -> Iterator[Order]:
@@ -114,11 +115,11 @@ class _Connection:
         try:
             return self._server.recv(RECEIVE_BYTES)
         except OSError:
-            return b""  # reset: the server ended while bytes were on their way
+            return b""  # The connection was reset, because the server ended before it had read all bytes.
 
 
 class _WireMasks:
-    """The TokenMasks of a step, which arrive after its plan."""
+    """The TokenMasks of a step. They arrive after the plan of the step."""
 
     def __init__(self, row_count: int, words_per_row: int) -> None:
         self.row_count, self.words_per_row = row_count, words_per_row
@@ -138,7 +139,7 @@ class _WireMasks:
 
 
 class _Step:
-    """A step that the server ordered. Both threads use it."""
+    """A step that the server ordered. The reading thread and the computing thread use this object."""
 
     def __init__(self, run: Run) -> None:
         wire = run.plan
@@ -170,7 +171,7 @@ class _Rank:
         self._checkpoint: RankCheckpoint | None = None
         self._stage: StageCheckpoint | None = None
         self._handover: StageSockets | None = None
-        self._listener: StageListener | None = None  # until the peer of the previous stage has connected
+        self._listener: StageListener | None = None  # None after the peer of the previous stage has connected
         self._offered: OfferedWeights | None = None
         self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
 
@@ -243,11 +244,11 @@ class _Rank:
     def obey(self, orders: queue.SimpleQueue[Order | _Step]) -> None:
         """Execute the next order, or finish a step that was launched on a GPU.
 
-        A launched step is finished when no order waits, or when STEPS_BEGUN_MAX steps are running. All other orders,
-        except CheckWeights, first finish the running steps.
+        The call finishes a launched step when no order waits, or when STEPS_BEGUN_MAX steps are running. Every order
+        except Run and CheckWeights is executed after the running steps have finished.
 
         Args:
-            orders: filled by the reading thread.
+            orders: queue that the reading thread fills.
         """
         begun, runner = self._begun, self._runner
         assert runner is not None, "orders are executed after loading"
@@ -289,7 +290,7 @@ class _Rank:
         seconds = time.perf_counter() - begun_at, self._together() - together
         setup = self._setup
         if setup.stage < setup.stage_count - 1:
-            result = None  # only the last stage has one
+            result = None  # Only the last stage has a result.
         response = result if setup.rank_in_stage == 0 else None
         self._connection.say(Answer(step.serial, None, response, _digest(result), seconds))
 
@@ -333,7 +334,8 @@ class _Rank:
         handover, listener, rank = self._handover, self._listener, self._setup.rank
         if handover is None:
             return
-        # Connect before listening: connecting succeeds although the peer does not accept yet, so no rank deadlocks.
+        # Each rank connects before it accepts. A connect succeeds although the peer does not accept yet, so ranks do
+        # not deadlock.
         address = order.behind[rank] if rank < len(order.behind) else None
         if address is not None:
             handover.take_behind(connect_stage(*address, order.stage_key))
@@ -360,10 +362,11 @@ def main(file_descriptor: int, place: RankPlace) -> int:
 
     Args:
         file_descriptor: the connection to the server.
-        place: the place of this rank on its machine.
+        place: the resources of this rank on its machine.
 
     Returns:
-        The exit code, if the server ended before its first message. Otherwise the process exits by itself.
+        The exit code, if the server ended before its first message. Otherwise, the function ends the process and does
+        not return.
     """
     _ignore_stop_signals()
     server = socket.socket(fileno=file_descriptor)
@@ -374,7 +377,7 @@ def main(file_descriptor: int, place: RankPlace) -> int:
     if not isinstance(setup, RankSetup):
         return ENDED_WITH_SERVER
     if place.cpus:
-        os.sched_setaffinity(0, place.cpus)  # before other threads start: they inherit the affinity
+        os.sched_setaffinity(0, place.cpus)  # No other thread runs yet, and later threads inherit the affinity.
     logging.basicConfig(level=setup.log_level, handlers=[_ServerLog(connection)])
     waiting: queue.SimpleQueue[Order | _Step] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(orders, waiting, connection), name="orders", daemon=True).start()
@@ -389,7 +392,7 @@ def main(file_descriptor: int, place: RankPlace) -> int:
         if not isinstance(error, TrioserveError):
             traceback.print_exc()
         connection.say(Fault(doing, type(error).__name__, str(error)))
-    # Not sys.exit: other threads may block, and would delay the exit.
+    # `sys.exit` would wait for other threads, which may be blocked.
     sys.stderr.flush()
     os._exit(FAILED)
 
@@ -397,19 +400,20 @@ def main(file_descriptor: int, place: RankPlace) -> int:
 def _ignore_stop_signals() -> None:
     """Ignore the signals that stop a server, and let the kernel kill this process if the server dies.
 
-    Signals are for the server, whose ranks end with their connections after the last step. A stopped process (SIGSTOP)
-    does not notice the end of its connection, so only PR_SET_PDEATHSIG can end it. The kernel then sends SIGKILL when
-    the thread ends that started this process, which is the server's event loop thread.
+    Only the server handles these signals. It closes the connections to its ranks after the last step, and then the
+    ranks end. A stopped process (SIGSTOP) does not notice the end of its connection. For this case, PR_SET_PDEATHSIG
+    makes the kernel send SIGKILL when the thread that started this process ends. This thread is the server's event
+    loop thread.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+    with contextlib.suppress(OSError, AttributeError):  # Only Linux has prctl.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], connection: _Connection) -> None:
-    """Read orders in a thread of its own, so that Abandon, Masks and Ping are handled during a step."""
-    steps: deque[_Step] = deque(maxlen=2 * STEPS_BEGUN_MAX)  # the server sends nothing about older steps
+    """Read orders in a separate thread, so that Abandon, Masks and Ping are handled during a step."""
+    steps: deque[_Step] = deque(maxlen=2 * STEPS_BEGUN_MAX)  # The server sends no messages about older steps.
     try:
         for order in orders:
             if isinstance(order, Run):

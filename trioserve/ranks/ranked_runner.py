@@ -1,4 +1,4 @@
-"""The part of ModelRunner's interface that assembling an engine needs, for a model in ranks."""
+"""Implements, for a model in ranks, those methods of ModelRunner that are needed to assemble an engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["RankedRunner"]
 
 
 class RankedRunner:
-    """The sizes and names of a model that several processes compute. The attributes are those of ModelRunner.
+    """The sizes and names of a model that several processes compute. It has the same attributes as ModelRunner.
 
     Args:
         loaded: the summary of all ranks.
-        ranks: the report of each rank, in their order.
+        ranks: the report of each rank, in order.
         kv_memories: see HostRanks.
-        vision: computes image rows in this process. None: the model accepts no images.
+        vision: computes image rows in this process. None if the model accepts no images.
         block_size: tokens per block.
         stage_size: ranks of each stage.
     """
@@ -80,7 +80,7 @@ class RankedRunner:
             ranks = self._ranks[first : first + self._stage_size]
             layout = ranks[0].layout
             if layout is None:
-                continue  # no layer of this stage has KV
+                continue  # The layers of this stage have no KV.
             suffix = layout.model and layout.model + self._in_ranks
             heads = [HeadRange(*rank.kv_heads) for rank in ranks]
             memories = self._kv_memories[first : first + self._stage_size]

@@ -1,8 +1,8 @@
-"""Weight replacement for a model in ranks. First every rank checks its own part, and then all write, between two steps.
+"""Weight replacement for a model in ranks. First, each rank checks its shards. Then, all ranks write between two steps.
 
-Nothing changes while a rank may still refuse. A rank that fails while it writes breaks the group, and the group that is
-opened next has the weights of the start. A trainer sends its tensors once, to this process, which forwards each tensor
-to all ranks. If the trainer stops, all ranks have the same tensors, and the group survives.
+No rank writes while another rank may still refuse. A rank that fails while it writes breaks the group. The next group
+has the weights of the start. A trainer sends its tensors once, to this process, which forwards each tensor to all
+ranks. If the trainer stops, all ranks have received the same tensors, and the group continues.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trioserve.trio_tools.worker_thread import call_abandonable
 
 __all__ = ["RankedWeights"]
 
-PART_BYTES = 2**20  # of a tensor, forwarded at a time: bounds the bytes on their way to each rank
+PART_BYTES = 2**20  # maximum bytes of a tensor that are forwarded at a time; this limits the unsent bytes of each rank
 LOOK_THREAD = "trioserve-weights"
 
 
 class Ranks(Protocol):
-    """The methods of RankGroup that are used here."""
+    """The methods of RankGroup that this module uses."""
 
     @property
     def are_apart(self) -> bool: ...
@@ -41,7 +41,7 @@ class RankedWeights:
     Args:
         ranks: the group.
         groups: groups with trainers. This process joins as one member for all ranks.
-        why_fixed: why the weights cannot be replaced, see ModelRunner. The ranks do not know it. None: they can.
+        why_fixed: why the weights cannot be replaced (see ModelRunner). None if they can. The ranks do not check this.
     """
 
     def __init__(self, ranks: Ranks, groups: TrainerGroups, *, why_fixed: str | None = None) -> None:
@@ -54,13 +54,13 @@ class RankedWeights:
         """Let all ranks check new weights.
 
         Args:
-            source: where the weights are, or which tensors a trainer will send.
+                source: where the weights are, or which tensors a trainer will send.
 
         Returns:
-            The replacement, which has not begun.
+            The replacement, which has not begun yet.
 
         Raises:
-            InvalidRequest: the weights do not fit the model, or the ranks find different ones.
+            InvalidRequest: the weights do not fit the model, or the ranks find different weights.
             RankLost: the group broke.
         """
         if self._why_fixed is not None:
@@ -84,7 +84,7 @@ class RankedWeights:
         return _Stored(self._ranks, offer)
 
     async def _look(self, make: Callable[[int], CheckWeights]) -> Mapping[int, object]:
-        """Return what each rank has found, or raise InvalidRequest."""
+        """Return the value that each rank reports after its check, or raise InvalidRequest."""
         return _found(await self._ranks.ask(make, may_leave=True, is_timed=False, is_beside=True))
 
     async def join_group(self, group: WeightGroup) -> None:
@@ -95,7 +95,7 @@ class RankedWeights:
 
 
 class _Stored:
-    """A Replacement whose weights each rank reads itself."""
+    """A Replacement for which each rank reads the weights itself."""
 
     def __init__(self, ranks: Ranks, offer: int) -> None:
         self._ranks = ranks
@@ -103,7 +103,7 @@ class _Stored:
         self.state = ReplacementState.CHECKED
 
     async def replace(self) -> None:
-        """Let all ranks write, to the end, also when cancelled.
+        """Let all ranks write the weights. A cancelled caller also waits until all ranks have written them.
 
         Raises:
             InvalidRequest: the weights have changed since the check. Nothing was written.
@@ -121,7 +121,7 @@ class _Stored:
 
 
 class _Sent:
-    """A Replacement whose weights a trainer sends. A cancelled caller stops it between two tensors."""
+    """A Replacement for which a trainer sends the weights. A cancel stops the replacement between two tensors."""
 
     def __init__(self, ranks: Ranks, offer: int, source: BroadcastWeights, groups: TrainerGroups) -> None:
         self._ranks = ranks
@@ -149,11 +149,11 @@ class _Sent:
             self.state = ReplacementState.GONE
             raise
         finally:
-            if self.state is not ReplacementState.WHOLE:  # the position in the trainer's stream is unknown now
+            if self.state is not ReplacementState.WHOLE:  # The position in the trainer's stream is unknown.
                 self._groups.forget(group_name)
 
     async def _put(self, name: str, values: Any) -> None:
-        """Forward one tensor to all ranks, also when cancelled."""
+        """Forward one tensor to all ranks. A cancel does not interrupt this."""
         content = values.reshape(-1).view("uint8")
         for first in range(0, max(1, content.size), PART_BYTES):
             part = content[first : first + PART_BYTES].tobytes()
@@ -165,7 +165,7 @@ class _Sent:
 
 
 def _absolute(path: str) -> str:
-    """Return an absolute path, because a rank elsewhere has another working directory."""
+    """Return an absolute path, because a rank on another machine has another working directory."""
     return os.path.abspath(path)
 
 
@@ -183,7 +183,7 @@ def _found(answers: Mapping[int, Answer]) -> Mapping[int, object]:
 
 
 def _refused(refusals: Mapping[int, Refusal], rank_count: int) -> InvalidRequest:
-    """Return the error for refusals. It is that of a single process if all ranks give the same reason."""
+    """Return the error for refusals. If all ranks give the same reason, the error is the same as without ranks."""
     first = next(iter(refusals.values()))
     if len(refusals) == rank_count and all(refusal == first for refusal in refusals.values()):
         return InvalidRequest(first.message, param=first.param)

@@ -1,7 +1,7 @@
-"""Connect ranks of two stages on different machines: the rank of the later stage listens, its peer connects.
+"""Connects ranks of two stages on different machines. The rank of the later stage listens, and its peer connects.
 
-The server sends the address and a key to the ranks. The key is random and new, so only a rank of this group knows it.
-It is sent as plain bytes, because ranks need a private network anyway.
+The server sends the address and a key to the ranks. The key is new and random, so only the ranks of this group know the
+key. The key is sent unencrypted, because ranks need a private network in any case.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trioserve.trio_tools.tcp_stream import end_when_vanished
 __all__ = ["KEY_BYTES", "RANK_VANISHED_SECONDS", "StageListener", "connect_stage", "make_blocking"]
 
 KEY_BYTES = 32
-MEETING_SECONDS_MAX = 60.0  # enough: the server sends Allocate after all ranks have read their weights
-STRANGERS_MAX = 64  # connections that have not sent the key yet
+MEETING_SECONDS_MAX = 60.0  # All ranks connect soon, because the server has waited until they have read their weights.
+STRANGERS_MAX = 64  # maximum number of connections that have not sent the key yet
 RETRY_SECONDS = 0.1
-RANK_VANISHED_SECONDS = 12.0  # shorter than for other connections: a lost rank blocks all others
+RANK_VANISHED_SECONDS = 12.0  # Shorter than for other connections, because a lost rank blocks all other ranks.
 
 
 class StageListener:
-    """Listens at a free port for the peer of the previous stage. Closed by wait, or with the process."""
+    """Listens at a free port for the peer of the previous stage. `wait` closes the listener."""
 
     def __init__(self) -> None:
         has_both = socket.has_dualstack_ipv6()
@@ -38,8 +38,8 @@ class StageListener:
     def wait(self, key: bytes) -> socket.socket:
         """Wait until the peer of the previous stage has connected and sent the key.
 
-        Reads all connections at the same time, so a silent stranger does not block the peer. At most STRANGERS_MAX
-        connections wait at a time. A further connection closes the oldest one.
+        Reads all connections at the same time, so that a silent connection does not block the peer. At most
+        STRANGERS_MAX connections wait at a time. A further connection closes the oldest connection.
 
         Args:
             key: KEY_BYTES, from the server.
@@ -51,7 +51,7 @@ class StageListener:
             StartupError: the peer has not connected within MEETING_SECONDS_MAX.
         """
         until = time.monotonic() + MEETING_SECONDS_MAX
-        received: dict[socket.socket, bytes] = {}  # oldest connection first
+        received: dict[socket.socket, bytes] = {}  # received bytes by connection, oldest connection first
         self._listener.setblocking(False)
         found: socket.socket | None = None
         with self._listener, selectors.DefaultSelector() as selector:
@@ -71,7 +71,7 @@ class StageListener:
                         connection = selected.fileobj
                         assert isinstance(connection, socket.socket)
                         if connection not in received:
-                            continue  # _accept has closed it for a newer one
+                            continue  # `_accept` has closed this connection in favor of a newer connection.
                         if not _receive_key(connection, received):
                             _end(connection, received, selector)
                         elif len(received[connection]) == KEY_BYTES:
@@ -90,7 +90,9 @@ class StageListener:
     def _accept(self, received: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it is closed already, or no file descriptor is free: close the oldest
+        except OSError:
+            # The peer has closed the connection, or no file descriptor is free. Closing the oldest connection frees
+            # one.
             if len(received) > 1:
                 _end(next(iter(received)), received, selector)
             else:
@@ -150,7 +152,8 @@ def connect_stage(host: str, port: int, key: bytes) -> socket.socket:
 def make_blocking(connection: socket.socket) -> None:
     """Set the options of a connection to another rank's machine.
 
-    Its calls block, small messages are sent at once, and it breaks RANK_VANISHED_SECONDS after the machine vanishes.
+    Calls of the connection block, small messages are sent at once, and the connection fails RANK_VANISHED_SECONDS
+    after the other machine vanishes.
 
     Args:
         connection: a TCP connection.

@@ -1,7 +1,8 @@
-"""Send hidden states from stage to stage over sockets: each rank sends to its peer, the same place in the next stage.
+"""Sends hidden states from stage to stage over sockets. Each rank sends to its peer, the rank with the same number in
+the next stage.
 
-All ranks of a stage compute the same hidden states. So each rank sends its own copy, and no rank has to distribute what
-it received. A socket carries the steps in order. A thread that waits for a socket holds no GIL.
+All ranks of a stage compute the same hidden states. So each rank sends its own copy, and no rank has to distribute
+received states to other ranks. A socket carries the steps in order. A thread that waits for a socket releases the GIL.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from trioserve.model.number_formats import Float32Array
 
 __all__ = ["StageSockets"]
 
-HEADER = struct.Struct("=?II")  # is the step abandoned, rows, numbers per row
-BUFFER_BYTES = 1 << 20  # holds a decode step, so that the sender need not wait for the receiver
-LOST_SECONDS = 1.0  # see _lost
+HEADER = struct.Struct("=?II")  # The fields are: whether the step is abandoned, number of rows, numbers per row.
+BUFFER_BYTES = 1 << 20  # A decode step fits into the buffer, so that its sender need not wait for the receiver.
+LOST_SECONDS = 1.0  # delay before the loss of a peer is reported (see `_lost`)
 
 
 class StageSockets:
-    """A Handover over connected, blocking sockets, which it owns.
+    """A Handover over connected, blocking sockets. This object owns the sockets.
 
     Args:
-        before: socket to the previous stage. None: there is none, or take_before follows.
-        behind: socket to the next stage. None: there is none, or take_behind follows.
+        before: socket to the previous stage. None if there is no previous stage, or if take_before is called later.
+        behind: socket to the next stage. None if there is no next stage, or if take_behind is called later.
     """
 
     def __init__(self, before: socket.socket | None, behind: socket.socket | None) -> None:
@@ -50,7 +51,7 @@ class StageSockets:
             hidden_size: numbers per row.
 
         Returns:
-            float32 [row_count, hidden_size]. None: the previous stage abandoned the step.
+            float32 [row_count, hidden_size]. None if the previous stage abandoned the step.
 
         Raises:
             ConnectionError: the peer is lost. Raised with a delay, see _lost.
@@ -81,7 +82,7 @@ class StageSockets:
         """Send the hidden states of a step. Blocks the thread while the socket's buffer is full.
 
         Args:
-            hidden: float32 [rows, hidden_size]. None: the step is abandoned.
+            hidden: float32 [rows, hidden_size]. None if the step is abandoned.
 
         Raises:
             ConnectionError: the peer is lost. Raised with a delay, see _lost.
@@ -104,8 +105,8 @@ class StageSockets:
 def _lost(which: str, reason: str | None) -> ConnectionError:
     """Return the error for a lost peer, after a delay.
 
-    The delay lets the server see the cause first: the peer reports its own fault, or its process ends. Only if the
-    connection alone is lost, this error is the cause.
+    The delay lets the server notice the real cause first: the peer reports its own fault, or its process ends. This
+    error is the cause only if neither happens and only the connection is lost.
     """
     time.sleep(LOST_SECONDS)
     return ConnectionError(f"the rank of the {which} stage is lost ({reason or 'it has closed its connection'})")

@@ -1,9 +1,9 @@
-"""Limits the number of open connections, and chooses which connection to end for a new connection if there are too
-many. A place is one connection's position in this limit.
+"""Limits the number of open connections. If too many connections are open, it chooses a connection to end for a new
+connection. A `Place` represents one admitted connection.
 
-Connections without a running request (idle, silent, or with half a request) end first. Among these, the oldest
-connection of the address with most connections ends. Some places are reserved for connections that have shown an API
-key. So a client that only opens connections cannot keep other clients out.
+Connections without a running request (idle, silent, or with an incomplete request) end first. Among these, the oldest
+connection of the address with the most connections ends. Some places are reserved for connections that have shown an
+API key. So a client that only opens connections cannot keep other clients out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 _MISHAPS = frozenset(
     {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
 )
-RETRY_SECONDS = 0.1  # a shortage of files or memory ends when a connection ends
-ENDED_SHARE = 64  # one in 64 connections ends at a time, because a search reads the state of all
-WARNING_SECONDS = 10.0  # time between two log lines about the same shortage
+RETRY_SECONDS = 0.1  # wait after a shortage of files or memory; another connection may end in this time
+# One in 64 connections ends at a time. A search reads the state of all connections, so fewer searches are better.
+ENDED_SHARE = 64
+WARNING_SECONDS = 10.0  # minimum time between two log lines about the same shortage
 
 
 def _in_use() -> float | None:
@@ -41,7 +42,7 @@ def _nothing() -> None:
 
 
 class Place:
-    """The position of one connection in the limit on connections.
+    """One admitted connection, which counts towards the limit.
 
     Args:
         address: Address of the other end, or None if the connection is not counted by address, for example on a Unix
@@ -91,10 +92,10 @@ class ConnectionLimit:
         self._per_address_max = per_address_max
         self._on_crowded = on_crowded
         self._on_shortage = on_shortage
-        self._places: dict[Place, None] = {}  # in order of arrival
+        self._places: dict[Place, None] = {}  # places in the order in which the connections arrived
         self._known_count = 0
         self._accepting_count = 0
-        self._strangers_of: Counter[str] = Counter()  # count of connections without a key, by address
+        self._strangers_of: Counter[str] = Counter()  # number of connections without a key, by address
         self._left = trio.Event()
         self._shortage_logged_at = -math.inf
         self._address_logged_at = -math.inf
@@ -117,7 +118,8 @@ class ConnectionLimit:
             OSError: the listener is unusable.
         """
         while True:
-            await trio.lowlevel.wait_readable(listener.socket)  # end no connection before another connection arrives
+            # Wait until a connection arrives, so that no connection ends before its place is needed.
+            await trio.lowlevel.wait_readable(listener.socket)
             while self._is_full():
                 self.make_room()
                 await self._wait_for_leave()
@@ -207,11 +209,11 @@ class ConnectionLimit:
         until = math.inf if including_young else trio.current_time()
         at_a_time = max(1, self._places_max // ENDED_SHARE)
         if not self._end_of(strangers, at_a_time, until) and len(strangers) < self._strangers_max:
-            # Connections with a key use more places than are reserved for them, so end some of these.
+            # Connections with a key use more places than are reserved for them, so some of them must end.
             self._end_of([place for place in self._places if place.is_known], at_a_time, until)
 
     def _end_of(self, places: list[Place], count: int, until: float) -> int:
-        """End up to `count` of these connections that may end by `until`. Return how many ended."""
+        """End up to `count` of the connections that may be ended at time `until`. Return how many were ended."""
         candidates = []
         for number, place in enumerate(places):
             if not place.is_ending and (since := place.may_end_at()) is not None and since <= until:

@@ -13,15 +13,15 @@ from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["Alarm", "DeadlineKeeper"]
 
-SPENT_ALARMS_MIN = 1000  # cancelled alarms in the heap before it is rebuilt
+SPENT_ALARMS_MIN = 1000  # minimum number of cancelled alarms in the heap before the heap is rebuilt
 
 
 class Alarm:
-    """One call in the future.
+    """One callback that will be called at a given time.
 
     Attributes:
         at: Time on Trio's clock.
-        ring: The callback. None once it was called or the alarm was cancelled.
+        ring: The callback. None after the callback was called or the alarm was cancelled.
     """
 
     __slots__ = ("_keeper", "at", "ring")
@@ -39,7 +39,7 @@ class Alarm:
 
 @uninterrupted
 class DeadlineKeeper:
-    """A set of alarms.
+    """Set of alarms that one task serves.
 
     Cost:
         set() is O(log n), cancel() is O(1). Cancelled alarms are removed before they outnumber the active alarms.

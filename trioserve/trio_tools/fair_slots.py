@@ -1,7 +1,7 @@
-"""Limits how many jobs of one kind run at the same time, and shares these positions fairly between API keys. Used for
-work before or beside the queue, such as tokenizing in threads.
+"""Limits how many jobs of one kind run at the same time, and divides these slots fairly among API keys. It is used for
+work outside of the request queue, such as tokenizing in threads.
 
-A waiting key gets a position after at most one job of each other waiting key, no matter how many jobs the other keys
+A waiting key gets a slot after at most one job of each other waiting key, no matter how many jobs the other keys
 have. The method is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py. All jobs count
 equally, because the jobs of one kind take similar time. Jobs of one key keep their order.
 """
@@ -19,10 +19,12 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["STAGE_FULL", "WAITING_OF_ONE_MAX", "FairSlots"]
 
-WAITING_OF_ONE_MAX = 1024  # waiting jobs of one key; more than the requests of a batch, so only floods are refused
+# Maximum number of waiting jobs of one key. A batch has fewer requests, so only floods are refused.
+WAITING_OF_ONE_MAX = 1024
 STAGE_FULL = "stage_full"
 """Reason of a refusal when a key has too many jobs waiting for one stage."""
-KEYS_KEPT_MAX = 1024  # idle keys whose turns are remembered. A forgotten key gains at most one turn.
+# Maximum number of idle keys whose turns are remembered. A key whose turn is forgotten gains at most one turn.
+KEYS_KEPT_MAX = 1024
 RECENT_SHARE = 0.2  # weight of the latest job in the moving average of durations
 
 T = TypeVar("T")
@@ -47,9 +49,9 @@ class FairSlots:
         self._waiting_of_one_max = waiting_of_one_max
         self._waiting: dict[str | None, OrderedDict[trio.Event, None]] = {}
         self._turns: dict[str | None, int] = {}  # next turn of each key. The lowest turn is served first.
-        self._now = 0  # the turn that was served last
+        self._now = 0  # the latest turn that was served
         self._job_seconds = 0.0  # moving average of the duration of jobs
-        self._threads = trio.CapacityLimiter(count)  # an abandoned thread counts until it ends
+        self._threads = trio.CapacityLimiter(count)  # A thread of a cancelled caller counts until the thread ends.
 
     @property
     def waiting_count(self) -> int:
@@ -57,7 +59,7 @@ class FairSlots:
 
     @asynccontextmanager
     async def place(self, key: str | None) -> AsyncIterator[None]:
-        """Wait for a position, and keep it while the scope is open.
+        """Wait for a slot, and keep it while the scope is open.
 
         Args:
             key: API key whose job this is, or None if clients are not distinguished.
@@ -66,7 +68,7 @@ class FairSlots:
             Overloaded: too many jobs of this key already wait.
         """
         if self._free_count:
-            if self._free_count == self._count:  # no job runs or waits, so earlier turns do not matter
+            if self._free_count == self._count:  # No job runs or waits, so earlier turns do not matter.
                 self._turns.clear()
             self._free_count -= 1
             self._serve(key)
@@ -80,7 +82,7 @@ class FairSlots:
             self._pass_on()
 
     async def call(self, function: Callable[[], T], *, key: str | None) -> T:
-        """Wait for a position, then call a function in a Trio thread. If the caller is cancelled, it returns at once.
+        """Wait for a slot, then call a function in a Trio thread. If the caller is cancelled, it returns at once.
 
         Args:
             function: Function to call. It must not use state of the event loop.
@@ -110,7 +112,7 @@ class FairSlots:
                 self._leave(key, granted)
 
     def _leave(self, key: str | None, granted: trio.Event) -> None:
-        if granted.is_set():  # the position was granted when the caller was already cancelled
+        if granted.is_set():  # The caller got a slot after it was cancelled, so the slot is free again.
             self._pass_on()
             return
         events = self._waiting[key]
@@ -119,7 +121,7 @@ class FairSlots:
             del self._waiting[key]
 
     def _pass_on(self) -> None:
-        """Give a free position to the next waiting key, or count the position as free."""
+        """Give a free slot to the next waiting key, or count the slot as free."""
         if not self._waiting:
             self._free_count += 1
             return
@@ -132,7 +134,7 @@ class FairSlots:
         granted.set()
 
     def _serve(self, key: str | None) -> None:
-        """Update the turn of a key that gets a position."""
+        """Update the turn of a key that gets a slot."""
         self._now = max(self._turns.get(key, 0), self._now)
         self._turns[key] = self._now + 1
         if len(self._turns) > KEYS_KEPT_MAX + len(self._waiting):

@@ -1,7 +1,7 @@
 """Client side of HTTP/2 on h2, without I/O: requests, resets, flow control, and servers that send GOAWAY.
 
-The client gives credit for received data at once, unless its caller withholds credit. The server may be hostile, so
-every value that the server can make this client store is limited.
+The client gives credit (a window update) for received data at once, unless its caller withholds credit. The server may
+be hostile, so this client limits everything that it stores for a server.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from trioserve.trio_tools.http_client import (
 
 __all__ = ["Goaway", "Http2ClientProtocol"]
 
-DEFAULT_WINDOW_BYTES = 65_535  # RFC 9113, 6.9.2
+DEFAULT_WINDOW_BYTES = 65_535  # RFC 9113, section 6.9.2, defines this initial window.
 FRAME_HEADER_BYTES = 9
-FRAME_BYTES_MAX = 16_384  # the HTTP/2 default, which this client does not raise
+FRAME_BYTES_MAX = 16_384  # This is the default of HTTP/2. This client does not raise it.
 SETTINGS, PING, GOAWAY = 0x04, 0x06, 0x07
 ACK = 0x1
 ANSWERED_FRAMES_MAX = 10_000
@@ -57,8 +57,8 @@ class Http2ClientProtocol:
 
     Attributes:
         is_settled: True once the server's first SETTINGS arrived.
-        streams_max: Number of streams that the server allows at the same time. Before its SETTINGS arrived, the
-            default.
+        streams_max: Number of streams that the server allows at the same time. Until its SETTINGS arrive, a default
+            value.
         goaway: The latest GOAWAY, or None if there was none.
     """
 
@@ -114,7 +114,7 @@ class Http2ClientProtocol:
 
     def reset(self, number: int) -> bool:
         self._forget(number)
-        with contextlib.suppress(h2.exceptions.ProtocolError):  # the stream or the connection has ended
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # The stream or the connection has already ended.
             self._h2.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
         return True
 
@@ -155,7 +155,7 @@ class Http2ClientProtocol:
         for event in self._h2.receive_data(self._frames.feed(data)):
             self._handle(event)
         changes = self._h2.encoder.table_size_changes
-        if len(changes) > 2:  # RFC 7541, 4.2: only the smallest and the last change must be sent
+        if len(changes) > 2:  # Only the smallest and the last change must be sent (RFC 7541, section 4.2).
             self._h2.encoder.table_size_changes = [min(changes), changes[-1]]
         goaway = self._frames.goaway
         if goaway is not None and goaway is not self.goaway:
@@ -190,7 +190,7 @@ class Http2ClientProtocol:
             stream = self._streams.get(event.stream_id)
             if stream is not None:
                 fields = list(event.headers or ())
-                _name, status = fields.pop(0)  # h2 has checked that the first field is :status
+                _name, status = fields.pop(0)  # h2 has checked that the first field is `:status`.
                 stream.listener.on_head(int(status), fields)
         elif isinstance(event, h2.events.InformationalResponseReceived):
             stream = self._streams.get(event.stream_id)
@@ -229,7 +229,7 @@ class Http2ClientProtocol:
     def _forget(self, stream_id: int) -> _Stream | None:
         stream = self._streams.pop(stream_id, None)
         if stream is not None and stream.withheld_bytes:
-            with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection has ended
+            with contextlib.suppress(h2.exceptions.ProtocolError):  # The connection has already ended.
                 # Give this credit back to the connection, because other streams need it.
                 self._h2.acknowledge_received_data(stream.withheld_bytes, stream_id)
         return stream
@@ -242,7 +242,7 @@ class _Stream:
         listener: Receives the response.
         interim_count: Number of heads with a status of 1xx so far.
         unsent: Bytes of the body that wait for the server's windows.
-        ends: True if the body ends with `unsent`.
+        ends: True if no bytes of the body follow after `unsent`.
         is_sent: True if the whole request was sent.
         withheld_bytes: Number of received bytes for which no credit was given. None if credit is given at once.
     """
@@ -259,11 +259,13 @@ class _Stream:
 
 
 class _H2Connection(h2.connection.H2Connection):
-    MAX_CLOSED_STREAMS = 4096  # to distinguish late frames from wrong ones; h2's 65,536 take megabytes
+    # h2 remembers closed streams, to distinguish late frames from invalid frames. Its default of 65,536 takes
+    # megabytes.
+    MAX_CLOSED_STREAMS = 4096
 
 
 class _FrameSplitter:
-    """Cuts received pieces into whole frames for h2.
+    """Splits received bytes into complete frames for h2.
 
     The splitter removes GOAWAY, because h2 refuses every frame after a GOAWAY. But a server that stops gracefully first
     finishes its streams (RFC 9113, 6.8). The splitter also removes unknown settings, which h2 would store without
@@ -280,8 +282,8 @@ class _FrameSplitter:
         self.answered_count = 0
 
     def feed(self, piece: bytes) -> bytes:
-        """Add a piece, and return the frames that are now complete. A frame that is too long is returned unchanged, and
-        h2 refuses it.
+        """Add received bytes, and return the frames that are now complete. A frame that is too long is returned
+        unchanged, and h2 refuses it.
 
         Args:
             piece: Received bytes.

@@ -11,8 +11,8 @@ import struct
 __all__ = ["HEADER_TABLE_BYTES_MAX", "known_settings"]
 
 HEADER_TABLE_SIZE = 0x1
-# RFC 9113, 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores all other settings (RFC 9113,
-# 6.5.2).
+# These are the settings of RFC 9113, section 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores
+# all other settings.
 _KNOWN = frozenset({HEADER_TABLE_SIZE, 0x2, 0x3, 0x4, 0x5, 0x6, 0x8})
 HEADER_TABLE_BYTES_MAX = 4096
 """Maximum size of the header table that our encoders use, in bytes: HTTP/2's default. The peer may offer any size.

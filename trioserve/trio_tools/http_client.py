@@ -19,12 +19,12 @@ Fields = list[tuple[str, str]]
 
 
 class ResponseResult(enum.Enum):
-    """How a response ended."""
+    """The ways in which a response can end."""
 
     COMPLETE = "complete"
-    RESET = "reset"  # the server reset the HTTP/2 stream
-    UNPROCESSED = "unprocessed"  # GOAWAY: the server did not process the request
-    DISCONNECTED = "disconnected"  # the connection ended before the response did
+    RESET = "reset"  # The server reset the HTTP/2 stream.
+    UNPROCESSED = "unprocessed"  # The server sent GOAWAY and did not process the request.
+    DISCONNECTED = "disconnected"  # The connection ended before the response was complete.
 
 
 class ResponseEnd(NamedTuple):
@@ -33,7 +33,7 @@ class ResponseEnd(NamedTuple):
     Attributes:
         result: How the response ended.
         error: Name of an HTTP/2 error, or "" if there was none.
-        was_request_sent: False if a part of the request's body was not sent. That part will not be sent any more.
+        was_request_sent: False if the request's body was not completely sent. The rest will not be sent any more.
     """
 
     result: ResponseResult
@@ -55,7 +55,7 @@ class ResponseListener(Protocol):
     def on_body(self, data: bytes) -> None: ...
 
     def on_end(self, end: ResponseEnd) -> None:
-        """Receive the end of the response. Called once, unless the client resets the request before.
+        """Receive the end of the response. Called once, unless the client has reset the request.
 
         Args:
             end: How the response ended.

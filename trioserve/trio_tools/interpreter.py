@@ -58,12 +58,12 @@ def raise_file_limit() -> int:
         return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # macOS reports an unlimited hard limit, but enforces a lower one
+    except (OSError, ValueError):  # macOS reports an unlimited hard limit, but enforces a lower limit.
         return soft
     return hard
 
 
-@functools.cache  # logs the warning only once
+@functools.cache  # The cache makes the function log its warning only once.
 def connections_within(asked: int, file_limit: int, *, files_each: int = 1) -> int:
     """Return how many client connections the limit of open files allows. Log a warning if this is less than requested.
 

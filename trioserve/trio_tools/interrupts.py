@@ -42,7 +42,7 @@ def uninterrupted(owner: ClassT) -> ClassT:
 def uninterrupted_context(
     function: Callable[P, AsyncIterator[T]],
 ) -> Callable[P, AbstractAsyncContextManager[T]]:
-    """Create a context manager as `asynccontextmanager` does, but entering and leaving it are never interrupted.
+    """Create a context manager as `asynccontextmanager` does, but its entry and its exit are never interrupted.
 
     The code inside of the caller's `async with` stays interruptible.
 

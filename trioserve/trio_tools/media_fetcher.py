@@ -23,8 +23,8 @@ from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["Connect", "MediaFetcher", "public_addresses"]
 
-FETCHES_MAX = 16  # fetches at the same time, for all requests together; further fetches wait
-SECONDS_MAX = 10.0  # time of one fetch, not counting the wait for its start
+FETCHES_MAX = 16  # maximum number of fetches at the same time, for all requests together; further fetches wait
+SECONDS_MAX = 10.0  # time limit of one fetch, without the wait for its start
 REDIRECTIONS = range(300, 400)
 RECEIVE_BYTES = 65_536
 URL_CHARACTERS_MAX = 2048
@@ -79,7 +79,7 @@ class MediaFetcher:
         self._places = trio.CapacityLimiter(FETCHES_MAX)
 
     async def fetch(self, url: str, place: str) -> bytes:
-        """Fetch a file. A cancelled caller leaves at once and closes the connection.
+        """Fetch a file. If the caller is cancelled, it closes the connection and returns at once.
 
         Args:
             url: URL of the file, http or https.

@@ -108,7 +108,7 @@ def check_is_in_trio(what: str) -> None:
 
 
 def _runs_asyncio() -> bool:
-    module = sys.modules.get("asyncio")  # a program that runs asyncio has imported this module
+    module = sys.modules.get("asyncio")  # A program that runs asyncio has imported this module.
     if module is None:
         return False
     try:
@@ -119,7 +119,7 @@ def _runs_asyncio() -> bool:
 
 
 class OpenedOnce(AbstractAsyncContextManager[T], Generic[T]):
-    """A scope that can be entered once and left once, in the process that created it.
+    """A scope that can be entered and exited only once, in the process that created it.
 
     A second entry, a second exit, and an exit before the entry raise AlreadyEnded. An exit in a forked child raises
     WrongLoop. These errors change nothing.

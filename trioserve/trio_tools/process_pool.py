@@ -27,7 +27,7 @@ FRAME = struct.Struct("<II")
 
 HEAD_BYTES_MAX = 65_536
 RECEIVE_BYTES = 1_048_576
-REAP_SECONDS_MAX = 2.0  # the kernel ends a killed process within milliseconds
+REAP_SECONDS_MAX = 2.0  # longest wait for the end of a killed process, which usually takes milliseconds
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """Environment variables that children get, in addition to PYTHON*. Children must not get API keys."""
 
@@ -58,7 +58,7 @@ class ProcessPool:
         self._busy: set[_Child] = set()
         self._killed: list[_Child] = []  # killed children that the kernel has not ended yet
         self._running: Counter[str] = Counter()  # number of open turns by owner
-        self._waiting: dict[str, deque[trio.Event]] = {}  # waiting turns by owner; the next owner comes first
+        self._waiting: dict[str, deque[trio.Event]] = {}  # waiting turns by owner; the first owner is served next
         self._is_closed = False
         self.started_total = 0
 
@@ -69,8 +69,8 @@ class ProcessPool:
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Wait until the owner may run jobs in a child, and run them while the scope is open. Owners take turns, and no
-        owner uses all children at once.
+        """Wait until the owner may run jobs in a child. The owner may run jobs while the scope is open. Owners take
+        turns, and no owner uses all children at once.
 
         Args:
             owner: Name of the owner of the jobs, such as an API key.
@@ -84,7 +84,7 @@ class ProcessPool:
         finally:
             if granted.is_set():
                 self._running[owner] -= 1
-                self._running += Counter()  # removes owners with a count of 0
+                self._running += Counter()  # This addition removes owners with a count of 0.
             else:
                 self._waiting[owner].remove(granted)
                 if not self._waiting[owner]:
@@ -100,7 +100,7 @@ class ProcessPool:
             events.popleft().set()
             self._running[owner] += 1
             if events:
-                self._waiting[owner] = events  # move this owner after the other owners
+                self._waiting[owner] = events  # This owner is now served after all other owners.
 
     async def ask(
         self, head: bytes, content: bytes, *, seconds_max: float, reply_bytes_max: int
@@ -186,7 +186,7 @@ class _Child:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=_environment(),
-                    start_new_session=True,  # Ctrl-C in a terminal must reach only the server
+                    start_new_session=True,  # Ctrl-C in a terminal must interrupt only the server.
                 )
         except BaseException:
             ours.close()
@@ -252,7 +252,7 @@ class _Child:
 
 def _environment() -> dict[str, str]:
     kept = {name: text for name, text in os.environ.items() if name in ENVIRONMENT or name.startswith("PYTHON")}
-    return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a child computes on one core
+    return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # A child must compute on one core.
 
 
 def _signal_name(number: int) -> str:

@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class ProgressLine:
-    """A text that changes. Any thread may use it.
+    """A line of text that is updated while work runs. Any thread may use this object.
 
-    Leaving the scope clears the line. Later calls of `show` do nothing.
+    The exit of the scope clears the line. Later calls of `show` do nothing.
 
     Args:
         stream: Where to write. If None, stderr.
@@ -76,13 +76,14 @@ class ProgressLine:
             self._shows_at = at + self._period
             if self.is_terminal:
                 columns = shutil.get_terminal_size().columns
-                self._write(f"\r\x1b[K{text[: columns - 1]}")  # two lines could not be overwritten
+                # The text is cut to one line, because a text of two lines could not be overwritten.
+                self._write(f"\r\x1b[K{text[: columns - 1]}")
                 self._is_shown = True
             else:
                 self._write(f"{text}\n")
 
     def say(self, text: str) -> None:
-        """Write a line that is not overwritten.
+        """Write a line that later texts do not overwrite.
 
         Args:
             text: The line.
@@ -108,7 +109,7 @@ class ProgressLine:
 
 
 class ProgressBar(ProgressLine):
-    """A line that shows which share of the work is done.
+    """A line that shows how much of the work is done.
 
     Args:
         what: Description of the work, such as "fetching smollm2". It is shown at once.

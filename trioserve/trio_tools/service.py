@@ -64,7 +64,7 @@ async def _nothing() -> None:
 
 
 class Service:
-    """A worker and its front end, from start to stop.
+    """A server: a worker and its front end, from the start to the stop.
 
     Args:
         worker: Answers the requests.
@@ -86,7 +86,7 @@ class Service:
         self._front_end = front_end
         self._settings = settings
         self._wait_for_rest = wait_for_rest
-        self._is_over = trio.Event()  # the front end has ended, and `wait_for_rest` has returned
+        self._is_over = trio.Event()  # set when the front end has ended and `wait_for_rest` has returned
 
     async def run(
         self,
@@ -121,7 +121,7 @@ class Service:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._serve_until_over)
             task_status.started()
-            await _first_of(self._is_over.wait, next_order)  # the front end may also end without a command
+            await _first_of(self._is_over.wait, next_order)  # The front end may also end without a command to stop.
             logger.info("draining seconds_max=%g", settings.drain_seconds_max)
             delay = 0.0 if last_order == signal.SIGINT else settings.drain_delay_seconds
             self._worker.drain()

@@ -8,11 +8,11 @@ from trioserve.contracts.errors import StartupError
 
 __all__ = ["StoppingSettings"]
 
-STOPPING_SECONDS_MAX = 86_400  # a day; a larger value is probably in the wrong unit
+STOPPING_SECONDS_MAX = 86_400  # one day; a larger value probably has the wrong unit
 
 
 class StoppingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Longest time of each phase of stopping.
+    """Time limits for the phases in which a service stops.
 
     Attributes:
         drain_seconds_max: Longest time for running requests to finish after the command to stop.

@@ -15,9 +15,9 @@ import trio
 
 __all__ = ["TASKS_MAX", "TaskTree", "TaskView", "task_tree"]
 
-TASKS_MAX = 512  # each task takes about ten microseconds, during which no other task runs
-FRAMES_MAX = 12  # innermost frames of one task
-DEPTH_MAX = 64  # nesting of tasks, because the tree is sent as nested JSON
+TASKS_MAX = 512  # To read one task takes about ten microseconds, and no other task runs meanwhile.
+FRAMES_MAX = 12  # maximum number of stack frames that are shown of one task, the innermost ones
+DEPTH_MAX = 64  # maximum nesting of tasks, because the tree is sent as nested JSON
 
 
 class TaskView(msgspec.Struct, omit_defaults=True):

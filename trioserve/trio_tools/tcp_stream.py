@@ -107,7 +107,7 @@ async def connect_tcp(host: str, port: int, *, vanished_seconds: float = VANISHE
     try:
         end_when_vanished(stream, vanished_seconds)
     except OSError:
-        stream.socket.close()  # the connection broke immediately
+        stream.socket.close()  # The connection broke immediately after it was opened.
         raise
     return stream
 
@@ -165,14 +165,14 @@ class TcpStream(trio.abc.HalfCloseableStream):
             try:
                 self._socket.shutdown(socket.SHUT_WR)
             except OSError as error:
-                if error.errno != errno.ENOTCONN:  # some systems report this error for a second shutdown
+                if error.errno != errno.ENOTCONN:  # Some systems report this error for a second shutdown.
                     raise _translated(error) from error
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None and operator.index(max_bytes) < 1:
             raise ValueError(f"max_bytes is {max_bytes}, allowed is 1 or more")
         while True:
-            # Wait first: data has rarely arrived already, so a call of recv before the wait would mostly be useless.
+            # Wait before the call of recv. At this time, data has rarely arrived, so an earlier call would be useless.
             self._check_open()
             await trio.lowlevel.wait_readable(self._socket)
             try:

@@ -55,12 +55,12 @@ class CpuAffinity:
             return
         try:
             os.sched_setaffinity(thread_id, (self._cpu(),))
-        except OSError:  # the system does not permit it: do not try again
+        except OSError:  # The system does not permit this call, so do not try again.
             self._cpu = None
 
     def unpin(self) -> None:
         """Let the calling thread run on every allowed CPU again."""
-        with contextlib.suppress(OSError):  # the system has taken all of these CPUs from the process
+        with contextlib.suppress(OSError):  # The call fails if this process may no longer use any of these CPUs.
             os.sched_setaffinity(0, self._allowed)
 
 
@@ -75,10 +75,10 @@ class _Job:
     ) -> None:
         self.function = function
         self.arguments = arguments
-        self.task = task  # the task that waits; None: no task waits yet
-        self.result: outcome.Outcome[Any] | None = None  # the outcome, if the job ended before a task waited
+        self.task = task  # the task that waits for the job, or None if no task waits yet
+        self.result: outcome.Outcome[Any] | None = None  # the result, if the job ended before a task waited for it
         self.is_cancelled = False
-        self.is_here = False  # True if the job begins on its caller's CPU
+        self.is_here = False  # True if the job begins on the CPU of its caller
 
 
 @uninterrupted
@@ -113,8 +113,8 @@ class WorkerThread:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # This waits for at most one job: a forward pass, a prompt, or one tensor of a cancelled load. A deadline would
-        # not help, because a thread cannot be ended from outside.
+        # The exit waits for at most one job, such as a forward pass, the tokenizing of a prompt, or one tensor of a
+        # cancelled load. A deadline would not help, because a thread cannot be ended from outside.
         self._is_left = True
         await self._run(lambda: None, (), lambda _job: trio.lowlevel.Abort.FAILED)
         self._jobs.put(None)
@@ -166,7 +166,7 @@ class WorkerThread:
         if job.result is None:
             job.task = trio.lowlevel.current_task()
             return await trio.lowlevel.wait_task_rescheduled(lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
-        await trio.lowlevel.cancel_shielded_checkpoint()  # let other tasks run, even if every job has ended already
+        await trio.lowlevel.cancel_shielded_checkpoint()  # Other tasks must run, even if the job has already ended.
         return job.result.unwrap()
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -184,13 +184,14 @@ class WorkerThread:
 
         def leave(job: _Job) -> trio.lowlevel.Abort:
             job.is_cancelled = True
-            job.function, job.arguments = _nothing, ()  # release large arguments now: the turn may come late
+            # Release large arguments now, because the thread may reach this job much later.
+            job.function, job.arguments = _nothing, ()
             return trio.lowlevel.Abort.SUCCEEDED
 
         return await self._run(function, arguments, leave)
 
     def _check_open(self) -> None:
-        if self._is_left:  # otherwise the job would never run
+        if self._is_left:  # The thread runs no more jobs, so the caller would wait forever.
             raise AlreadyEnded(f"the thread {self._thread.name} has ended: the scope of its engine was left")
 
     async def _run(
@@ -208,13 +209,14 @@ class WorkerThread:
         while (job := self._jobs.get()) is not None:
             if job.is_here:
                 self._cpu_affinity.unpin()
-            # Read both before is_cancelled, because a caller that is cancelled in between replaces them.
+            # Read the function and the arguments before `is_cancelled`, because a cancelled caller replaces them.
             function, arguments = job.function, job.arguments
             if not job.is_cancelled:
                 result = outcome.capture(function, *arguments)
                 self._token.run_sync_soon(_deliver, job, result)
                 del result
-            del job, function, arguments  # a job may hold the model. The waiting thread must not keep it alive.
+            # A job may refer to the model. While the thread waits for its next job, it must not keep the model alive.
+            del job, function, arguments
 
 
 def _nothing() -> None:
@@ -235,10 +237,10 @@ class JobCancelled(Exception):
 
 
 class LongJob:
-    """One job: `await job.run(thread, function)`, where the function calls `job.check()` often."""
+    """One cancellable job: `await job.run(thread, function)`, where the function often calls `job.check()`."""
 
     def __init__(self) -> None:
-        self._is_cancelled = trio.Event()  # set by the event loop, read in the thread
+        self._is_cancelled = trio.Event()  # The event loop sets this event, and the thread reads it.
 
     def check(self) -> None:
         """Raise an error if the caller no longer waits.
@@ -266,8 +268,8 @@ class LongJob:
         try:
             return await thread.run(function, *arguments, on_cancel=self._is_cancelled.set)
         except Exception:
-            if self._is_cancelled.is_set():  # then the job's error is only a consequence of the cancellation
-                await trio.sleep_forever()  # this raises Cancelled
+            if self._is_cancelled.is_set():  # The job's error is only a consequence of the cancel.
+                await trio.sleep_forever()  # This call raises Cancelled at once.
             raise
 
 
@@ -288,12 +290,12 @@ async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_n
 
     def work() -> None:
         result = outcome.capture(function, *arguments)
-        with contextlib.suppress(trio.RunFinishedError):  # the call was abandoned, and the Trio run has ended
+        with contextlib.suppress(trio.RunFinishedError):  # The caller was cancelled, and the Trio run has ended.
             token.run_sync_soon(deliver, result)
 
     def deliver(result: outcome.Outcome[T]) -> None:
         if not is_abandoned:
-            thread.join()  # this returns at once, because the thread has no work left
+            thread.join()  # This call returns at once, because the thread has no work left.
             trio.lowlevel.reschedule(task, result)
 
     def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
