@@ -1,4 +1,4 @@
-"""Base of all apps, for tasks on every path: request ids, API keys, errors, counts, and one log line per request."""
+"""Base class of all apps. It handles request ids, API keys, errors, counts and log lines for every path."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ OTHER_PATHS = {
 
 
 def other_path(path: str) -> Refusal | None:
-    """Make the error (404) for a path of another server.
+    """Make the error (404) for a path that only other servers have.
 
     Args:
         path: path of a request.
 
     Returns:
-        The error, or None if the path is not one of these.
+        The error, or None if OTHER_PATHS does not contain the path.
     """
     instead = OTHER_PATHS.get(path)
     if instead is None:
@@ -89,7 +89,8 @@ NEAREST_CHARACTERS_MAX = 64
 
 
 class BaseApp(abc.ABC, Generic[ContextType]):
-    """Handler of exchanges, which answers every request, and turns an error into a response if none has begun.
+    """Handler of all requests of a server. If a request fails before its response has begun, the error becomes the
+    response.
 
     Args:
         table: operations of the server.
@@ -148,13 +149,15 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     def __call__(self, exchange: Exchange) -> Awaitable[None]:
         """Answer a request.
 
-        Each frame below is entered again for every event of a stream. So there are three: `_serve`, which counts and
-        logs, `handle`, which sends errors, and the handler.
+        Python resumes each frame of the call chain for every event of a stream. So the chain has only three frames:
+        `_serve`, which counts and logs, `handle`, which sends errors, and the handler.
         """
         return self._serve(self.new_context(exchange))
 
     async def _serve(self, context: ContextType, *, is_own: bool = False) -> None:
-        """Answer a request. If is_own is True, the server itself sent it, and the context already has its caller."""
+        """Answer a request. If is_own is True, the server itself sent the request, and the context already has the
+        caller.
+        """
         exchange = context.exchange
         route = self.table.find(exchange.path)
         self._counts.begin()
@@ -211,7 +214,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     @property
     def knows_caller(self) -> Callable[[Headers], bool] | None:
-        """Function that tells if the headers have a valid key. None: the server has no keys, so all are strangers."""
+        """Function that returns True if the headers have a valid API key. None if the server has no API keys."""
         return self._has_key if self._keys.are_set else None
 
     def _has_key(self, headers: Headers) -> bool:
@@ -222,14 +225,16 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         return True
 
     def _caller(self, headers: Headers) -> Caller:
-        """Find the caller, once if the connection has asked for these headers just before."""
+        """Find the caller of a request. If the connection has just checked the same headers, reuse the result of that
+        check.
+        """
         latest, self._latest = self._latest, None
         if latest is not None and latest[0] is headers:
             return latest[1]
         return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
-        """Count and log a preflight response, which was sent without this app.
+        """Count and log the response to a CORS preflight, which CrossOrigin sent without calling this app.
 
         Args:
             exchange: the request.
@@ -253,7 +258,9 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         return handler(context)
 
     def _may_send_white_space(self, exchange: Exchange, route: Route[ContextType]) -> bool:
-        """Return True if a whole response may send its head early. A router with heartbeats gets the true status."""
+        """Return True if the head of a whole response may be sent early, with status 200. A router that asks for
+        heartbeats always gets the true status.
+        """
         return (
             self._keys.rules.keep_alive_json
             and exchange.method == "POST"
@@ -275,7 +282,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                         context.note_early_head()
 
     def _authorized(self, context: ContextType, *, route: Route[ContextType] | None, is_own: bool) -> Awaitable[None]:
-        """Authorize a request, and return the work of its handler. This frame does not stay below the handler."""
+        """Authorize a request, and return the work of its handler. The handler then runs without this frame."""
         exchange = context.exchange
         method, headers, rules = exchange.method, exchange.headers, self._keys.rules
         context.surface = surface_of(exchange)
@@ -358,8 +365,8 @@ def _is_polled(route: Route[ContextType] | None) -> bool:
 async def _check_is_json(exchange: Exchange) -> None:
     """Raise Refusal (415) for a body that is not declared as JSON.
 
-    Before a page of another site may send JSON, a browser asks the server for permission. Other bodies are sent without
-    this question, and an old browser does not name the page's origin.
+    A browser sends a CORS preflight before a page of another site may send JSON. It sends bodies of other types without
+    a preflight, and an old browser does not name the page's origin.
     """
     content_type = exchange.headers.get("content-type") or ""
     if content_type.partition(";")[0].strip().lower() == JSON or not await exchange.body():

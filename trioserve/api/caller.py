@@ -1,8 +1,8 @@
 """Callers and API keys: who sent a request, and which tenant, priority and cache salt the caller may use.
 
-With keys, each key is one caller. Names that a caller invents divide only its own share: it still has one turn in the
-queue, and its prompts hit only the cached blocks of its own prompts. A request's own names count in two cases: the
-operator trusts the caller, or there are no keys, so that callers cannot be distinguished.
+With API keys, each key is one caller. A caller cannot gain a larger share of the queue by sending other tenant names,
+and its prompts hit only cached blocks of its own prompts. The tenant name in a request counts in two cases: the
+operator trusts the caller, or the server has no keys, so that callers cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SALT_BYTES = 16  # The salt is as long as the name of a block.
 
 
 class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Decisions of the operator, besides the keys.
+    """Access rules that the operator sets in addition to the API keys.
 
     Attributes:
         gateway_api_keys: keys of callers that the operator trusts to name the tenant and the priority of a request.
@@ -104,15 +104,16 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     def lists(self) -> str | None:
         """Owner whose running requests the caller may list. None: all.
 
-        A stranger may list none, because anybody who knows a request's id can abort the request.
+        A caller that may not operate the server may list no requests, because a caller who knows the id of a request
+        could abort the request.
         """
         return self.owner if self.may_operate else NOBODY
 
     def tenant(self, named: str | None) -> str:
-        """Return the tenant that shares one turn in the queue with the caller's other requests.
+        """Return the tenant of a request. All requests of one tenant share one turn in the queue.
 
         Args:
-            named: tenant in the request's header. None: none.
+            named: tenant in the header of the request. None: the request has no such header.
         """
         if self.owner is None:
             return named or ""
@@ -121,10 +122,10 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         return self.owner
 
     def tenant_for_endpoint(self, named: str | None) -> str | None:
-        """Return the tenant name that a router sends to endpoints, so that they too share fairly among callers.
+        """Return the tenant name that a router sends to endpoints, so that the queues of the endpoints are fair too.
 
         Args:
-            named: tenant in the request's header. None: none.
+            named: tenant in the header of the request. None: the request has no such header.
 
         Returns:
             A name that reveals nothing of the key. None: no tenant.
@@ -139,8 +140,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         Two requests have equal salts only if the key, the gateway's tenant and the request's own salt are equal.
 
         Args:
-            own: salt in the request. None: none.
-            named: tenant in the request's header. None: none.
+            own: salt in the request. None: the request has no salt.
+            named: tenant in the header of the request. None: the request has no such header.
 
         Raises:
             InvalidRequest: the request's salt has a bad value.
@@ -178,7 +179,7 @@ def check_model(rules: AccessRules, asked: str | None, served: Iterable[str]) ->
 
     Args:
         rules: access rules of the operator.
-        asked: model name in the request. None: none.
+        asked: model name in the request. None: the request names no model.
         served: names for the error message.
 
     Raises:
@@ -191,7 +192,7 @@ def check_model(rules: AccessRules, asked: str | None, served: Iterable[str]) ->
 
 
 def _framed(part: str | None) -> bytes:
-    """Encode a part so that different pairs of parts never have equal concatenations."""
+    """Encode a value so that different lists of values never have the same concatenated encodings."""
     if part is None:
         return b"\x00"
     encoded = part.encode("utf-8", "surrogatepass")

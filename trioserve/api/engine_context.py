@@ -1,4 +1,4 @@
-"""Context of one request to a server with an engine, for operators' and routers' routes of every kind of engine."""
+"""Context of one request to a server with an engine of any kind, for the routes of operators and routers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PauseMode = Literal["abort", "wait", "keep", "retract"]
 
 
 class ServedEngine(Protocol):
-    """Part of Engine that every kind of engine has."""
+    """Methods and properties that every kind of engine has."""
 
     @property
     def metrics(self) -> Metrics: ...
@@ -96,7 +96,7 @@ class EngineContext(Responder):
     """Context of one request to a server with an engine of any kind.
 
     Args:
-        exchange: the request, and the way to its client.
+        exchange: the HTTP exchange of the request.
         services: parts of the server, shared by all requests.
 
     Attributes:
@@ -175,7 +175,7 @@ class EngineContext(Responder):
 
     @property
     def store_trouble(self) -> str | None:
-        """Reason why the store's disk refuses writes. None if it works, or if there is no store."""
+        """Reason why the store's disk refuses writes. None if the disk works, or if there is no store."""
         return None
 
     @property
@@ -208,9 +208,9 @@ class EngineContext(Responder):
     ) -> None:
         """Send the head of a streamed response when the request leaves the queue, or earlier if that takes long.
 
-        The head fixes the status. So it waits for the queue until silence has lasted `keep_alive_seconds`. After that
-        the head goes out, and comments follow it. A router that asks for heartbeats gets heartbeats instead, since the
-        router may still retry the request at another endpoint.
+        The head contains the status, which cannot change later. So the head is sent when the request leaves the queue,
+        or after a silence of `keep_alive_seconds`. In the second case, comments follow the head. A router that asks for
+        heartbeats gets heartbeats instead, because the router may still retry the request at another endpoint.
 
         Args:
             wait: returns when the request runs. May be called again after it was cancelled.

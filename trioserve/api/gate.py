@@ -3,9 +3,10 @@
 A browser sends any page's requests, also to 127.0.0.1. The headers Origin and Sec-Fetch-Site name the source of a
 request, and no page can change them. The Host header has the name under which the browser knows the server. So a page
 whose own name resolves to this server (DNS rebinding) is recognized by its name in the Host header. Other clients send
-neither Origin nor Sec-Fetch-Site, and cost three look-ups here.
+neither Origin nor Sec-Fetch-Site, and for them the gate only looks up three header fields.
 
-With API keys, a page cannot do anything: the page knows no key, and the server uses no cookies. The gate is open then.
+If the server has API keys, a page can do nothing, because it knows no key and the server uses no cookies. Such a server
+needs no gate.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class PageGate:
             name below example.org, and "*" every name. None: the Host header is not checked.
         origins: origins of web pages that may send requests, as in --cors-origin. "*" allows every page.
         has_network_names: True: the Host header may also have a name that only the local network can define. Such a
-            name has no dot, as of a container or a Kubernetes Service, or ends with .local, .internal or .home.arpa.
-            Nobody on the internet can give such a name to a page. Use it for servers that the local network reaches
-            anyway.
+            name has no dot, like the name of a container or a Kubernetes Service, or ends with .local, .internal or
+            .home.arpa. Nobody on the internet can give such a name to a page. Use it for servers that the local network
+            reaches anyway.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class PageGate:
         Args:
             exchange: the request.
             is_open: True: anybody may read this path, so a link on another site may lead to it.
-            is_operators: True: the path operates the server. Of other sites, only named origins may use it; "*" does
-                not count.
+            is_operators: True: the path operates the server. Among pages of other sites, only pages of explicitly named
+                origins may use such a path. "*" does not count.
 
         Raises:
             Refusal: a web page sent the request, and may not (403).
@@ -177,7 +178,9 @@ def _is_network_name(name: str) -> bool:
 
 
 def _is_of_host(origin: str, host: str | None) -> bool:
-    """Return True if the page came from this server, so its host and port are equal. A proxy may change the scheme."""
+    """Return True if the page came from this server. Only host and port are compared, because a proxy may change the
+    scheme.
+    """
     scheme, separator, authority = origin.partition("://")
     port = DEFAULT_PORTS.get(scheme)
     if not separator or port is None or host is None:

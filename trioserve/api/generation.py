@@ -162,8 +162,7 @@ async def collect(
     """Read all choices of all streams to their end.
 
     Args:
-        streams: engine requests, each with `choice_count` choices. Their known output of a resumed response is
-            included.
+        streams: engine requests, each with `choice_count` choices. The known output of a resumed response is included.
         choice_count: choices of each stream.
         bound: counts the bytes that the response holds.
         is_partial: see read_streams.
@@ -227,7 +226,7 @@ async def read_streams(
     Args:
         streams: engine requests whose scopes the caller has entered.
         take: receives the index of the stream and the delta.
-        keep_alive: called after each time of silence. None: silence is allowed.
+        keep_alive: called after each period of silence. None: silence is allowed.
         is_partial: receives the last delta of a choice that was aborted or reached its deadline. True: the delta is
             passed to `take`. False: the end is an error.
 
@@ -259,7 +258,7 @@ def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, o
 async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> None:
     """Wait until no blocks of the stream are held for another engine, and send keep-alives meanwhile.
 
-    A keep-alive fails if the client has left. So the client's end also releases the blocks.
+    If the client has left, sending a keep-alive fails, and then the blocks are released.
 
     Args:
         stream: an engine request that has ended.
@@ -307,8 +306,8 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
 class _Patience:
     """Cancels a wait that has lasted `keep_alive.seconds`.
 
-    A deadline per delta would cost as much as the delta. So one alarm checks every `seconds` whether the wait is too
-    old.
+    A deadline for each delta would cost as much CPU time as the delta itself. So one alarm checks every `seconds`
+    whether the current wait has lasted too long.
 
     Attributes:
         waiting_since: start of the current wait, in Trio's time. None: nothing may be cancelled.

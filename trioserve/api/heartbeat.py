@@ -2,16 +2,16 @@
 
 Routers ask for heartbeats to detect a connection that went silent.
 
-A request has the header `x-trioserve-heartbeat: 5`. If nothing was sent for five seconds, the server sends an interim
-response (102) before the head of its response, or a comment between two events. The heads name the server process.
-The engine's own alarms send the heartbeats, and stop while a step hangs. So a server whose engine hangs
-sends none. A slow prompt does not stop them.
+A router asks for heartbeats with the header `x-trioserve-heartbeat: 5`. If nothing was sent for five seconds, the
+server sends an interim response (102) before the head of its response, or a comment between two events. The head of
+each response names the server process. The engine's own alarms send the heartbeats, and these alarms stop while a step
+hangs. So a server whose engine hangs sends no heartbeats, but a server that computes a long prompt does.
 
 With `x-trioserve-heartbeat: 5, now`, one heartbeat is sent at once. It shows a router whether heartbeats arrive, since
 a proxy in between may drop interim responses.
 
-JSON may begin with white space, so clients read a response with an early head like any other. The head has status 200
-before the outcome is known. A later error is the body.
+JSON may begin with white space, so clients read a response with an early head like any other. The head has status 200,
+because it is sent before the outcome is known. If the request fails later, the error becomes the body.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def heartbeat_field(seconds: float, *, now: bool = False) -> tuple[str, str]:
 
 
 class BeatingEngine(Protocol):
-    """The part of an engine that sends heartbeats."""
+    """Methods of an engine that are needed to send heartbeats."""
 
     @property
     def instance(self) -> str: ...
@@ -63,8 +63,8 @@ class Heartbeat:
     """Sends the heartbeats of one response. The caller must call `end`.
 
     Args:
-        exchange: the request, and the way to its client.
-        engine: its alarms send the heartbeats.
+        exchange: the HTTP exchange of the request.
+        engine: the engine whose alarms send the heartbeats.
         seconds: silence before each heartbeat.
         now: True: send the first heartbeat at once.
     """
@@ -86,8 +86,8 @@ class Heartbeat:
         """Begin the heartbeats that a request asks for.
 
         Args:
-            exchange: the request, and the way to its client.
-            engine: its alarms send the heartbeats.
+            exchange: the HTTP exchange of the request.
+            engine: the engine whose alarms send the heartbeats.
 
         Returns:
             The heartbeats, or None if the request asks for none or its header is malformed.
@@ -121,7 +121,8 @@ class WhiteSpaceExchange(Exchange):
     """An exchange that may send its head early. The handler answers as usual, and does not see the early head.
 
     After `fill_silence`, a task sends the head and then a space after each `seconds` of silence. The handler's response
-    ends the spaces, and becomes the body after this head. Its own status and headers are dropped.
+    ends the spaces, and becomes the body after this head. The status and the headers of the handler's response are
+    dropped.
 
     Args:
         exchange: exchange of the connection.

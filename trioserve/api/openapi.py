@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document of the API.
 
-Operations give the paths and descriptions, and types give the bodies. The server serves the document, and tests
-compare it with the server's behaviour.
+The declared operations determine the paths and descriptions, and the body types determine the schemas. The server
+serves the document, and tests compare the document with the server's behaviour.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _describe_properties(schema: dict[str, Any]) -> None:
 
 
 def _say_range(schema: dict[str, Any], allowed: Range) -> None:
-    """Write the range into a field's schema: for the field itself, or for its entries."""
+    """Write the allowed range into the schema of a field, or of the entries of the field."""
     if schema.get("type") in ("integer", "number"):
         schema["exclusiveMinimum" if allowed.is_low_excluded else "minimum"] = allowed.low
         if allowed.high is not None:

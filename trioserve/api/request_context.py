@@ -76,7 +76,7 @@ class RequestContext(EngineContext):
     """Context of one request of the engine's API, which is answered once.
 
     Args:
-        exchange: the request, and the way to its client.
+        exchange: the HTTP exchange of the request.
         services: parts of the server, shared by all requests.
 
     Attributes:

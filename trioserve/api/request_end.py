@@ -1,6 +1,6 @@
 """Record of a request for operators: the log line at its end, and HTTP metrics.
 
-It never has the text of prompts or responses."""
+The record never contains the text of prompts or responses."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ LEFT = "left"  # Requests whose client has left have this label instead of a sta
 class HttpCounts:
     """Counts requests, and writes the counts to the metrics at every scrape.
 
-    A metric with labels costs more than a dict lookup, and every request is counted.
+    The counts of each request are kept in a dict, because updating a metric with labels costs more.
 
     Args:
         metrics: metrics of the server.
@@ -123,7 +123,7 @@ class HttpCounts:
         self._metrics.http_request_duration_highr_seconds.observe(seconds)
 
     def note(self, route: str | None, method: str, status: int | None, *, is_left_out: bool) -> str:
-        """Count a response, also of a request without a handler.
+        """Count a response, even if no handler ran for the request.
 
         Args:
             route: path template of the route. None: unknown path.

@@ -1,4 +1,6 @@
-"""Ways to answer a request of the API, with the headers that every response has, and the request of a log line."""
+"""Methods that answer a request of the API, with the header fields of every response, and the fields that identify a
+request in log lines.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,17 @@ class Responder:
     Answer with `respond_json` or `respond_bytes`, or with `start_events`, `exchange.send` and `finish`.
 
     Args:
-        exchange: the request, and the way to its client.
+        exchange: the HTTP exchange of the request.
         clock_and_ids: the time of day, and new ids.
 
     Attributes:
-        request_id: the client's id, or one of the server. The head of the response has it.
+        request_id: the id that the client sent, or a new id. The head of the response repeats the id.
         status: status of the response. None: no response was sent yet.
         caller: owner of the API key in the request.
         surface: writes errors and ids in the format of the API.
         span: trace span of the request.
-        outcome: how the request ended so far.
-        reason: error reason, if the request did not end as asked.
+        outcome: outcome of the request, as far as it is known.
+        reason: reason of the error, if the request did not end normally.
         ignored_fields: fields of the body that no handler reads. The head of the response lists them.
     """
 
@@ -125,7 +127,7 @@ class Responder:
             self.note_large_bytes(-held)
 
     def release(self) -> None:
-        """Free the memory that the response counted. Called at the end of the request."""
+        """Release the bytes that were counted for the response. Called at the end of the request."""
 
     def note_large_bytes(self, change: int) -> None:
         """Report a change in the bytes that large responses hold.

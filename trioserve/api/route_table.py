@@ -1,6 +1,7 @@
 """Declarations of HTTP operations, and the table that finds the operation of a request.
 
-One declaration beside its handler gives the route, the entry in the OpenAPI document, and the route of a router.
+Each operation has one declaration, which determines its route, its entry in the OpenAPI document, and how a router
+forwards it.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class RouteTable(Generic[ContextType]):
 
     Args:
         operations: all operations of a server.
-        others: paths of other servers that a path with an id would match here.
+        others: paths of other servers' APIs that a declared path with an id would otherwise match.
 
     Attributes:
         routes: all routes by path, in the order of the declarations.

@@ -217,7 +217,7 @@ class App(BaseApp[ServerContext]):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run all work that outlives a request. Leaving cancels it."""
+        """Run all work that outlives a request. Leaving the context cancels this work."""
         async with (
             self._retrying_store_writes(),
             self.detached.running(),
@@ -290,7 +290,7 @@ class App(BaseApp[ServerContext]):
         return ServerContext(exchange, self._services, self.server)
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
-        """Serve a request that the server makes in a caller's name. It runs after all other requests."""
+        """Serve a request that the server makes in a caller's name. The request has the lowest priority."""
         context = self.new_context(exchange)
         context.caller = caller
         context.priority_least = PRIORITY_MAX

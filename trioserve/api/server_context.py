@@ -42,7 +42,7 @@ class ServerContext(RequestContext):
     """Context of a request, with the parts of the server that outlive it. Route handlers get one.
 
     Args:
-        exchange: the request, and the way to its client.
+        exchange: the HTTP exchange of the request.
         services: parts that a request for the engine needs.
         server: parts that outlive the request.
     """

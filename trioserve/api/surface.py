@@ -135,7 +135,9 @@ class AnthropicSurface:
 
 
 class ResumableSurface(AnthropicSurface):
-    """Error format of a stream that can be resumed at another server. A router decides by the error code."""
+    """Error format of a stream that can be resumed at another server. The error has a code, by which a router decides
+    whether to resume the stream.
+    """
 
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
         described = self._described(error, request_id)

@@ -206,7 +206,7 @@ def generation_fields(
 ) -> Mapping[str, RefusedField]:
     """Collect the refused fields of a body that asks for text.
 
-    A field in the result that the body's type reads has no effect.
+    An entry for a field that the body's type reads has no effect.
 
     Args:
         structured: what to send instead of other APIs' names for structured output. None: these names are ignored.

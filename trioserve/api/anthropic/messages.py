@@ -36,7 +36,7 @@ DIRECT = {"type": "direct"}
 
 
 class _OpenBlock:
-    """A content block that is still growing.
+    """A content block to which the response still adds text.
 
     Args:
         index: Index of the block.
@@ -56,13 +56,14 @@ class _OpenBlock:
     def signature(self) -> str:
         """Return the signature of the reasoning.
 
-        Clients send it back with the reasoning and require that it is not empty. It proves nothing, and is not checked.
+        Clients send it back with the reasoning and require that it is not empty. The signature proves nothing, and the
+        server does not check it.
         """
         return self.digest.hexdigest()
 
 
 class BlockEvents:
-    """Turns parts into events: content_block_start, content_block_delta and content_block_stop.
+    """Turns the parts of a response into events: content_block_start, content_block_delta and content_block_stop.
 
     A tool call that is incomplete at max_tokens gets a stop event, as in Anthropic's API. The stop_reason of the
     message says that the call is incomplete.
@@ -80,7 +81,7 @@ class BlockEvents:
         return b"".join([piece for part in parts for piece in self._part(part)])
 
     def end(self) -> bytes:
-        """Return the last events.
+        """Return the events that end the content of the message.
 
         A message without content gets one empty text block, because clients expect a block.
         """
@@ -108,7 +109,7 @@ class BlockEvents:
         return self._stop()
 
     def _begin(self, kind: str, block: dict[str, Any], call_index: int | None = None) -> list[bytes]:
-        """Return the events that begin a block. Empty if such a block is open already."""
+        """Return the events that begin a content block, or none if a block of the same kind is already open."""
         if self._open is not None and self._open.kind == kind and self._open.call_index == call_index:
             return []
         stop = self._stop()
@@ -134,7 +135,7 @@ class BlockEvents:
 
 
 class ContentBlocks:
-    """Collects parts into the blocks of a whole response.
+    """Collects the parts of a response into the content blocks of a whole message.
 
     An incomplete tool call is left out, because its input is not a JSON object.
 
@@ -343,7 +344,7 @@ class _Response:
 
 
 def _usage(turn: ChatTurn) -> dict[str, Any]:
-    """Return token counts in Anthropic's way: prompt tokens from the prefix cache are not in input_tokens."""
+    """Return the token counts. As in Anthropic's API, input_tokens excludes prompt tokens from the prefix cache."""
     usage = turn.usage()
     cached = turn.stream.cached_token_count
     thinking = sum(choice.reasoning_token_count for choice in turn.choices)

@@ -92,7 +92,7 @@ def chat_messages(body: CountTokensBody) -> list[dict[str, Any]]:
 
 
 class _Translation:
-    """Collects the chat messages.
+    """Collects the chat messages that the messages of a request are translated to.
 
     Attributes:
         messages: Chat messages so far.
@@ -171,7 +171,7 @@ class _Translation:
 
 
 def chat_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return tools as functions of OpenAI's shape.
+    """Return tools as functions in the format of OpenAI's chat API.
 
     Args:
         tools: Field "tools".
@@ -259,8 +259,8 @@ UNSUPPORTED = {
 def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams) -> TurnRequest:
     """Translate the body of a message request.
 
-    If max_tokens does not fit into the context beside the prompt, it is reduced. Clients of this API send the limit of
-    their usual models, and a response that ends early reports it.
+    A max_tokens that does not fit into the context after the prompt is reduced. Clients of this API usually send the
+    limit of the models for which they were written. A response that ends early reports that the context is full.
 
     Args:
         body: The body.

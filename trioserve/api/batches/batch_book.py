@@ -149,9 +149,8 @@ class BatchBook:
             await self._progress.wait()
 
     def drain(self) -> None:
-        """Note that the server shuts down.
-
-        Lines that wait for a full disk go to the store, which writes them at its end.
+        """Record that the server shuts down. Lines that wait for a full disk are passed to the store, which writes them
+        when it closes.
         """
         self._is_draining = True
 
@@ -168,8 +167,8 @@ class BatchBook:
     async def begin(self, total: int) -> None:
         """Write the status in_progress, and create the output files.
 
-        A batch of Anthropic's API has its output files already, because its results must exist for each way that it can
-        end. If the disk is full, this method waits as `note` does.
+        A batch of Anthropic's API already has its output files, because its results must exist however the batch ends.
+        If the disk is full, this method waits as `note` does.
 
         Args:
             total: Number of lines.
@@ -192,7 +191,7 @@ class BatchBook:
         return files
 
     async def note(self, *lines: DoneLine) -> None:
-        """Return when the lines are in the store.
+        """Write finished lines to the store, and return when the store has them.
 
         While the disk is full, this method waits and retries. The caller's cancel scope has the time limit of the
         batch.
@@ -202,7 +201,7 @@ class BatchBook:
 
         Raises:
             StoreFull: A limit of the store's settings is reached.
-            BatchGone: A file is gone.
+            BatchGone: A file of the batch was deleted.
         """
         for line in lines:
             waiting_bytes = sum(len(pending.output) for pending in self._pending)
@@ -221,7 +220,7 @@ class BatchBook:
         Raises:
             StoreFull: Even the store's memory is full.
             StoreFault: Even the store's memory is full.
-            BatchGone: A file is gone.
+            BatchGone: A file of the batch was deleted.
         """
         self._pending += lines
         async with self._writing:
@@ -232,7 +231,7 @@ class BatchBook:
         """Write the status failed. The message says how many lines have no result.
 
         Args:
-            error: Reason.
+            error: Reason of the failure.
         """
         with suppress(StoreFull, StoreFault):
             # Shrinking the marker frees the space that it reserved for the write below.
@@ -242,14 +241,14 @@ class BatchBook:
     async def close(self, status: BatchStatus, **fields: object) -> None:
         """Write the terminal status, and delete output files without lines.
 
-        Succeeds even if the disk is full or a file is gone.
+        Succeeds even if the disk is full or a file of the batch was deleted.
 
         Args:
             status: Terminal status.
             fields: Further fields of the state to change.
 
         Raises:
-            BatchGone: The batch itself is gone.
+            BatchGone: The batch itself was deleted.
             StoreFull: Even the store's memory is full.
             StoreFault: Even the store's memory is full.
         """
@@ -274,10 +273,10 @@ class BatchBook:
             self._is_disk_full = False
 
     async def _settle(self, record: BatchRecord, changes: list[Change]) -> None:
-        """Write the state and all pending lines, whatever happens.
+        """Write the state and all pending lines, even if the disk is full or a file was deleted.
 
-        If there is no space, replace results by errors. If there is still no space, or a file is gone, write the state
-        alone.
+        If there is no space, replace results by errors. If there is still no space, or a file was deleted, write only
+        the state.
         """
         try:
             await self._write(record, changes, is_final=True)
@@ -294,7 +293,9 @@ class BatchBook:
         await self._write(record, changes, is_final=True)
 
     def _ending(self, record: BatchRecord) -> tuple[BatchRecord, list[Change]]:
-        """Return the final state, and changes to the files: delete empty files, and start the lifetime of the rest."""
+        """Return the final state, and the changes to the output files. The changes delete empty files, and start the
+        lifetime of all other files.
+        """
         counts = {record.output_file_id: record.completed, record.error_file_id: record.failed}
         changes: list[Change] = []
         for file_id, count in counts.items():
@@ -366,12 +367,14 @@ class BatchBook:
 
     @property
     def _seconds(self) -> float:
-        """Lifetime of objects that the batch needs: until its time limit, plus the store's default."""
+        """Lifetime of the objects that the batch needs: the time until the batch's time limit, plus the store's
+        default.
+        """
         return max(0.0, self.record.expires_at - self._store.now()) + self._store.seconds_max
 
 
 def _counted(record: BatchRecord, lines: list[DoneLine], ends: dict[int, int]) -> tuple[BatchRecord, dict[int, int]]:
-    """Return the state with these lines done, and the end offsets of the lines in done_beyond."""
+    """Return the state after these lines are done, and the end offsets of the lines in done_beyond."""
     usage = record.usage
     for line in lines:
         usage = usage.plus(line.usage)

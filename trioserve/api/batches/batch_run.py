@@ -1,6 +1,6 @@
 """One running batch: sends several lines at a time as requests in its owner's name.
 
-Cancelling its scope frees the engine's blocks of its lines, at the latest one step later.
+When the scope of a batch is cancelled, the engine frees the blocks of its lines at the latest one step later.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SERVER_BROKEN_REASONS = frozenset({"engine_fault"})
 
 
 class _Postponed(Exception):
-    """The server shuts down, and the rest of the batch is left for the next start."""
+    """Raised if the server shuts down. The next start of the server runs the rest of the batch."""
 
 
 class BatchRun:
@@ -64,7 +64,8 @@ class BatchRun:
         count_line: Called for each finished line, with "output" or "error".
 
     Attributes:
-        done: Set when the batch has ended, or is left for the next start.
+        done: Event that is set when the batch has ended, or when only the next start of the server can continue the
+            batch.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class BatchRun:
         self._scope.cancel()
 
     def drain(self) -> None:
-        """Send no further line. Running lines may finish. The next start with this store does the rest."""
+        """Send no further line. Running lines may finish. The next start with this store runs the remaining lines."""
         self._is_draining = True
         self.book.drain()
 
@@ -208,7 +209,7 @@ class BatchRun:
         Raises:
             StoreFull: An output could not be written.
             StoreFault: An output could not be written.
-            BatchGone: A file is gone.
+            BatchGone: A file of the batch was deleted.
             InputGone: The input file is gone.
         """
         record = self.book.record
@@ -345,7 +346,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Token counts in the shapes of chat and text completions, and of responses."""
+    """Token counts in the formats of chat completions, text completions, and responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -43,7 +43,7 @@ RETRY_SECONDS = 60.0
 
 @uninterrupted
 class Batches:
-    """All unfinished batches. Use inside of `async with self.running()`. Outside of it no batch can begin.
+    """All unfinished batches. A batch can begin only inside of `async with self.running()`.
 
     Args:
         store: The store. None if the server has none.
@@ -85,7 +85,7 @@ class Batches:
     async def running(self) -> AsyncIterator[None]:
         """Resume the unfinished batches of the store, and run the tasks of batches.
 
-        Leaving cancels the tasks. The store keeps unfinished batches for the next start.
+        Leaving the context cancels the tasks. The store keeps unfinished batches for the next start.
         """
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:

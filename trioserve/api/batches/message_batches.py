@@ -1,6 +1,7 @@
 """Handlers of /v1/messages/batches, in Anthropic's shape.
 
-They use the same batches as /v1/batches. Requests come in the body, and results are one stream of lines.
+These handlers use the same batches as /v1/batches. The body of one HTTP request has all requests of a batch, and the
+results are sent as one stream of lines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """POST /v1/decisions: computes the probability of each possible answer to questions about one input.
 
-The server generates no text. Each question is a prompt that ends where the answer would begin. The probabilities of the
-answers' labels as the next token are the result. All prompts begin with the input and belong to one request. The input
-is computed once, and the other prompts hit the prefix cache.
+The server generates no text. Each question is a prompt that ends where the answer would begin. Each possible answer has
+a label, and the result is the probability that this label is the next token. All prompts begin with the input and
+belong to one request. The input is computed once, and the other prompts hit the prefix cache.
 """
 
 from __future__ import annotations

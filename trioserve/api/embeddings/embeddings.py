@@ -52,7 +52,8 @@ async def pool(
     add_special_tokens: bool = True,
     is_base64: bool | None = None,
 ) -> PoolingResponse:
-    """Compute the result of each input, in order. On return, the request's scope is left.
+    """Compute the result of each input, in order. When this function returns, the scope of the engine request has been
+    left.
 
     Args:
         context: the request.

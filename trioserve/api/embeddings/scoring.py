@@ -30,10 +30,10 @@ PIECE_NUMBERS_MAX = 50_000
 
 
 async def cosines(left: Sequence[PoolingResult], right: Sequence[PoolingResult]) -> list[float]:
-    """Compute cosine similarities of vectors of length 1. Other tasks run in between.
+    """Compute cosine similarities of vectors of length 1. Other tasks may run during the computation.
 
     Args:
-        left: one vector, or as many as `right` has.
+        left: one vector, or as many vectors as `right` has.
         right: vectors. Each is compared with the left vector of the same index, or with the only one.
     """
     found: list[float] = []
@@ -89,7 +89,9 @@ async def score(context: RequestContext) -> None:
 
 
 def _sides(body: ScoreBody) -> tuple[list[str], list[str], tuple[str, str]]:
-    """Return both sides and their names. Raise InvalidRequest if they do not fit."""
+    """Return the texts of both sides, and the names of their fields. Raise InvalidRequest if the numbers of texts do
+    not match.
+    """
     names = ("text_1", "text_2") if body.queries is None and body.documents is None else ("queries", "documents")
     sides: list[list[str]] = []
     for name in names:

@@ -58,7 +58,7 @@ def put_file(
 
     Args:
         file_id: id of the file.
-        owner: owner of the file. None: nobody's.
+        owner: owner of the file. None: the file has no owner.
         record: properties of the file.
         content: bytes of the file.
         seconds: time until the file expires. None: the store's default.
@@ -124,12 +124,13 @@ def file_not_found(file_id: str, *, param: str | None = None) -> Refusal:
 
 
 def file_quota(store: Store, owner: str | None, *, to_come: int = 0, kind: str = FILE_KIND) -> Quota:
-    """Make the quota of one owner's files. Write it with a new file, inside `quota_refused`.
+    """Make the quota of one owner's files. The caller writes the quota together with a new file, inside of
+    `quota_refused`.
 
     Args:
         store: the store.
         owner: owner of the files.
-        to_come: files that batches of the owner will write.
+        to_come: number of files that batches of the owner will write.
         kind: kind of stored object.
     """
     return Quota(

@@ -270,7 +270,7 @@ async def _stream(
 
 
 def _note(context: ImageContext, delta: ImageDelta) -> None:
-    """Note the progress.
+    """Record the progress of an image, which the list of running requests shows.
 
     Raises:
         TrioserveError: The image was aborted or failed. See foreign_end.

@@ -29,7 +29,7 @@ THREADS_MAX = 2  # The engine needs the other cores to compute images.
 class EncodingThreads:
     """Threads that encode images. Tenants take turns.
 
-    A cancelled caller leaves at once. Its thread keeps its place until the function returns.
+    A cancelled caller leaves at once. Its thread stays occupied until the function returns.
 
     Args:
         threads_max: Threads at a time.
@@ -58,11 +58,11 @@ RETRY_SECONDS = 5.0
 class EditSlots:
     """Counts the image edits that run at a time.
 
-    A named tenant gets at most three quarters of the places, so that some are left for other tenants. Callers without a
-    tenant name cannot be distinguished, so together they may take all places.
+    A named tenant gets at most three quarters of the slots, so that some slots stay free for other tenants. Callers
+    without a tenant name cannot be distinguished, so together they may use all slots.
 
     Args:
-        edits_max: Number of places.
+        edits_max: Number of slots.
     """
 
     def __init__(self, edits_max: int = EDITS_MAX) -> None:
@@ -76,13 +76,13 @@ class EditSlots:
 
     @contextmanager
     def taken(self, tenant: str) -> Iterator[None]:
-        """Take a place until the context is left.
+        """Take a slot until the context is left.
 
         Args:
             tenant: Tenant of the request. "" if it has no name.
 
         Raises:
-            Overloaded: All places, or the tenant's places, are taken.
+            Overloaded: All slots, or all slots of the tenant, are in use.
         """
         own_max = self._own_max if tenant else self._edits_max
         for count, count_max in ((self.taken_count, self._edits_max), (self._taken[tenant], own_max)):
@@ -107,7 +107,7 @@ class UnsentImages:
     """Counts the bytes of images that clients have not received.
 
     Args:
-        unsent_bytes_max: At this number of bytes, new requests are refused. Running requests may exceed it.
+        unsent_bytes_max: At this number of bytes, new requests are refused. Running requests may exceed the number.
     """
 
     def __init__(self, unsent_bytes_max: int = UNSENT_BYTES_MAX) -> None:

@@ -145,7 +145,7 @@ def _openapi_json() -> bytes:
 def _of_images(
     operations: Iterable[Operation[Any]], method: str, path: str, handler: Handler[ImageContext]
 ) -> Operation[ImageContext]:
-    """Return an operation of a server with a language model, with the handler of an image server."""
+    """Return an operation that servers with a language model also have, but with the handler of an image server."""
     return msgspec.structs.replace(find_operation(operations, method, path), handler=handler)
 
 
@@ -242,7 +242,7 @@ class ImageApp(BaseApp[ImageContext]):
 
     Args:
         engine: The image engine.
-        decoder: Decodes images that clients send. Its owner closes it.
+        decoder: Decodes images that clients send. The caller must close the decoder.
         api_keys: See App.
         admin_api_key: See App.
         access: See App.

@@ -1,7 +1,7 @@
 """Request bodies for image generation.
 
-Fields are OpenAI's, and sampler options under the names of vLLM-Omni, SGLang and diffusers. `None` means "not given".
-Fields that are not listed here are ignored.
+The fields are those of OpenAI's API, and sampler options under the names of vLLM-Omni, SGLang and diffusers. `None`
+means "not given". Fields that are not listed here are ignored.
 """
 
 from __future__ import annotations

@@ -109,11 +109,11 @@ class Answer:
         self._logprobs: list[TokenLogprob] = []  # The log probabilities of tokens that no line contains yet.
 
     def begin(self) -> None:
-        """Note that the request runs."""
+        """Record the time at which the request began to run."""
         self._begun_at = trio.current_time()
 
     def note(self, _delta: Delta) -> None:
-        """Note the time of the first token.
+        """Record the time of the first token.
 
         Args:
             _delta: Not used.
@@ -122,7 +122,7 @@ class Answer:
             self._first_at = trio.current_time()
 
     def skip(self, parts: Sequence[ResponsePart], _delta: Delta) -> None:
-        """Count the tool calls of a known part of a resumed response.
+        """Count the tool calls in the known output of a resumed response.
 
         Args:
             parts: Parts that the client has.

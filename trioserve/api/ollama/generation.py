@@ -61,7 +61,7 @@ async def generate(context: RequestContext) -> None:
 
 
 async def _say_loaded(context: RequestContext, body: OllamaAnswerBody, model: str, piece: Piece) -> None:
-    """Answer a request without a prompt. Never streamed, as in Ollama's API."""
+    """Answer a request without a prompt. As in Ollama's API, the response is never streamed."""
     await context.respond_json(loaded(_head(body, model, context.clock_and_ids.unix_seconds()), piece))
 
 
@@ -157,7 +157,7 @@ async def embed(context: RequestContext) -> None:
 
 
 async def embed_one(context: RequestContext) -> None:
-    """Answer the older kind of request: one text.
+    """Answer an embedding request of the older kind, which has one text.
 
     The vector is normalized only if the model's configuration says so.
 

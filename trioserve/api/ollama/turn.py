@@ -257,7 +257,7 @@ def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, mod
 
 
 def _request(body: OllamaAnswerBody, headers: Headers, engine: Engine) -> TurnRequest:
-    """Return the turn for the common fields, without messages."""
+    """Return a turn without messages, made from the fields that chat and text requests share."""
     check_cache_salt(body.cache_salt)
     return TurnRequest(
         messages=[],

@@ -48,7 +48,7 @@ async def whole_response(
     resumption: Resumption,
     choices: list[CollectedChoice],
 ) -> dict[str, object]:
-    """Make the whole response. The caller must send it with `large`, which has its large lists.
+    """Make the body of a whole response. The caller must send the body with `large`, which contains the large lists.
 
     Args:
         large: encodes large lists.
@@ -97,7 +97,8 @@ async def whole_response(
 
 
 def finish_shown(body: ChatBody, reason: TurnFinish | None) -> str | None:
-    """Return the finish reason that the client knows: "function_call" if the request has `functions`.
+    """Return the finish reason for the client. It is "function_call" in place of "tool_calls" if the request has
+    `functions`.
 
     Args:
         body: body of the request.
@@ -154,8 +155,8 @@ class ChatEvents:
         turn: output of the model.
         head: fields that all events share.
         resumption: makes the partial result of an aborted response.
-        holds_end: True: `end` returns the last events of an only choice too, which saves one write. This does not apply
-            if KV is held, since the stream then stays open.
+        holds_end: True: if there is only one choice, `end` also returns the last events of this choice, which saves one
+            write. This does not apply if KV is held, because the stream then stays open.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class ChatEvents:
         self._last = b""
 
     def of(self, delta: Delta) -> bytes:
-        """Return the events of one delta of a plain turn. Empty if there is nothing to show yet.
+        """Return the events of one delta of a plain turn. The result is empty if the delta has nothing to send yet.
 
         Args:
             delta: output of a choice.
@@ -205,9 +206,10 @@ class ChatEvents:
         return self._ended(events, delta, finish)
 
     def of_parts(self, parts: list[ResponsePart], delta: Delta) -> bytes:
-        """Return the events of one delta that was split into parts. Empty if there is nothing to show yet.
+        """Return the events of one delta that was split into parts. The result is empty if the delta has nothing to
+        send yet.
 
-        A response with nothing but tool calls has no content, not even an empty one. So the first event waits for the
+        A response that has only tool calls must not have even an empty content. So the first event is sent with the
         first part.
 
         Args:
@@ -243,7 +245,7 @@ class ChatEvents:
         return self._ended(events, delta, finish)
 
     def skip(self, parts: list[ResponsePart], delta: Delta) -> None:
-        """Pass a known delta that the client already has. Its choice continues after it.
+        """Process a known delta that the client already has. The choice continues after this delta.
 
         Args:
             parts: parts of the delta.
@@ -279,7 +281,9 @@ class ChatEvents:
         return self._chunk(b'{"index":%d,"delta":{"role":"assistant",%b' % (index, content) + TEXT_END, fields)
 
     def _change(self, part: ResponsePart) -> bytes:
-        """Return the fields that show a part. Empty for the end of a call, since the next event shows it."""
+        """Return the fields that show a part. The result is empty for the end of a call, because the next event shows
+        the end.
+        """
         if isinstance(part, ContentText):
             return b'"content":' + encode(part.text)
         if isinstance(part, ReasoningText):
@@ -314,7 +318,9 @@ class ChatEvents:
         return b"".join((*events, end))
 
     def _extras(self, delta: Delta) -> bytes | None:
-        """Return the end of a content chunk with log probabilities or token ids. None: the chunk has only text."""
+        """Return the bytes after the text of a chunk with log probabilities or token ids. None: the chunk has only
+        text.
+        """
         logprobs = delta.logprobs if self._body.logprobs else None
         token_ids = delta.token_ids if self._body.return_token_ids else ()
         if not logprobs and not token_ids:

@@ -1,7 +1,7 @@
 """POST /v1/completions: continues one or more prompts, as a whole response or a stream.
 
-Several prompts are one request, and each has its own stream. If one stream fails, the others are cancelled, and the
-request fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
+Several prompts are one request, and each has its own stream. If one stream fails, the other streams are cancelled, and
+the request fails with that error. In the response, choice i of a prompt has the index prompt_index * n + i.
 """
 
 from __future__ import annotations
@@ -306,12 +306,14 @@ class _Response:
     async def whole(
         self, large: LargeJson, head: dict[str, object], collected: list[list[Choice]]
     ) -> dict[str, object]:
-        """Make the whole response. The caller must send it with `large`, which has its large lists.
+        """Make the body of a whole response. The caller must send the body with `large`, which contains the large
+        lists.
 
         Args:
             large: encodes large lists.
             head: fields before the choices.
-            collected: for each stream, all of its choices. With best_of, some are not shown, but may be partial too.
+            collected: for each stream, all of its choices. With best_of, some of these choices are not shown, but may
+                have partial results too.
         """
         choices = [_best(made, self.choice_count) for made in collected]
         return {
@@ -371,8 +373,8 @@ class _CompletionEvents:
     Args:
         response: functions for the JSON of a choice.
         head: fields that all events share.
-        holds_end: True: `end` returns the last events of an only choice too, which saves one write. This does not apply
-            if KV is held, since the stream then stays open.
+        holds_end: True: if there is only one choice, `end` also returns the last events of this choice, which saves one
+            write. This does not apply if KV is held, because the stream then stays open.
     """
 
     def __init__(self, response: _Response, head: dict[str, object], *, holds_end: bool) -> None:
@@ -390,7 +392,7 @@ class _CompletionEvents:
         self._is_partial = False
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
-        """Return the events of one delta. Empty if there is nothing to show yet."""
+        """Return the events of one delta. The result is empty if the delta has nothing to send yet."""
         index = self.choice_index(stream_index, delta)
         around = self._around_text.get(index)
         if around is not None and delta.finish_reason is None:
@@ -426,7 +428,7 @@ class _CompletionEvents:
         return stream_index * self._response.choice_count + delta.index
 
     def skip(self, stream_index: int, delta: Delta) -> None:
-        """Pass a known delta that the client already has. Its choice continues after it."""
+        """Process a known delta that the client already has. The choice continues after this delta."""
         index = self.choice_index(stream_index, delta)
         if index not in self._logprobs:
             self._logprobs[index] = self._response.new_logprobs(stream_index)

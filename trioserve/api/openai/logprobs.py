@@ -60,7 +60,7 @@ class CompletionLogprobs:
 
     Args:
         tokenizer: tokenizer of the model.
-        echo: prompt as the choice's text repeats it.
+        echo: the prompt as the text of the choice repeats it.
         echo_tokens: number of tokens of the prompt, which come first. 0: their log probabilities are not shown.
     """
 
@@ -73,7 +73,7 @@ class CompletionLogprobs:
         self._begun = 0  # The number of characters whose first byte has been read.
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Pass tokens that the client already has.
+        """Process tokens that the client already has, without writing them.
 
         Args:
             token_ids: next tokens.
@@ -123,7 +123,9 @@ class CompletionLogprobs:
         return offset
 
     def _in_echo(self, piece: bytes) -> bytes:
-        """Return the part of a token that the echo contains. A tokenizer may add a space, or tokens without text."""
+        """Return the part of a token's text that the echoed prompt contains. A tokenizer may add a space, or tokens
+        without text.
+        """
         for shown in (piece, piece.removeprefix(b" ")):
             if self._echo.startswith(shown, self._echo_place):
                 self._echo_place += len(shown)

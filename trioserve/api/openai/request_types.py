@@ -223,7 +223,7 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
 
         Args:
             defaults: the server's defaults, which fields of the body replace.
-            given: values that replace both.
+            given: values that replace the defaults and the fields of the body.
 
         Raises:
             InvalidRequest: a value is not valid. The error names the field.
@@ -510,7 +510,7 @@ def check_cache_salt(cache_salt: str | None) -> None:
     """Check the length of a cache salt.
 
     Args:
-        cache_salt: salt in the request. None: none.
+        cache_salt: salt in the request. None: the request has no salt.
 
     Raises:
         InvalidRequest: the salt is empty or too long.

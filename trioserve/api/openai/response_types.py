@@ -1,7 +1,7 @@
 """Types of responses, for the OpenAPI document and for tests that check responses.
 
 The server does not build responses from these types. Streams are assembled from bytes, and whole responses from dicts,
-where that is faster or shorter. Tests check that both agree.
+if that is faster or shorter. Tests check that the responses agree with these types.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize, in vLLM's format: from a prompt to tokens, and back.
 
-They use neither the queue nor a lease. So long texts are processed separately from requests, and only few at a time.
+Both operations use neither the queue nor a lease. So their long texts are processed separately from other requests, and
+only a few at a time.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ async def read_tokenizer_info(context: RequestContext) -> None:
 async def _run_on_tokens(
     context: RequestContext, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
 ) -> T:
-    """Return the result of `look`. It runs in a thread for many tokens, and cancellation does not wait for it."""
+    """Call `look` and return its result. With many tokens, `look` runs in a thread, and a cancelled caller does not
+    wait for that thread.
+    """
     return await texts.run(lambda: look(context.engine, token_ids), size=len(token_ids))
 
 

@@ -29,7 +29,7 @@ STEP_OVERDUE = "step_overdue"
 async def read_health(context: EngineContext) -> None:
     """Respond with 200 while the event loop runs and no step hangs, for systems that restart dead servers.
 
-    A restart ends every stream. So a step must be much older for /health to fail than for /ready.
+    A restart ends every stream. So when a step hangs, /ready fails early, and /health fails much later.
 
     Args:
         context: the request.
@@ -73,13 +73,15 @@ async def read_ready(context: EngineContext) -> None:
 
 
 def _store_trouble(context: EngineContext) -> dict[str, str]:
-    """Return the store's trouble, which only informs: requests are served without the store."""
+    """Return the reason why the store fails, or no field. The reason is only information, because requests are served
+    without the store.
+    """
     trouble = context.store_trouble
     return {} if trouble is None else {"store": trouble}
 
 
 async def read_load(context: EngineContext) -> None:
-    """Send the load, which routers read several times a second. It costs a hundredth of /metrics.
+    """Send the load, which routers read several times a second. This costs a hundredth of the CPU time of /metrics.
 
     If the router sends its name, the response lists other routers that have asked recently.
 
@@ -104,7 +106,7 @@ NEEDS_ADMIN = "this page needs the admin's API key: see --admin-api-key"
 
 
 async def read_tasks(context: Responder) -> None:
-    """Send the tree of Trio tasks, each with the place and the function in which it waits. See TaskTree.
+    """Send the tree of Trio tasks, each with the source line and the function in which the task waits. See TaskTree.
 
     Args:
         context: the request.

@@ -1,7 +1,8 @@
 """GET /kv_events: streams the blocks of the prefix cache and their changes, for routers.
 
-Each is a server-sent event, as in trioserve/contracts/kv_events.py. Block names reveal no tokens. But a caller who
-knows a prompt can see whether it was sent before. So if there are keys, only the admin may read the events.
+Each change is a server-sent event, in the format of trioserve/contracts/kv_events.py. Block names reveal no tokens. But
+a caller who knows a prompt can see whether it was sent before. So if there are keys, only the admin may read the
+events.
 
 With `?load=only`, the stream has the load instead, for routers that would otherwise poll it. It sends the load after a
 change and at regular times, so that silence means a failure. A slow reader gets only the latest load.
@@ -117,8 +118,8 @@ def load_report(context: EngineContext, *, is_asked: bool = False) -> EndpointLo
 
     Args:
         context: the request. If its router header has a name, the report lists the routers that have asked recently.
-        is_asked: True: the router asks now, so it is alive, and is noted as such. False: the report is pushed over a
-            connection whose reader may be gone.
+        is_asked: True: the router has sent this request, so the router counts as alive. False: the report is pushed
+            over a connection whose reader may be gone.
     """
     router = context.exchange.headers.get(ROUTER_HEADER)
     load = msgspec.structs.replace(
@@ -135,7 +136,7 @@ def load_report(context: EngineContext, *, is_asked: bool = False) -> EndpointLo
 
 
 def _reported_parts(load: EndpointLoad) -> tuple[object, ...]:
-    """Return the parts of the load whose change is reported. KV usage changes at every step, so it is not one."""
+    """Return the parts of the load whose change is reported. KV usage is left out, because it changes at every step."""
     return load.running, load.waiting, load.max_num_seqs, load.role, load.fingerprint, load.weight_version
 
 

@@ -1,7 +1,7 @@
 """Running requests: list them, abort them by id, end their reasoning, and hand them over to another server.
 
-With API keys, a key sees and aborts its own requests only, and the admin's key all requests. Without keys, everybody
-sees all requests.
+With API keys, a key sees and aborts only its own requests, and the admin's key sees and aborts all requests. Without
+keys, everybody sees all requests.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ async def abort_for_sglang(context: RequestContext) -> None:
 
 
 async def abort_for_vllm(context: RequestContext) -> None:
-    """Abort requests as vLLM's /abort_requests: those with the ids, or all of the caller if there are no ids.
+    """Abort requests as vLLM's /abort_requests does. Without ids, abort all requests of the caller.
 
     Args:
         context: the request.
@@ -272,7 +272,7 @@ HANDED_OVER_ID = b"id: >"
 
 
 async def hand_over_stream(context: RequestContext) -> None:
-    """Hand a stream over. Responds when the stream is about to end.
+    """Hand a stream over to another server. Responds when the stream is about to end.
 
     Args:
         context: the request.

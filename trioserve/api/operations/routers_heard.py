@@ -1,6 +1,7 @@
 """Routers that ask this server for its load.
 
-Routers that share the server's limits learn about each other from it, even if they cannot reach each other.
+Routers that share the server's limits learn about each other from the server, even if the routers cannot reach each
+other.
 """
 
 from __future__ import annotations

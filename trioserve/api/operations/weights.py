@@ -1,6 +1,6 @@
 """Weight updates of a running engine, as SGLang's /update_weights_from_disk and similar paths, and the weight version.
 
-They need the admin's key, since the weights determine the responses to all callers.
+These requests need the admin's key, because the weights determine the responses to all callers.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ async def read_weight_version(context: RequestContext) -> None:
 
 
 async def read_world_size(context: RequestContext) -> None:
-    """Send the number of members of a trainer's group that belong to this engine: one, whatever its ranks.
+    """Send the number of members of a trainer's group that belong to this engine. The number is one, however many ranks
+    the engine has.
 
     Args:
         context: the request.

@@ -97,7 +97,7 @@ def fold(shown: Fields, change: Fields) -> None:
 
 
 def _runs(states: bytes, start: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
-    """Return (first, count, state) of each run of blocks with equal state. A regular expression beats a loop."""
+    """Return (first, count, state) of each run of equal block states. A regular expression is faster than a loop."""
     found = SAME.finditer(states, start, len(states) if end is None else end)
     return [(run.start(), run.end() - run.start(), states[run.start()]) for run in found]
 
@@ -151,7 +151,7 @@ def _changed_endpoints(
 
 
 def _new_points(before: HistoryShown | None, after: HistoryShown) -> Fields | None:
-    """Return the points after the reader's last one, or all points if the reader's last one is no longer kept."""
+    """Return the points of the history after the reader's last point, or all points if that point is no longer kept."""
     count = after.number - (-1 if before is None else before.number)
     if count <= 0:
         return None

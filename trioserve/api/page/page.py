@@ -1,8 +1,8 @@
 """GET /ui/events: streams the state of a server to its live page: a snapshot, then changes at an interval.
 
-A change is made after the previous one was sent, and relative to what that reader has. So a slow reader gets one change
-for everything that happened meanwhile, and nothing is buffered for it. The CPU time of events is bounded: the more an
-event costs, the longer the pause after it.
+Each change is computed after the previous change was sent, relative to the state that the reader has. So a slow reader
+gets one change for everything that happened in between, and no changes are buffered for the reader. The CPU time of
+events is bounded: the more an event costs, the longer the pause after it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Page:
         feed: returns the source of snapshots.
         settings: bounds of the page.
         metrics_need_key: True: callers without the admin's key do not see the server's counts.
-        cpu_clock: returns this thread's CPU time in seconds, from which the pauses follow.
+        cpu_clock: returns this thread's CPU time in seconds, which determines the length of the pauses.
     """
 
     def __init__(
@@ -155,7 +155,9 @@ class Page:
         return shown
 
     def _change(self, before: PageSnapshot, after: PageSnapshot) -> bytes | None:
-        """Return the change as an event. It is made once for all readers with the same two snapshots."""
+        """Return the change between two snapshots as an event. The event is made once for all readers that have the
+        same two snapshots.
+        """
         key = id(before), id(after)
         kept = self._changes.get(key)
         if kept is not None:

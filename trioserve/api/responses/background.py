@@ -2,9 +2,9 @@
 
     queued ──► in_progress ──► completed | incomplete | failed | cancelled
 
-While a response runs, its state is in this module's table. When the response ends, the store gets it first, and then it
-leaves the table. So a reader always finds the response in one of the two. If a server stops, its unfinished responses
-stay in the store, and a later server reports them as failed.
+While a response runs, its state is in this module's table. When the response ends, it is first stored, and then removed
+from the table. So a reader always finds the response in the table or in the store. If a server stops, its unfinished
+responses stay in the store, and a later server reports them as failed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BackgroundResponse:
 
     Attributes:
         scope: Cancel scope of the response. Cancelling it ends the response.
-        done: Set when the response has ended and is stored.
+        done: Event that is set when the response has ended and is stored.
         response: The response object at the beginning, and after the end.
     """
 
@@ -139,7 +139,7 @@ class BackgroundResponse:
 class BackgroundResponses:
     """All running background responses, by id.
 
-    Use inside of `async with self.running()`. Outside of it no response can begin.
+    A response can begin only inside of `async with self.running()`.
 
     Args:
         store: Store for the responses. None: background responses are refused.
@@ -156,7 +156,9 @@ class BackgroundResponses:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the tasks of the responses. Leaving cancels them, and the store keeps them as unfinished."""
+        """Run the tasks of the responses. Leaving the context cancels the tasks, and the store keeps their responses as
+        unfinished.
+        """
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -175,9 +177,9 @@ class BackgroundResponses:
         return found if found is not None and owner in (None, found.owner) else None
 
     def drain(self) -> None:
-        """Accept no new responses. Running ones continue if the store is durable.
+        """Accept no new responses. Running responses continue if the store is durable.
 
-        If the store is in memory, they are cancelled, because nobody could read them later.
+        If the store is in memory, running responses are cancelled, because no client could read them later.
         """
         self._is_draining = True
         if self._store is None or not self._store.is_durable:

@@ -1,6 +1,7 @@
 """Operations of the Responses API and the types of everything that it sends, for the OpenAPI document and for tests.
 
-The server does not build responses from these types (see events.py). Tests check that both agree.
+The server does not build responses from these types (see events.py). Tests check that the responses agree with these
+types.
 """
 
 from __future__ import annotations

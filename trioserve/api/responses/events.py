@@ -390,7 +390,7 @@ class ResponseEvents:
 
 
 class _OpenText:
-    """A message or reasoning item that is still growing.
+    """A message or reasoning item to which the response still adds text.
 
     Args:
         item: The item. It gets the text when `fill` is called.
@@ -440,7 +440,9 @@ def _text_part(text: str, logprobs: list[dict[str, object]]) -> dict[str, Any]:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the free text from the argument `input`. If the arguments are no such object, return them unchanged."""
+    """Return the free text from the argument `input`. If the arguments are not a JSON object with a text in `input`,
+    return them unchanged.
+    """
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

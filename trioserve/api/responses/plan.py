@@ -1,4 +1,4 @@
-"""Turns a request body into a planned response. All errors of the body are raised here, before anything is reserved."""
+"""Turns a request body into a planned response. Errors of the body are raised before any resources are reserved."""
 
 from __future__ import annotations
 

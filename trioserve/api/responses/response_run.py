@@ -1,4 +1,4 @@
-"""One response while it is made.
+"""A response while the engine generates it.
 
 A response is stored when it is complete, before its client gets the end. If the client leaves, the request is cancelled
 and nothing is stored. A background response continues. If the disk is full, the store keeps the response in memory. If
@@ -37,7 +37,7 @@ Ended = tuple[list[Event], dict[str, Any]]
 class ResponseRun:
     """A turn of the engine and the events that come from it. The caller enters `turn` before it calls `read`.
 
-    The request handler or the background runs the response, and decides where the events go.
+    The request handler or a background task runs the response, and decides where the events are sent.
 
     Args:
         context: The request.
@@ -72,7 +72,7 @@ class ResponseRun:
         """Read the turn to its end.
 
         Args:
-            send: Receives the events of each piece (possibly none) and its delta. None: nobody wants events.
+            send: Receives the events of each piece (possibly none) and its delta. None: no events are sent.
             keep_alive: Fills silences of the response. Default: nothing is sent.
 
         Raises:
@@ -111,7 +111,7 @@ class ResponseRun:
         return self.events.complete(finish, usage, self._clock.unix_seconds())
 
     def _end(self) -> Usage:
-        """Note the weight versions. Return the token counts."""
+        """Record the weight versions, and return the token counts."""
         self.events.weight_versions = self.turn.stream.weight_versions()
         return self.turn.usage()
 

@@ -1,4 +1,5 @@
-"""Cursors: how much of a streamed response a client has. Headers, event ids and the field `resume`.
+"""Cursors record how much of a streamed response a client has received. They occur in headers, event ids and the field
+`resume`.
 
 A resumable response groups its events. A group is all events that one delta makes, and its last line is an id:
 
@@ -17,7 +18,8 @@ position, so that the last id is enough. The client sends it back as `Last-Event
     .                 the end of the response
 
 A position depends only on the tokens, not on their grouping. So a response that is computed again passes through the
-same positions, at any router. The checksum (CRC-32) tells whether it is the same response so far. No I/O.
+same positions, at any router. The checksum (CRC-32) shows whether the repeated response has the same tokens up to this
+position. The module does no I/O.
 """
 
 from __future__ import annotations

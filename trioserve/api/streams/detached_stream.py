@@ -3,7 +3,7 @@
     running ──► over            with a reader, or for a limited time without a reader
 
 A stream has one reader at a time: first the client that sent the request, later any client that resumes reading. A new
-reader takes over at once, because the connection of the old reader may be dead without anybody noticing.
+reader takes over at once, because the server may not have noticed that the old reader's connection is dead.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class DetachedStream:
     Attributes:
         reader_count: Number of readers so far: the client that sent the request, and each reader that took over.
         scope: Cancel scope of the handler.
-        over: Set when the handler has returned.
+        over: Event that is set when the handler has returned.
         whole: The response, if the handler did not stream.
         head: Status and headers of the stream. None until the handler begins to stream.
-        has_responded: Set when `head` or `whole` is set, or the handler has returned.
+        has_responded: Event that is set when `head` or `whole` is set, or when the handler has returned.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DetachedStream:
 
     @property
     def has_reader(self) -> bool:
-        """True while somebody reads, or the client that sent the request is still connected and will read."""
+        """True while a reader is connected, or while the client that sent the request is connected and will read."""
         return self._reader is not None or self._is_awaited
 
     def stop_waiting(self) -> None:
@@ -109,7 +109,7 @@ class DetachedStream:
             data: One or more complete events.
 
         Raises:
-            Refusal: Nobody reads, and the kept events have reached their size limit.
+            Refusal: No reader is connected, and the kept events have reached their size limit.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         for event in split_events(data):
@@ -189,8 +189,8 @@ class DetachedStream:
     def close(self) -> None:
         """Cancel the handler.
 
-        The caller has removed the stream from its table. A reader gets the remaining events, and the last one says how
-        the stream ended.
+        The caller has removed the stream from its table. A reader gets the remaining events, and the last event reports
+        how the stream ended.
         """
         self._stop_clock()
         self.scope.cancel()

@@ -47,7 +47,7 @@ Context = TypeVar("Context", bound="RequestContext")
 
 
 class StreamRequest(msgspec.Struct, frozen=True):
-    """A request's option to keep its stream.
+    """Option of a request whose stream must continue without a reader.
 
     Attributes:
         stream_id: Name of the stream.
@@ -129,7 +129,7 @@ class DetachedStreams:
         return stream
 
     def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
-        """Return header fields that describe the stream to a reader. Here none.
+        """Return header fields that describe the stream to a reader. This class adds no fields.
 
         Args:
             stream: The stream.
@@ -236,7 +236,7 @@ class DetachedStreams:
         return True
 
     def drain(self) -> None:
-        """End all streams without a reader, now and whenever a reader leaves. No new reader will come."""
+        """End all streams without a reader, and later each stream whose reader leaves. No new readers are expected."""
         self._is_draining = True
         for stream in list(self._streams.values()):
             if not stream.has_reader:
@@ -249,7 +249,7 @@ class DetachedStreams:
             await self._idle.wait()
 
     async def delete(self, stream: DetachedStream) -> None:
-        """End a stream. Return when its handler has released everything.
+        """End a stream. Return when its handler has released all resources.
 
         Args:
             stream: The stream.
@@ -358,7 +358,8 @@ class DetachedStreams:
 
 
 class RouterStreams(DetachedStreams):
-    """All streams that routers requested. They outlive their router for a few seconds, so that another can take over.
+    """All streams that routers requested. They outlive their router for a few seconds, so that another router can take
+    over.
 
     A router that dies closes its connections without a message. A router whose client has left would look the same. So
     if a client has left, the router ends its stream by name. A closed connection alone means that the router has died.

@@ -31,9 +31,9 @@ class EventLog:
     Args:
         first: Number of the first event.
         bytes_max: Limit for the size of the kept events.
-        drops_taken: If True, a full log drops the oldest events that a reader has taken. Before, a taken event is kept,
-            because the reader may not have received it. Events that no reader has taken are never dropped. If False, no
-            event is dropped.
+        drops_taken: If True, a full log drops the oldest events that a reader has taken. Until the log is full, taken
+            events are kept, because the reader may not have received them. Events that no reader has taken are never
+            dropped. If False, no event is dropped.
 
     Attributes:
         is_ended: True if no event follows.

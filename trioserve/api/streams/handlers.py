@@ -43,7 +43,7 @@ async def read_stream(context: ServerContext) -> None:
 
 
 async def delete_stream(context: ServerContext) -> None:
-    """End a stream. Its reader gets a last event that says so.
+    """End a stream. Its reader gets a last event that reports the end.
 
     Args:
         context: The request.

@@ -1,7 +1,7 @@
 """Resumable streamed responses: a response may begin at one server and continue at another.
 
-A client asks for this with a header. The response's head then holds everything that the continuation needs besides the
-tokens. The tokens are in the `id:` lines of the events (see cursors).
+A client requests a resumable response with a header. The head of the response then contains everything that the
+continuation needs besides the tokens. The tokens are in the `id:` lines of the events (see cursors).
 
 The same request with `resume` in its body continues after the last group that arrived. Everything that a client sees
 depends only on the request, its id, and the fields in the head. So the output is the same at every server.
@@ -126,7 +126,7 @@ class Resumption:
         """Set the seed that a continuation of this prompt's response will use too.
 
         Args:
-            sampling: sampling parameters of the request. A seed of the client stays.
+            sampling: sampling parameters of the request. A seed that the client set is kept.
             prompt_index: index of the prompt.
         """
         if not self.is_on or sampling.seed is not None:
@@ -197,7 +197,7 @@ class Resumption:
 
         Args:
             streams: engine requests, all entered.
-            more: fields that the API needs in `resume`, or that replace the values here.
+            more: fields that the API needs in `resume`, or that replace the fields of this method.
         """
         if not self.is_asked:
             return ()
@@ -210,7 +210,9 @@ class Resumption:
         return tuple(headers)
 
     def new_ids(self) -> Callable[[int], str] | None:
-        """Return a function that makes repeatable ids of tool calls from a choice's index. None: any ids will do."""
+        """Return a function that makes repeatable ids of tool calls from a choice's index. None: the ids need not be
+        repeatable.
+        """
         return self._new_id if self.is_on else None
 
     def group_ids(self) -> GroupIds | None:
@@ -240,7 +242,9 @@ class Resumption:
         return int.from_bytes(drawn) % SEEDS_DRAWN
 
     def _seed_of(self, prompt_index: int) -> int:
-        """Return the seed of a prompt. All prompts share a seed of the client. A drawn seed differs for each prompt."""
+        """Return the seed of a prompt. If the client set a seed, all prompts have this seed. Otherwise a different seed
+        is drawn for each prompt.
+        """
         if self._sampling.seed is not None or prompt_index == 0:
             return self._seed
         return (self._seed + prompt_index * SEED_STRIDE) % 2**64

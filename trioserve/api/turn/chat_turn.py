@@ -1,7 +1,7 @@
 """One turn of a conversation as an async context manager. All chat-like APIs use it.
 
-Entering puts the request into the queue. Leaving cancels whatever still runs. Inside, the caller reads the response
-once: piece by piece with `read`, or whole with `collect`.
+Entering the context puts the request into the queue. Leaving the context cancels all work that still runs. Inside of
+the context, the caller reads the response once: piece by piece with `read`, or whole with `collect`.
 
     async with chat_turn(context, request) as turn:
         await turn.wait_until_begun()
@@ -190,7 +190,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
 class ChatTurn:
     """One turn: a request to the engine, and a parser for each of its choices.
 
-    Entering raises what entering a RequestStream raises. If entering fails, nothing stays reserved.
+    Entering raises the same errors as entering a RequestStream. If entering fails, no resources stay reserved.
 
     Args:
         engine: Engine that runs the request.
@@ -286,12 +286,12 @@ class ChatTurn:
         """Process the known part of a resumed response without sending it to the client.
 
         Args:
-            skip: Receives the same parts and deltas that `read` would give.
+            skip: Receives the parts and the delta that `read` would pass to `take`.
         """
         await skip_known([self.stream], lambda _, delta: skip(self.choices[delta.index].take(delta), delta))
 
     async def read(self, take: Take, *, keep_alive: KeepAlive | None = None) -> None:
-        """Give each piece of the response to `take`, one at a time, until all choices have ended.
+        """Pass each piece of the response to `take`, one at a time, until all choices have ended.
 
         If a choice is aborted or its deadline passes, `take` first gets its last text. A tool call that the choice had
         begun gets no ToolCallEnd.

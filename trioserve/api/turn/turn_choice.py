@@ -1,4 +1,4 @@
-"""One choice of a turn: turns its deltas into parts, and decides its finish reason from its tool calls."""
+"""One choice of a turn. Its deltas are turned into parts, and its tool calls determine its finish reason."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ class TurnChoice:
         return part
 
     def _count_reasoning(self, delta: Delta, parts: Sequence[ResponsePart]) -> None:
-        """Count the reasoning tokens of a delta. If it also has other text, count in proportion to text lengths."""
+        """Count the reasoning tokens of a delta. If the delta also has other text, estimate the count from the lengths
+        of the texts.
+        """
         reasoning = other = 0
         for part in parts:
             if isinstance(part, ReasoningText):
