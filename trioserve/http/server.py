@@ -169,7 +169,7 @@ class FrontendServer:
         Args:
             stream: the connection, before the TLS handshake if the server has certificates.
             peer: the client's address, shown in the log and to handlers.
-            place: the connection's position in the limit on connections. If None, the connection does not count against
+            place: the connection's entry in the count of connections. If None, the connection does not count against
                 the limit.
         """
         tally = self._setup.tally

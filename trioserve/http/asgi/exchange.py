@@ -1,7 +1,7 @@
 """The exchange of one ASGI http request, with a bounded buffer and a separate task that passes bytes to the host.
 
-So a handler is never inside the host's `send`, which may not be cancellable (in Hypercorn it is not). Therefore the
-handler can always be cancelled at once.
+Because of the separate task, a handler never waits in the host's `send`, which may not be cancellable (Hypercorn's
+`send` is not). So the handler can always be cancelled at once.
 """
 
 from __future__ import annotations
