@@ -1,6 +1,7 @@
 """OpenTelemetry spans. A background thread exports them from a bounded queue.
 
-Ending a span only puts it into that queue. If a collector is slow, hangs or refuses spans, spans are lost and counted.
+Ending a span only puts the span into the queue. If a collector is slow, hangs or refuses spans, spans are lost and
+counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SpanCounts(NamedTuple):
     Attributes:
         exported: spans that the collector accepted.
         failed: spans that the collector did not accept.
-        dropped: spans that found the queue full.
+        dropped: spans that were lost because the queue was full.
     """
 
     exported: int
@@ -184,7 +185,9 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedProcessor(SpanProcessor):
-    """OpenTelemetry's batch processor, with a count of the spans that do not fit. The library drops them silently."""
+    """OpenTelemetry's batch processor, with a count of the spans that do not fit into the queue. The library drops
+    these spans silently.
+    """
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter
