@@ -243,7 +243,7 @@ class ScriptedEngine:
         self.text_gate: trio.Event | None = None
         self.text_jobs: list[Callable[..., Any]] = []
         self.cached_token_count = 0
-        self.call_at = DeadlineKeeper().set  # no alarm fires, since nothing runs the keeper
+        self.call_at = DeadlineKeeper().set  # No alarm fires, because no task runs the keeper.
         self.streams: list[ScriptedStream] = []
         self.options: list[dict[str, Any]] = []
 

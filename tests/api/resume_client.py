@@ -60,10 +60,10 @@ def said(groups: list) -> dict[str, Any]:
             for choice in event["choices"]:
                 _say(response["choices"].setdefault(choice["index"], {"text": "", "roles": 0}), choice)
     if response["usage"]:
-        response["usage"].pop("prompt_tokens_details")  # a continuation may hit more cached tokens
+        response["usage"].pop("prompt_tokens_details")  # A resumed request may hit more cached tokens.
         response["usage"].pop(
             "completion_tokens_details", None
-        )  # a token at the border of the reasoning may be counted on either side
+        )  # A token at the border between reasoning and content may be counted on either side.
     return response
 
 

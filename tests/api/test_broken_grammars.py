@@ -45,7 +45,7 @@ async def test_an_unusable_grammar_is_400_and_the_engine_keeps_running(
         api = make_api()
         api.engine = fake
         async with fake.generate("beside", SamplingParams(max_tokens=20, ignore_eos=True)) as beside:
-            fake.pause()  # the clock keeps running while a grammar is compiled
+            fake.pause()  # The clock keeps running while a grammar is compiled.
             for ask in (api.chat, api.complete):
                 for stream in (False, True):
                     response = await ask(**fields, stream=stream)

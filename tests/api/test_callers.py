@@ -127,7 +127,8 @@ async def order_of_ends(
 async def test_a_key_gains_no_turn_by_sending_other_tenant_names(kind, autojump_clock):
     ended = await order_of_ends(kind, lambda index: {"x_tenant_id": f"tenant-{index}"}, {})
     assert ended == await order_of_ends(kind, lambda _: {}, {})
-    assert ended.index("bob") < 8  # after requests that already had a lease, and one turn of alice's
+    # Bob's request ends after alice's requests that already had a lease, and after one turn of alice.
+    assert ended.index("bob") < 8
 
 
 @BOTH

@@ -64,7 +64,8 @@ async def test_stream_is_role_then_text_then_finish_then_done(api: Any) -> None:
 async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> None:
     assert (await api.chat(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.chat(stream=True, n=2)
-    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another choice
+    # The server writes two deltas of each choice, and the end. No choice waits for another choice.
+    assert both_ends.write_count == 5
 
 
 async def test_stream_ends_with_usage_when_asked(api: Any) -> None:

@@ -266,7 +266,7 @@ async def test_a_continued_message_shows_if_reasoning_is_open(
         message = (await api.chat(**fields)).json()["choices"][0]["message"]
         assert (message.get("reasoning_content", ""), message["content"]) == (thought, content)
         if "<think>" in signs:
-            return  # the fake engine compiles grammars for a vocabulary without these tokens
+            return  # The fake engine compiles grammars for a vocabulary without these tokens.
         form = {"guided_choice": [content], "max_tokens": 60}
         message = (await api.chat(**fields, **form)).json()["choices"][0]["message"]
         assert message["content"] == content

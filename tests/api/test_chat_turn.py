@@ -166,7 +166,7 @@ def test_reasoning_tokens_are_counted() -> None:
     whole = collected([ReasoningText("ab")], [], [ReasoningText("c"), ContentText("d")], [ContentText("e")], [])
     assert whole.reasoning == "abc"
     assert whole.content == "de"
-    assert whole.reasoning_token_count == 2 + 2 + 1  # the second delta has no text, but reasoning tokens
+    assert whole.reasoning_token_count == 2 + 2 + 1  # The second delta has reasoning tokens, but no text.
 
 
 # --- arguments of the template ---

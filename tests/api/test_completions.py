@@ -19,7 +19,8 @@ def chunks(exchange: Any) -> list[Any]:
     *events, done = exchange.events()
     assert done == "[DONE]"
     for event in events:
-        # The client reads chunks with the same class as whole responses, although these nulls are usual in chunks.
+        # The client reads chunks with the class of whole responses, which allows no nulls, although nulls are usual in
+        # chunks.
         filled = [
             {**choice, "finish_reason": choice["finish_reason"] or "stop", "logprobs": None}
             for choice in event["choices"]
@@ -61,7 +62,8 @@ async def test_stream_gives_text_then_the_finish_reason_then_done(api: Any) -> N
 async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> None:
     assert (await api.complete(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.complete(stream=True, n=2)
-    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another choice
+    # The server writes two deltas of each choice, and the end. No choice waits for another choice.
+    assert both_ends.write_count == 5
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ async def test_a_slow_client_stops_reading_of_deltas(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(api.app, exchange)
         await trio.testing.wait_all_tasks_blocked()
-        # One delta is being sent to the client, and one waits to be sent.
+        # One delta is being sent to the client, and another delta waits to be sent.
         assert sum(stream.taken_count for stream in api.engine.streams) <= 1 + len(api.engine.streams)
         exchange.gate.set()
     assert set(streamed_texts(exchange).values()) == {"word " * 50}
@@ -260,7 +262,7 @@ async def test_echo_with_logprobs_has_the_prompts_logprobs_first(api: Any, strea
     assert joined["tokens"] == ["\x01", "a", "b", *"Hello!"]
     assert joined["token_logprobs"] == [None] + [-0.5] * 8
     assert joined["top_logprobs"][0] is None
-    assert joined["text_offset"] == [0, *range(8)]  # the first token is not in the text
+    assert joined["text_offset"] == [0, *range(8)]  # The text does not contain the first token.
     assert api.engine.streams[0].sampling.prompt_logprobs == 1
 
 

@@ -25,7 +25,7 @@ PATH = "/v1/embeddings"
 async def served(**options: Any) -> AsyncIterator[MemoryServer]:
     async with open_memory_server(**options) as server:
         yield server
-        await trio.sleep(1)  # lets a step in flight end
+        await trio.sleep(1)  # A step in flight ends in this time.
         await server.assert_all_free()
 
 

@@ -42,8 +42,8 @@ FINAL_DELTAS = {"end_with_final_delta", "_end_begun", "_end_with_error"}
 """Functions whose stop_reason becomes a code."""
 
 PASSED_ON = {
-    "reason",  # of NoEndpoint; its values are found at its calls
-    "code",  # a parameter or variable; its values are found at its assignments
+    "reason",  # This is the reason of NoEndpoint. Its values are found at the calls of NoEndpoint.
+    "code",  # This is a parameter or a variable. Its values are found at its assignments.
     "stop_reason",
     "deadline.value",
     "error.code",
@@ -51,8 +51,8 @@ PASSED_ON = {
     "told.code",
     "_code(told)",
     "str(delta.stop_reason or code)",
-    "str(error['code'])",  # the code of an endpoint
-    "error_code(data)",  # the code of an endpoint
+    "str(error['code'])",  # This is the code of an error that an endpoint sent.
+    "error_code(data)",  # This is the code of an error that an endpoint sent.
 }
 
 
@@ -172,8 +172,8 @@ def test_every_code_of_the_table_is_in_the_source():
 def test_only_error_responses_converts_codes_to_responses():
     assert {path for path, _call in calls_of("ErrorResponse")} == {
         "trioserve/api/error_responses.py",
-        "trioserve/proxy/adapters.py",  # the status is the endpoints'
-        "trioserve/proxy/relay.py",  # the error is an endpoint's
+        "trioserve/proxy/adapters.py",  # The status comes from the endpoints.
+        "trioserve/proxy/relay.py",  # The error comes from an endpoint.
     }
 
 

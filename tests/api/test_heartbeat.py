@@ -46,7 +46,7 @@ async def test_interim_responses_are_sent_before_the_head(autojump_clock, stream
         received += await arrived_bytes(end)
         assert received.count(b"HTTP/1.1 200 OK\r\n") == 1
         assert b"x-trioserve-heartbeat: 5\r\n" in received
-        await ask(end, stream=False)  # the connection can be used again
+        await ask(end, stream=False)  # The connection can be used for another request.
         await trio.sleep(1)
         assert (await arrived_bytes(end)).startswith(b"HTTP/1.1 200 OK\r\n")
         await server.assert_all_free()

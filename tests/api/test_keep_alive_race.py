@@ -33,7 +33,7 @@ async def test_a_delta_at_the_moment_of_a_keep_alive_is_sent_once(autojump_clock
 
     async def take(index: int, delta: Delta) -> None:
         taken.append(delta.text)
-        await trio.lowlevel.checkpoint()  # as exchanges do: they queue the bytes, then let another task run
+        await trio.lowlevel.checkpoint()  # An exchange also queues the bytes, and then lets another task run.
 
     async def keep_alive() -> None:
         kept_alive.append(trio.current_time())
@@ -49,6 +49,7 @@ async def test_a_delta_at_the_moment_of_a_keep_alive_is_sent_once(autojump_clock
         nursery.start_soon(read)
         await trio.testing.wait_all_tasks_blocked()
         stream.arrived.set()
-        autojump_clock.jump(KEEP_ALIVE_SECONDS)  # the reader is scheduled already, and its wait times out too
+        # The reader is scheduled already, and the time limit of its wait also passes.
+        autojump_clock.jump(KEEP_ALIVE_SECONDS)
     assert taken == ["kept"]
     assert kept_alive == []

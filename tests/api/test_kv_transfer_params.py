@@ -55,7 +55,7 @@ async def test_a_stream_has_kv_transfer_params_with_the_finish_reason(ask, kind,
             read = msgspec.convert(chunk, kind)
             ends = any(choice.finish_reason is not None for choice in read.choices)
             assert isinstance(read.kv_transfer_params, KVTransferParams) == ends
-        assert trio.current_time() == pytest.approx(3.0)  # [DONE] was sent after the held blocks were released
+        assert trio.current_time() == pytest.approx(3.0)  # The server sent [DONE] after the held blocks were released.
 
 
 @pytest.mark.parametrize("ask", ["chat", "complete"])

@@ -68,7 +68,7 @@ async def test_tokenizing_uses_no_request_and_a_cancelled_caller_leaves_at_once(
     def job(name: str) -> str:
         names.append(threading.current_thread().name)
         begun.set()
-        release.wait(20)  # limits the wait if the test fails
+        release.wait(20)  # The timeout limits the wait if the test fails.
         return name
 
     async def tokenize(fake: FakeEngine, name: str) -> str:
@@ -81,7 +81,7 @@ async def test_tokenizing_uses_no_request_and_a_cancelled_caller_leaves_at_once(
                 nursery.start_soon(tokenize, fake, "left behind")
                 await trio.to_thread.run_sync(begun.wait)
                 nursery.cancel_scope.cancel()
-            assert not release.is_set()  # the nursery was left while the thread still ran
+            assert not release.is_set()  # The nursery was left while the thread still ran.
         finally:
             release.set()
         assert await tokenize(fake, "waited for") == "waited for"

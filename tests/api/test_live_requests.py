@@ -236,7 +236,7 @@ async def test_a_stream_that_waited_long_in_the_queue_ends_with_an_error_event(a
         assert (early.status, early.body.count(b": keep-alive\n\n")) == (200, 2)
         assert b'"error"' in early.body
         assert b"[DONE]" not in early.body
-        # The router may still retry elsewhere, so it gets the true status.
+        # The router may retry the request at another endpoint, so it gets the true status.
         assert (late.status, late.headers["x-trioserve-reason"]) == (504, "queue_timeout")
 
 

@@ -32,7 +32,7 @@ def test_every_operation_is_declared_once_and_described() -> None:
 async def test_the_document_names_every_path_and_who_may_use_it(make_api: Any) -> None:
     document = await described(
         make_api(api_keys=["first"])
-    )  # no key is needed: programs read the document before they have one
+    )  # No key is needed, because programs read the document before they have a key.
     assert document["openapi"] == "3.1.0"
     assert {(method.upper(), path) for path, methods in document["paths"].items() for method in methods} == {
         (operation.method, operation.path) for operation in OPERATIONS

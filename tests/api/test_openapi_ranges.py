@@ -13,9 +13,9 @@ BODIES = {
     "ChatBody": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     "CompletionBody": ("/v1/completions", {"prompt": "ab"}),
 }
-# Other fields that a valid body needs together with the field.
+# A valid body needs these other fields together with the field.
 COMPANY = {"top_logprobs": {"logprobs": True}, "min_tokens": {"max_tokens": None}}
-# One of the two APIs is stricter than the range: its response must have tokens.
+# In one of the two APIs, the lower limit is stricter than the range, because a response must have tokens.
 LEAST = {"max_tokens": 1, "max_completion_tokens": 1}
 
 
@@ -40,10 +40,10 @@ async def test_every_checked_range_is_described(api: Any, body: str) -> None:
     fields = await described(api, body)
     for name, allowed in SAMPLING_RANGES.items():
         if name == "logprobs" and body == "ChatBody":
-            name = "top_logprobs"  # in this body `logprobs` is a boolean
+            name = "top_logprobs"  # In this body, `logprobs` is a boolean.
         [(schema, _)] = numbers(fields[name])
         assert schema["exclusiveMinimum" if allowed.is_low_excluded else "minimum"] == allowed.low, name
-        if allowed.high is not None:  # otherwise the type has its own limit
+        if allowed.high is not None:  # If the range has no upper limit, only the type limits the number.
             assert schema["maximum"] == allowed.high, name
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 100.0}
 

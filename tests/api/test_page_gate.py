@@ -64,7 +64,7 @@ def refusal(
 )
 def test_addresses_localhost_and_allowed_names_are_accepted_as_host(host):
     gate = PageGate(("gpubox", "llm.example.org", "*.inner.example.org"))
-    for _ in range(2):  # the second time, the gate remembers the host
+    for _ in range(2):  # At the second request, the gate remembers the host.
         assert refusal(gate, host=host) is None
 
 
@@ -176,7 +176,7 @@ def test_the_number_of_remembered_hosts_is_bounded():
         {"sec_fetch_site": "same-origin"},
         {"sec_fetch_site": "none"},
         {"origin": "http://127.0.0.1:8000"},
-        {"origin": "https://127.0.0.1:8000"},  # a proxy in front terminates TLS
+        {"origin": "https://127.0.0.1:8000"},  # A proxy in front of the server terminates TLS.
         {"origin": "http://localhost", "host": "localhost:80"},
         {"origin": "http://localhost:80", "host": "localhost"},
         {"origin": "https://LOCALHOST", "host": "localhost:443"},
@@ -205,7 +205,7 @@ def test_own_pages_allowed_pages_and_other_clients_pass(page):
         {"origin": "https://evil.example"},
         {"origin": "http://127.0.0.1"},
         {"origin": "http://127.0.0.1:3000"},
-        {"origin": "http://localhost:8000"},  # for a browser, another site than 127.0.0.1
+        {"origin": "http://localhost:8000"},  # A browser treats localhost and 127.0.0.1 as different sites.
         {"origin": "http://127.0.0.1:8000", "host": None},
         {"origin": "null"},
         {"origin": "null", "sec_fetch_site": "same-origin"},

@@ -34,7 +34,7 @@ def fields(line: str) -> dict[str, str]:
 
 def responses(api: Any) -> dict[tuple[str, str], float]:
     """Return http_requests_total by path and status."""
-    api.engine.metrics.expose()  # counts are written to the metrics at a scrape
+    api.engine.metrics.expose()  # The counts are written to the metrics at a scrape.
     return {
         (sample.labels["path"], sample.labels["status"]): sample.value
         for family in api.engine.metrics.registry.collect()

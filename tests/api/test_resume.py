@@ -50,7 +50,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 SECONDS = itertools.count(1_800_000_000)
-CLOCK = ClockAndIds(wall_clock=lambda: next(SECONDS))  # each reading returns another second
+CLOCK = ClockAndIds(wall_clock=lambda: next(SECONDS))  # Each reading of the clock returns another second.
 
 
 @asynccontextmanager

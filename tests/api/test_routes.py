@@ -17,7 +17,7 @@ OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json", "
 
 
 def counted(api: Any) -> dict[tuple[str, str], float]:
-    api.engine.metrics.expose()  # counts are written to the metrics at a scrape
+    api.engine.metrics.expose()  # The counts are written to the metrics at a scrape.
     [family] = [f for f in api.engine.metrics.registry.collect() if f.name == "http_requests"]
     return {
         (sample.labels["path"], sample.labels["status"]): sample.value

@@ -9,7 +9,7 @@ import pytest
 
 from trioserve.api.sse import ChunkWriter, encode
 
-# All characters at which str.splitlines splits.
+# Python's str.splitlines splits at all of these characters.
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 

@@ -21,7 +21,7 @@ def check_error(exchange: Any, status: int, kind: str) -> str:
     assert set(said["error"]) == {"type", "message"}
     assert said["error"]["type"] == kind
     assert said["request_id"] == exchange.response_headers["request-id"] == exchange.response_headers["x-request-id"]
-    if kind not in ("request_too_large", "conflict_error"):  # error types of the API that its library lacks
+    if kind not in ("request_too_large", "conflict_error"):  # The client library lacks these error types of the API.
         ErrorResponse.model_validate(said, strict=True)
     return said["error"]["message"]
 

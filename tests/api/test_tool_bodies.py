@@ -29,7 +29,7 @@ HISTORY: list[Any] = [
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c", "content": "gone"},
 ]
-# Outputs that max_tokens may end at any point.
+# The limit max_tokens may end these outputs at any position.
 SAID = [
     '<tool_call>\n{"name": "look", "arguments": {"a": "x"}}\n</tool_call>',
     '<think>Hm.</think>Well. {"name": "look", "arguments": {}}',

@@ -129,7 +129,7 @@ async def test_every_api_refuses_a_too_large_response_and_counts_no_bytes(autoju
         assert response.status == 400, told
         assert "the response could have about" in told
         assert "allowed are 20,000" in told
-        await trio.sleep(1)  # the step in flight ends
+        await trio.sleep(1)  # The step in flight ends in this time.
         server.engine.assert_all_free()
 
 
@@ -259,7 +259,8 @@ async def test_a_client_that_leaves_ends_the_encoding(autojump_clock):
 
 # --- all whole responses together ---
 
-WITH_LOGPROBS = {"prompt": "a", "max_tokens": 200, "logprobs": 20, "ignore_eos": True}  # about 340,000 bytes
+# The response has about 340,000 bytes.
+WITH_LOGPROBS = {"prompt": "a", "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
 ROOM_FOR_TWO = AccessRules(responses_bytes_max=800_000)
 
 
@@ -286,9 +287,9 @@ async def test_large_responses_share_a_limit_and_small_ones_are_not_refused(auto
         assert {entry for entry in statuses if entry[0] != 200} == {(429, "1")}
         assert small == [200] * 6
         assert server.app.responses.bytes_held == 0
-        await trio.sleep(1)  # the step in flight ends
+        await trio.sleep(1)  # The step in flight ends in this time.
         server.engine.assert_all_free()
-        await ask_large()  # the budget has space again
+        await ask_large()  # The budget has space again.
         assert statuses[-1][0] == 200
 
 

@@ -24,7 +24,7 @@ async def opened(make_api: Any, **options: Any) -> AsyncIterator[tuple[Any, Fake
         api = make_api()
         api.engine = fake
         yield api, fake
-        await trio.sleep(1)  # lets a step in flight end
+        await trio.sleep(1)  # A step in flight ends in this time.
         check_idle(fake.core)
 
 

@@ -49,7 +49,7 @@ class H2Client:
         self.responses: dict[int, H2Response] = {}
         self.goaways: list[frames.GoAwayFrame] = []
         self.frames: list[frames.Frame] = []
-        self.reads: list[int] = []  # DATA frames in each read
+        self.reads: list[int] = []  # The number of DATA frames in each read.
         self.at_eof = False
         self._next_id = 1
         self._encoder = hpack.Encoder()

@@ -154,7 +154,7 @@ async def test_disconnect_cancels_the_handler_while_the_host_is_in_a_shielded_se
     host.disconnect()
     assert await handler.passes_until_ended() <= 4
     assert app.counters().exchanges_open == 0
-    assert len(nursery.child_tasks) == 1  # the host, which is inside of its shielded send
+    assert len(nursery.child_tasks) == 1  # The remaining task is the host, which is inside of its shielded send.
     host.may_send.set()
     await trio.testing.wait_all_tasks_blocked()
     assert len(nursery.child_tasks) == 0

@@ -120,8 +120,8 @@ def test_connections_with_damaged_bytes_end_without_a_fault_of_the_server(conver
                     await trio.sleep(0.001)
                 if hangs_up:
                     await ours.aclose()
-                # Otherwise the client keeps the connection open, sends nothing, and reads everything. The server's
-                # timeouts must end the connection.
+                # If the client keeps the connection open, sends nothing, and reads everything, the server's timeouts
+                # must end the connection.
                 while await ours.receive_some():
                     pass
             except (trio.BrokenResourceError, trio.ClosedResourceError):

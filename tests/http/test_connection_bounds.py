@@ -55,7 +55,7 @@ async def test_connection_that_is_idle_longest_ends_for_a_new_connection(first_a
     }
     async with listening(respond_ok, **limits) as (server, address):
         first, second = [await trio.open_tcp_stream(*address) for _ in range(2)]
-        if first_asks:  # otherwise the client is silent, and its protocol is unknown
+        if first_asks:  # In the other case, the client is silent, and its protocol is unknown.
             await ask(first)
         while server.counters().connections_total < 2:
             await trio.lowlevel.checkpoint()
@@ -85,7 +85,8 @@ async def test_connection_with_a_request_is_not_ended_until_it_is_idle():
             await trio.lowlevel.checkpoint()
         second = await trio.open_tcp_stream(*address)
         await second.send_all(REQUEST)
-        with trio.move_on_after(0.3):  # three times the interval at which the server looks for a place
+        # The time is three times the interval at which the server looks for a connection to end.
+        with trio.move_on_after(0.3):
             await second.receive_some()
             raise AssertionError("there was no place for it")
         proceed.set()
@@ -132,7 +133,7 @@ async def test_connection_chosen_to_end_ends_although_its_first_bytes_arrive(aut
 
     async def end_with_the_first_bytes(stream, peer):
         made = await identify(stream, peer)
-        place.is_ending = True  # as a new connection would set it; no checkpoint follows inside of the scope
+        place.is_ending = True  # A new connection would set this attribute. No checkpoint follows inside of the scope.
         place.end()
         return made
 
@@ -216,7 +217,7 @@ async def test_one_address_cannot_use_all_connections():
     async with listening(respond_ok, connections_max=4, connections_per_address_max=2) as (_, address):
         first, second, third = [await connect_from("127.0.0.1", address) for _ in range(3)]
         await ask(second)
-        await ask(third)  # the server has closed the oldest connection of this address for this new connection
+        await ask(third)  # The server has closed the oldest connection of this address for this new connection.
         with suppress(trio.BrokenResourceError):
             assert await first.receive_some() == b""
         other = await connect_from("127.0.0.2", address)
@@ -292,7 +293,7 @@ async def test_idle_http_2_connection_ends_with_a_goaway_for_a_new_connection(h2
         await client.open()
         await client.response(await client.request())
         other = await trio.open_tcp_stream(*address)
-        await ask(other)  # this works although the first client has not closed its side
+        await ask(other)  # The request works although the first client has not closed its side.
         await client.until_eof()
         assert [goaway.error_code for goaway in client.goaways] == [ErrorCodes.NO_ERROR]
         await client.stream.aclose()
@@ -380,7 +381,7 @@ async def test_a_share_of_the_exchanges_is_reserved_for_callers_with_a_key(autoj
     }
     await http2.reset(unknown[0])
     await the_front.settle()
-    await http2.request()  # this request gets the slot of the request that ended
+    await http2.request()  # The request gets the slot of the request that ended.
     await the_front.settle()
     assert (handler.running, the_front.server.counters().exchanges_unknown_open) == (4, 2)
     for stream in (http1.stream, http2.stream):
@@ -389,7 +390,7 @@ async def test_a_share_of_the_exchanges_is_reserved_for_callers_with_a_key(autoj
     assert the_front.server.counters().exchanges_unknown_open == 0
 
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # The preface is followed by empty SETTINGS.
 LONG_HEAD = b"GET / HTTP/1.1\r\nhost: test\r\nx-long: " + b"a" * 5000
 
 

@@ -49,7 +49,7 @@ async def test_each_scrape_exports_the_counters(autojump_clock, front):
     await client.response(stalled)
     await client.stream.aclose()
     await the_front.settle()
-    for _ in range(2):  # a second scrape must not count events again
+    for _ in range(2):  # A second scrape must not count events again.
         assert value(metrics, "connections_total") == 2
         assert value(metrics, "connections_open") == 0
         assert value(metrics, "clients_slow") == value(metrics, "answer_bytes_held") == 0

@@ -358,7 +358,7 @@ async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
     "request_bytes, status",
     [
         (b"NOT HTTP AT ALL\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\n\r\n", 400),  # the host field is missing
+        (b"GET / HTTP/1.1\r\n\r\n", 400),  # The field `host` is missing.
         (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", 505),
         (b"GET / HTTP/1.1\r\nhost: a\r\n folded: no\x00\r\n\r\n", 400),
@@ -424,7 +424,7 @@ async def test_any_bytes_of_a_path_reach_the_handler_as_text(autojump_clock, fro
     client = the_front.h11()
     await client.raw(b"GET " + target + b" HTTP/1.1\r\nhost: test\r\n\r\n")
     received = await client.stream.receive_some()
-    # h11 refuses bytes outside of ASCII in a target; browsers escape them.
+    # h11 refuses bytes outside of ASCII in a request target. Browsers escape such bytes.
     assert received.startswith(b"HTTP/1.1 400 " if not target.isascii() else b"HTTP/1.1 200 ")
 
 
@@ -552,7 +552,7 @@ async def test_last_bytes_and_end_of_a_response_are_sent_in_one_write(autojump_c
         await exchange.start(200, [])
         await exchange.finish(b"last")
 
-    client = h11_client(front(handler).connect(lockstep_stream_pair))  # each read returns a whole write
+    client = h11_client(front(handler).connect(lockstep_stream_pair))  # Each read of this stream returns a whole write.
     await client.request()
     assert bytes(await client.stream.receive_some()).endswith(b"\r\n\r\n")
     assert bytes(await client.stream.receive_some()) == b"4\r\nlast\r\n0\r\n\r\n"

@@ -10,7 +10,7 @@ from trioserve.http.message_head import RequestHead
 
 FIELDS = [(b"content-type", b"text/plain")]
 PLAIN = b"POST /a?b HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\n\r\nhello"
-# Requests that the fast path does not read: `Expect`, HTTP/1.0, chunks, and `Connection: close`.
+# The fast path does not read these requests: `Expect`, HTTP/1.0, chunks, and `Connection: close`.
 EXPECTING = PLAIN.replace(b"host", b"expect: 100-continue\r\nhost")
 OLD = PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0")
 CHUNKED = b"POST /a?b HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
@@ -178,7 +178,7 @@ def test_unread_body_of_tiny_chunks_is_skipped_up_to_a_bound(is_much):
     http.drop_body()
     assert http.request_ended is not is_much
     if is_much:
-        assert http.held_bytes == 0  # then the connection keeps reading and notices a close
+        assert http.held_bytes == 0  # The connection keeps reading after this, and so notices a close.
         http.receive(b"1\r\nx\r\n")
         http.drop_body()
         assert http.held_bytes == 0

@@ -44,8 +44,9 @@ async def handle(exchange):
     await exchange.respond(200, [], b"got " + await exchange.body())
 
 
-OPEN = head(flags=END_HEADERS)  # opens stream 1, whose body follows
-WAITING = head(*REQUEST[:3], (":path", "/wait"))  # a request on stream 1, which the server does not answer
+OPEN = head(flags=END_HEADERS)  # This frame opens stream 1, whose body follows.
+# This frame is a request on stream 1, which the server does not answer.
+WAITING = head(*REQUEST[:3], (":path", "/wait"))
 
 CONNECTION_ERRORS = {
     "3.4 first frame is not SETTINGS": (None, raw(PING, b"12345678"), Code.PROTOCOL_ERROR),
@@ -234,7 +235,7 @@ async def test_settings_and_pings_are_acknowledged_in_order(autojump_clock, fron
         await client.receive()
         acknowledged = [frame for frame in client.frames if "ACK" in frame.flags]
     assert [getattr(frame, "opaque_data", None) for frame in acknowledged] == [None, b"one     ", None, b"two     "]
-    assert isinstance(client.frames[0], frames.SettingsFrame)  # 3.4: the server's preface comes first
+    assert isinstance(client.frames[0], frames.SettingsFrame)  # The server's preface comes first (RFC 9113, 3.4).
 
 
 async def test_negative_window_must_open_before_data_is_sent(autojump_clock, front):
@@ -247,7 +248,7 @@ async def test_negative_window_must_open_before_data_is_sent(autojump_clock, fro
     client = await the_front.h2(INITIAL_WINDOW_SIZE=100)
     stream_id = await client.request()
     await client.until(lambda: len(client.responses[stream_id].body) == 100)
-    await client.stream.send_all(setting(4, 20))  # the window is now 80 bytes below zero
+    await client.stream.send_all(setting(4, 20))  # After this setting, the window is 80 bytes below zero.
     await client.credit(stream_id, 80)
     await the_front.settle()
     await client.credit(stream_id, 5)

@@ -44,7 +44,7 @@ async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clo
     response = await client.response(stream_id)
     await client.until(lambda: response.reset_code is not None)
     assert (response.body, response.ended, response.reset_code) == (b"ok", True, ErrorCodes.NO_ERROR)
-    for _ in range(100):  # 1.6 MB: more than the connection's window
+    for _ in range(100):  # The client sends 1.6 MB, which is more than the connection's window.
         await client.data(stream_id, bytes(16384))
         await the_front.settle()
     await client.data(stream_id, b"", end=True)
@@ -338,19 +338,20 @@ async def test_bad_request_headers_end_the_connection(autojump_clock, front, fie
 @pytest.mark.parametrize(
     "raw",
     [
-        b"\x00\x00\x01\x06\x00\x00\x00\x00\x00a",  # PING of one byte
-        b"\x00\x00\x08\x06\x00\x00\x00\x00\x01abcdefgh",  # PING on a stream
-        b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00",  # WINDOW_UPDATE with an increment of 0
-        b"\x00\x00\x05\x00\x01\x00\x00\x00\x07hello",  # DATA on a stream that was never opened
-        b"\x00\x00\x05\x00\x01\x00\x00\x00\x00hello",  # DATA on stream 0
-        b"\x00\x00\x01\x09\x04\x00\x00\x00\x01\x82",  # CONTINUATION without a header block
-        b"\x00\x00\x04\x01\x04\x00\x00\x00\x01\xff\xff\xff\xff",  # HPACK that cannot be decoded
-        b"\x00\x00\x04\x02\x00\x00\x00\x00\x01\x00\x00\x00\x00",  # PRIORITY of four bytes
-        # PRIORITY in the middle of a header block
+        b"\x00\x00\x01\x06\x00\x00\x00\x00\x00a",  # This is a PING of one byte.
+        b"\x00\x00\x08\x06\x00\x00\x00\x00\x01abcdefgh",  # This is a PING on a stream.
+        b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00",  # This is a WINDOW_UPDATE with an increment of 0.
+        b"\x00\x00\x05\x00\x01\x00\x00\x00\x07hello",  # This is DATA on a stream that was never opened.
+        b"\x00\x00\x05\x00\x01\x00\x00\x00\x00hello",  # This is DATA on stream 0.
+        b"\x00\x00\x01\x09\x04\x00\x00\x00\x01\x82",  # This is a CONTINUATION without a header block.
+        b"\x00\x00\x04\x01\x04\x00\x00\x00\x01\xff\xff\xff\xff",  # This is a header block that HPACK cannot decode.
+        b"\x00\x00\x04\x02\x00\x00\x00\x00\x01\x00\x00\x00\x00",  # This is a PRIORITY of four bytes.
+        # This is a PRIORITY in the middle of a header block.
         b"\x00\x00\x01\x01\x00\x00\x00\x00\x01\x82\x00\x00\x05\x02\x00\x00\x00\x00\x03\x00\x00\x00\x00\x00",
-        b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\xff\xff\xff\xff",  # a window of 2**32 - 1
-        b"\x00\x00\x04\x05\x04\x00\x00\x00\x01\x00\x00\x00\x02",  # PUSH_PROMISE from a client
-        b"\x00\x00\x03\x07\x00\x00\x00\x00\x00abc",  # GOAWAY of three bytes
+        # This is a setting with a window of 2**32 - 1 bytes.
+        b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\xff\xff\xff\xff",
+        b"\x00\x00\x04\x05\x04\x00\x00\x00\x01\x00\x00\x00\x02",  # This is a PUSH_PROMISE from a client.
+        b"\x00\x00\x03\x07\x00\x00\x00\x00\x00abc",  # This is a GOAWAY of three bytes.
     ],
 )
 async def test_malformed_frames_end_the_connection(autojump_clock, front, raw):

@@ -159,7 +159,7 @@ def changed(changes) -> list[tuple[bytes, bytes]]:
             fields.insert(index, field)
         elif change == "take":
             del fields[index : index + 1]
-        elif index + 1 < len(fields):  # a single field that contains the text of two fields
+        elif index + 1 < len(fields):  # The single field contains the text of two fields.
             (name, value), (name_2, value_2) = fields[index : index + 2]
             fields[index : index + 2] = [(name, b"\n".join((value, name_2, value_2)))]
     return fields
@@ -178,7 +178,7 @@ class Blocks:
         if kind == "other table":
             self._encoder.header_table_size = number * 40
         fields = changed(changes)
-        if kind == "apart":  # with a new table, as if the client had lost its old table
+        if kind == "apart":  # The encoder has a new table, as if the client had lost its old table.
             block = copy.deepcopy(self._encoder).encode(fields)
         else:
             block = self._encoder.encode(fields, huffman=number % 2 == 0)
@@ -276,7 +276,8 @@ def outcome(protocol, sent: bytes):
     try:
         return [repr(event) for event in protocol.receive_data(sent)]
     except h2.exceptions.ProtocolError as error:
-        return type(error), error.error_code  # do not compare messages: only hpack's repeat the client's bytes
+        # The messages are not compared, because only the messages of hpack repeat the client's bytes.
+        return type(error), error.error_code
 
 
 def test_repeated_block_is_not_decoded_again():

@@ -43,7 +43,7 @@ async def test_handler_sees_authority_as_host_and_headers_in_any_case(autojump_c
 
 async def test_small_response_is_sent_in_one_write(autojump_clock, front):
     client = await front(echo).h2()
-    await client.until(lambda: len(client.frames) >= 2)  # the settings of the server
+    await client.until(lambda: len(client.frames) >= 2)  # The first frames are the settings of the server.
     seen = len(client.reads)
     await client.response(await client.request(body=b"x"))
     assert len(client.reads) == seen + 1
@@ -150,7 +150,8 @@ async def test_unread_bodies_do_not_close_the_connection_window(autojump_clock, 
 
     the_front = front(handler)
     client = await the_front.h2()
-    for _ in range(20):  # 1.2 MB, more than the connection's window; without credit, h2 would end the connection
+    # The bodies have 1.2 MB, more than the connection's window. Without credit, h2 would end the connection.
+    for _ in range(20):
         stream_id = await client.request("/unread", end=False)
         for _ in range(4):
             await client.data(stream_id, bytes(15_000))
@@ -250,7 +251,8 @@ async def test_bytes_of_all_request_bodies_together_are_limited(autojump_clock, 
     await the_front.settle()
     assert the_front.server.counters().request_body_bytes_held == 1000
     refused = await client.response(await client.request(body=bytes(1000)))
-    assert refused.status == 500  # error_responses would turn Overloaded into 503, but this handler does not use it
+    # error_responses would turn Overloaded into 503, but this handler does not use error_responses.
+    assert refused.status == 500
     await client.reset(first)
     await the_front.settle()
     assert the_front.server.counters().request_body_bytes_held == 0

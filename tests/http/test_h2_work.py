@@ -144,7 +144,7 @@ async def test_rare_expensive_frames_and_requests_do_not_end_the_connection(auto
     for _ in range(50):
         await client.send(frames.PingFrame(0))
         await trio.sleep(1.1)
-    cpu.piece_seconds = 0.0009  # a little less than REQUEST_CPU_SECONDS
+    cpu.piece_seconds = 0.0009  # This is a little less than REQUEST_CPU_SECONDS.
     for _ in range(2000):
         assert (await client.response(await client.request())).body == b"ok"
     await client.stream.aclose()

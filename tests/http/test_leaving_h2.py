@@ -231,7 +231,7 @@ async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
     await client.open()
     stream_id = await client.request()
     await the_front.settle()
-    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # the reply to this PING cannot be written
+    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # The server cannot write the reply to this PING.
     await client.reset(stream_id)
     assert await handler.passes_until_ended() <= PASSES_MAX
 

@@ -81,7 +81,8 @@ async def test_unusable_address_is_a_startup_error(host, port, said):
 
 async def test_send_buffer_of_the_kernel_is_bounded():
     listeners = await open_listeners("127.0.0.1", 0, limits=FrontendLimits(socket_buffer_bytes=40_000))
-    assert listeners[0].socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * 40_000  # Linux doubles it
+    # Linux doubles the size that a program sets.
+    assert listeners[0].socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * 40_000
     close(listeners)
 
 

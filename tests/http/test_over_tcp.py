@@ -13,7 +13,7 @@ from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 
 PIECE = b"0123456789abcdef" * 64
-PIECES = 4000  # 4 MB: more than the buffers of both sockets
+PIECES = 4000  # The pieces have 4 MB together, which is more than the buffers of both sockets.
 
 
 async def served(nursery: trio.Nursery, handler, **limits) -> tuple[FrontendServer, int]:
@@ -34,7 +34,7 @@ async def test_slow_reader_gets_every_byte_over_http1(nursery, h11_client):
     _, port = await served(nursery, stream_pieces)
     client = h11_client(await trio.open_tcp_stream("127.0.0.1", port))
     await client.request()
-    await trio.testing.wait_all_tasks_blocked()  # the server has filled the sockets
+    await trio.testing.wait_all_tasks_blocked()  # The server has filled the buffers of both sockets.
     status, _, body = await client.response()
     assert status == 200
     assert body == PIECE * PIECES

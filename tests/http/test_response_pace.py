@@ -14,7 +14,7 @@ from trioserve.http.pace import ResponsePace
 from trioserve.testing.memory_stream import memory_connection
 
 WAIT = FrontendLimits().stall_seconds_max
-PIECE_BYTES = 1500  # more than stream_buffer_bytes_max of these tests
+PIECE_BYTES = 1500  # A piece is larger than stream_buffer_bytes_max of these tests.
 
 
 async def whole(exchange) -> None:
@@ -78,7 +78,7 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
         await client.aclose()
         return received.count(b"\0") == 60_000, ended_at - began_at
     response = await client.response(stream_id)
-    again = await client.request(method="HEAD")  # the connection still works
+    again = await client.request(method="HEAD")  # The connection still works.
     assert (await client.response(again)).status == 200
     return response.ended, ended_at - began_at
 

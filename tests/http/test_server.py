@@ -105,7 +105,7 @@ async def test_drain_refuses_an_incomplete_request_at_once_on_http1(autojump_clo
         assert b"x-trioserve-reason: draining" in received
     await the_front.settle()
     assert trio.current_time() == began_at
-    await trio.sleep(1.1)  # the server waits for clients that do not close their side
+    await trio.sleep(1.1)  # The server waits for clients that do not close their side.
     assert the_front.connection_count == 0
     assert the_front.server.counters().streams_refused_total["draining"] == 3
     assert the_front.server.counters().exchanges_left_total == 0
@@ -456,7 +456,8 @@ async def test_httpx_gets_responses_over_real_sockets(http2):
     assert (counters.connections_open, counters.exchanges_total, counters.exchanges_left_total) == (0, 4, 0)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # httpcore drops a generator
+# httpcore drops a generator without closing it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole response"])
 async def test_httpx_that_leaves_a_stream_over_http2_cancels_the_handler(watched, is_streamed):
     """httpcore sends neither RST_STREAM nor a close, and stops reading its socket."""
@@ -649,7 +650,7 @@ async def test_drain_ends_a_handshake_at_once(autojump_clock, nursery, server_co
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
     began_at = trio.current_time()
-    await ours.send_all(b"\x16\x03\x01")  # the start of a ClientHello
+    await ours.send_all(b"\x16\x03\x01")  # These are the first bytes of a ClientHello.
     await wait_all_tasks_blocked()
     server.drain()
     assert await read_all(ours) == b""
@@ -664,7 +665,7 @@ async def test_leaving_over_tls_cancels_the_handler(autojump_clock, nursery, aut
     stream = secured(ours, authority, ["http/1.1"])
     await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
     await handler.begun.wait()
-    await ours.aclose()  # without TLS close_notify
+    await ours.aclose()  # This closes the connection without TLS close_notify.
     assert await handler.passes_until_ended() < 10
     assert handler.cancelled
 

@@ -22,7 +22,7 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 STEP_SECONDS = 0.01
 TOKENS = 300
 STALL_SECONDS = 1.0
-BUFFER_BYTES = 2048  # size of about ten events
+BUFFER_BYTES = 2048  # The buffer has space for about ten events.
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n"
 
 
@@ -119,13 +119,14 @@ async def test_stalled_readers_do_not_slow_down_other_clients(autojump_clock, nu
     async with opened() as server:
         alone = await quick_reader(server, h2_client)
         await alone.read("alone")
-        assert len(alone.times) > TOKENS / 2  # fewer events than tokens, because some tokens are a part of a character
+        # There are fewer events than tokens, because some tokens are only a part of a character.
+        assert len(alone.times) > TOKENS / 2
     async with opened() as server:
         reader = await quick_reader(server, h2_client)
         for _ in range(3):
             await stall(server, h2_client, nursery)
         await reader.read("alone")
-        # The first step of the request may be one step later. After that, each event is later by the same time.
+        # The first step of the request may be one step later. After that, the same delay applies to each event.
         delay = reader.times[0] - alone.times[0]
         assert 0 <= delay <= STEP_SECONDS + 1e-9
         assert [time - delay for time in reader.times] == pytest.approx(alone.times, abs=1e-9)
@@ -148,7 +149,7 @@ async def test_stalled_reader_holds_few_bytes_and_its_request_is_cancelled(autoj
             most_held = max(most_held, server.server.counters().answer_bytes_held)
             await trio.sleep(STEP_SECONDS)
         stream_count = 4 if stall is stalls_in_http_2 else 1
-        assert 0 < most_held <= stream_count * (BUFFER_BYTES + 512)  # plus one frame or chunk in flight
+        assert 0 < most_held <= stream_count * (BUFFER_BYTES + 512)  # One frame or chunk may be in flight in addition.
         assert trio.current_time() - began_at < STALL_SECONDS + 0.5 < TOKENS * STEP_SECONDS
         counters = server.server.counters()
         assert (counters.exchanges_open, counters.exchanges_stalled_total) == (0, stream_count)
@@ -169,7 +170,7 @@ async def test_slow_reader_gets_all_text_in_fewer_events(autojump_clock, h2_clie
             nursery.start_soon(client.response, stream_id)
             while not response.over:
                 await client.credit(stream_id, 500)
-                await trio.sleep(0.2)  # in this time, the engine produces ten times more text
+                await trio.sleep(0.2)  # In this time, the engine produces ten times more text.
                 most_held = max(most_held, server.server.counters().answer_bytes_held)
         slow_texts, quick_texts = texts(response.body), texts(quick.received)
         assert "".join(slow_texts) == "".join(quick_texts)

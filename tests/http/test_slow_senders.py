@@ -103,7 +103,7 @@ async def check_refused(
         await the_front.settle()
         assert the_front.connection_count == 0
     else:
-        again = await client.request(body=b"abc")  # the connection still works
+        again = await client.request(body=b"abc")  # The connection still works.
         assert (await client.response(again)).body == b"3"
 
 

@@ -82,14 +82,14 @@ async def test_current_tls_versions_are_accepted(autojump_clock, files, connect,
 async def test_old_tls_version_is_refused(autojump_clock, files, connect):
     client_context, server_context = files.client_context(), files.server_context()
     for context in (client_context, server_context):
-        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # otherwise OpenSSL itself refuses old versions
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # Without this setting, OpenSSL itself refuses old versions.
     client_context.minimum_version = client_context.maximum_version = ssl.TLSVersion.TLSv1_1
     server = FrontendServer(respond_ok, ssl_context=server_context)
     with pytest.raises(trio.BrokenResourceError):
         await fetch(connect(server, client_context))
     await wait_all_tasks_blocked()
     assert server.counters().connections_refused_total["tls_handshake"] == 1
-    # The server's minimum version causes the refusal: without it, both sides agree on this version.
+    # The server's minimum version causes the refusal. Without it, both sides would agree on this version.
     server_context.minimum_version = ssl.TLSVersion.TLSv1_1
     assert (await fetch(connect(server, client_context))).endswith(b"ok")
 

@@ -53,7 +53,7 @@ async def test_client_that_leaves_frees_all_blocks_one_step_later(http, stream, 
         assert used > 0
         scope.cancel()
         await wait_all_tasks_blocked()
-        assert server.engine.core.stats().blocks_used == used  # the forward pass still reads them
+        assert server.engine.core.stats().blocks_used == used  # The running forward pass still reads the blocks.
         await step(server)
         assert server.engine.core.stats().blocks_used == 0
         server.engine.steps.release()

@@ -178,7 +178,7 @@ async def test_lines_run_after_other_requests_and_use_half_of_the_engine(owner_o
         await owner.batch(*(batch_line(f"r{index}", priority=-100, max_tokens=50) for index in range(30)))
         await trio.sleep(0.1)
         live = (await owner.ok("/v1/requests"))["data"]
-        assert len(live) == 2  # half of what the engine runs
+        assert len(live) == 2  # A batch may use half of the sequences that the engine runs.
         assert {request["priority"] for request in live} == {100}
         began_at = trio.current_time()
         await owner.ok("/v1/completions", batch_line("x")["body"])
@@ -206,9 +206,9 @@ async def test_number_of_batches_of_one_key_is_limited(owner_of, batch_line, aut
         status, said = await alice.ask("/v1/batches", body)
         assert (status, said["error"]["code"]) == (429, "overloaded")
         bobs = await bob.batch(batch_line("b"))
-        assert (await alice.state(second["id"]))["status"] == "validating"  # only one batch runs at a time
+        assert (await alice.state(second["id"]))["status"] == "validating"  # Only one batch runs at a time.
         await alice.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")
-        await bob.ended(bobs["id"])  # keys take turns, so bob's batch runs before alice's second
+        await bob.ended(bobs["id"])  # Keys take turns, so bob's batch runs before alice's second batch.
         await trio.sleep(0.1)
         assert (await alice.state(second["id"]))["status"] == "in_progress"
         await alice.batch(input_file_id=file_id)
@@ -358,7 +358,7 @@ async def test_files_of_an_unfinished_batch_cannot_be_deleted(owner_of, batch_li
         await trio.sleep(0.3)
         assert (await owner.state(made["id"]))["status"] == "in_progress"
         files = [file["id"] for file in (await owner.ok("/v1/files"))["data"]]
-        assert len(files) == 3  # the input file and two output files
+        assert len(files) == 3  # The files are the input file and two output files.
         for file_id in files:
             status, said = await owner.ask(f"/v1/files/{file_id}", method="DELETE")
             assert (status, said["error"]["code"]) == (409, "file_in_use")
@@ -396,7 +396,7 @@ async def test_concurrent_batch_and_deletion_of_its_input_do_not_both_succeed(ow
             assert (statuses["create"], statuses["delete"], statuses.get("end")) in (
                 (200, 409, "completed"),
                 (404, 200, None),
-                (200, 200, "completed"),  # it was deleted after the end
+                (200, 200, "completed"),  # The file was deleted after the end of the batch.
             )
             outcomes.add((statuses["create"], statuses["delete"]))
     assert len(outcomes) > 1, f"one order was tried only: {outcomes}"

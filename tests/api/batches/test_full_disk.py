@@ -70,7 +70,8 @@ async def test_batch_waits_if_the_disk_is_full_before_its_first_line(owner_of, b
 
         with monkeypatch.context() as patch:
             patch.setattr(server.store, "write", refuse)
-            await owner.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")  # the second batch begins
+            # After the cancellation, the second batch begins.
+            await owner.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")
             await trio.sleep(60)
             assert (await owner.state(second["id"]))["status"] == "validating"
         batch = await owner.ended(second["id"])
@@ -111,7 +112,7 @@ async def test_results_beyond_the_memory_limit_are_reported_as_not_kept(
     monkeypatch.setattr(batch_book, "WAITING_BYTES_MAX", 1000)
     async with open_memory_server(step_seconds=0.05, max_num_seqs=16) as server:
         owner = owner_of(server)
-        # The lines end one after the other, and the later ones meet the full disk.
+        # The lines end one after another, and the later lines end while the disk is full.
         made = await owner.batch(*(batch_line(f"r{index}", max_tokens=index + 4) for index in range(30)))
         await trio.sleep(0.3)
         server.store.set_disk_full(True)
@@ -162,7 +163,7 @@ async def test_deleting_frees_space_on_a_full_disk(owner_of, batch_line, autojum
             await owner.upload(batch_line("b", user="x" * 50_000))
         await owner.ok(f"/v1/files/{file_id}", method="DELETE")
         assert (await owner.ask(f"/v1/files/{file_id}"))[0] == 404
-        await owner.upload(batch_line("b", user="x" * 30_000))  # fits into the freed space
+        await owner.upload(batch_line("b", user="x" * 30_000))  # The batch fits into the freed space.
 
 
 async def test_full_disk_shows_in_health_and_metrics_and_requests_are_served(owner_of, batch_line, autojump_clock):

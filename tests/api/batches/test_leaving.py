@@ -37,7 +37,7 @@ async def test_cancelling_frees_all_blocks_one_step_later(owner_of, batch_line, 
         assert used > 0
         cancelled = await owner.ok(f"/v1/batches/{made['id']}/cancel", b"", method="POST")
         assert cancelled["status"] == "cancelled"
-        assert server.engine.core.stats().blocks_used == used  # the forward pass still reads them
+        assert server.engine.core.stats().blocks_used == used  # The running forward pass still reads the blocks.
         await step(server)
         assert server.engine.core.stats().blocks_used == 0
         server.engine.steps.release()
@@ -51,7 +51,7 @@ async def test_results_of_finished_lines_are_kept_after_cancelling(owner_of, bat
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(10)))
-        await trio.sleep(1.25)  # two or three lines finish
+        await trio.sleep(1.25)  # In this time, two or three lines finish.
         batch = await owner.ok(f"/v1/batches/{made['id']}/cancel", b"", method="POST")
         done = await owner.lines_of(batch["output_file_id"])
         assert 0 < len(done) == batch["request_counts"]["completed"] < 10

@@ -70,7 +70,7 @@ async def test_every_request_of_a_message_batch_has_a_result(owner_of, autojump_
         assert found["bad"]["error"]["error"]["type"] == "invalid_request_error"
         other = await ended(owner, await owner.ok(PATH, pretty))
         assert list(await results(owner, other)) == ["pretty"]
-        for path in ("/v1/files", "/v1/batches"):  # OpenAI's API does not list them
+        for path in ("/v1/files", "/v1/batches"):  # OpenAI's API does not list message batches and their files.
             assert (await owner.ok(path))["data"] == []
         await server.assert_all_free()
 

@@ -82,7 +82,7 @@ def part(name: str, content: str = "x", more: str = "") -> str:
     [
         part("purpose") * 2,
         "".join(part(f"p{index}") for index in range(PARTS_MAX + 1)),
-        part("purpose", "batch") + part("file"),  # a part without a filename is a text field
+        part("purpose", "batch") + part("file"),  # A part without a filename is a text field, so the form has no file.
         part("purpose", "batch"),
         "--b\r\nX: y\r\n\r\nx\r\n",
         "--b\r\n" + "".join(f"X-{index}: y\r\n" for index in range(20)) + "\r\nx\r\n",

@@ -220,7 +220,7 @@ async def test_deadlines_end_image_requests(autojump_clock: MockClock) -> None:
         response = await server.client().post(PATH, {**CAT, "steps": 50, "timeout": 5})
         assert response.status == 504
         assert (await response.json())["error"]["code"] == "timeout"
-        await trio.sleep(1)  # wait until the running step has ended
+        await trio.sleep(1)  # The running step ends in this time.
         await server.assert_all_free()
 
 

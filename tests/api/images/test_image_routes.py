@@ -169,7 +169,7 @@ async def test_image_server_sleeps_and_restarts_kept_requests(level: int) -> Non
             assert await (await client.post("/wake_up", {})).json() == {"is_sleeping": False}
             await server.engine.step(
                 5
-            )  # encode, denoise and decode again, because the state before the sleep was dropped
+            )  # The request is encoded, denoised and decoded again, because the state before the sleep was dropped.
             assert await response.head() == 200
         await server.assert_all_free()
 

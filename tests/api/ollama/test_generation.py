@@ -240,7 +240,7 @@ async def test_raw_prompt_uses_no_template(api: Any) -> None:
     assert api.engine.streams[0].prompt == "Hi"
     assert api.engine.streams[0].sampling.structured.kind is SchemaKind.JSON_OBJECT
     assert "".join(map(text_of, lines(exchange))) == "<think>no</think>"
-    assert last["prompt_eval_count"] == 3  # two characters and the token that begins every text
+    assert last["prompt_eval_count"] == 3  # The prompt has two characters and the token that begins every text.
 
 
 async def test_last_message_of_the_assistant_is_continued(api: Any) -> None:

@@ -26,7 +26,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 class Verdict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid")  # otherwise the random output may never end
+    # If further fields were allowed, the random output might never end.
+    model_config = pydantic.ConfigDict(extra="forbid")
 
     ok: bool
 
@@ -165,7 +166,7 @@ async def test_leaving_a_stream_frees_its_blocks(autojump_clock: trio.testing.Mo
         async for _ in stream:
             break
         await stream.aclose()
-        await trio.sleep(1)  # the clock jumps, and the running step ends
+        await trio.sleep(1)  # The virtual clock jumps, and the running step ends.
 
 
 async def test_silent_stream_sends_spaces_as_keep_alive(autojump_clock: trio.testing.MockClock) -> None:

@@ -172,7 +172,7 @@ async def test_a_slow_reader_gets_one_change_for_all_missed_changes(memory_serve
     async with client.ask(PATH) as response:
         reader = Reader(response)
         await reader.read()
-        for _ in range(50):  # the client does not read: the window fills, and then the server waits
+        for _ in range(50):  # The client does not read: its window fills, and then the server waits.
             await other.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 2})
             mock_clock.jump(0.4)
         await reader.read()

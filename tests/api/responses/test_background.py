@@ -124,7 +124,7 @@ async def test_time_limit_ends_a_background_response(opened, autojump_clock):
         assert last["status"] == "failed"
         assert "25 s" in last["error"]["message"]
         assert last["output"]
-        await trio.sleep(10)  # the running step ends
+        await trio.sleep(10)  # The running step ends in this time.
 
 
 async def test_number_of_background_responses_is_limited_in_total_and_per_caller(opened, autojump_clock):
@@ -212,7 +212,7 @@ async def test_events_beyond_the_size_limit_fail_the_response(opened, autojump_c
         *_, last = await api.stream(input="Hi", background=True, max_output_tokens=500)
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert "size limit" in last["response"]["error"]["message"]
-        await trio.sleep(1)  # the running step ends
+        await trio.sleep(1)  # The running step ends in this time.
 
 
 async def test_unfinished_response_has_failed_after_a_restart(opened, autojump_clock, tmp_path):
@@ -236,7 +236,7 @@ async def test_drain_fails_queued_responses_and_finishes_running_ones(opened, au
         running, waiting = (await begin(api))["id"], (await begin(api))["id"]
         await api.server.engine.step(2)
         client = api.client()
-        async with client.ask(f"{PATH}/{running}") as response:  # a connection that is open when draining begins
+        async with client.ask(f"{PATH}/{running}") as response:  # This connection is open when draining begins.
             await response.read()
         api.server.engine.drain()
         api.server.app.drain()

@@ -158,7 +158,7 @@ async def test_missing_earlier_response_is_reported(opened, autojump_clock):
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"priority": 101}, "priority"),
         ({"input": [{"role": "user", "content": "x"}] * 10_001}, "input"),
-        # unhashable and non-string types must not break the lookup of the type
+        # A type that is not a string or not hashable must not break the lookup of the type.
         *(({"input": [{"type": kind, "role": "user", "content": "x"}]}, "input[0].type") for kind in ([], {}, 1)),
         *(
             ({"input": [{"role": "user", "content": [{"type": kind}]}]}, "input[0].content[0].type")

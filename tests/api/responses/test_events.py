@@ -75,7 +75,7 @@ class Played:
     def check(self):
         assert [event["sequence_number"] for event in self.events] == list(range(len(self.events)))
         for event in self.events:
-            KNOWN[event["type"]].model_validate(event)  # the types of OpenAI's client library
+            KNOWN[event["type"]].model_validate(event)  # The types are those of OpenAI's client library.
             assert event_bytes(event).startswith(b"event: " + event["type"].encode() + b"\ndata: {")
         open_items, added, done = {}, [], {}
         for event in self.events:

@@ -96,7 +96,7 @@ async def test_returning_client_gets_each_event_once(autojump_clock, api, steps)
             with trio.move_on_after(0.1):
                 await response.read()
             events = numbered(response.body)
-        await server.engine.step(3)  # no client is connected
+        await server.engine.step(3)  # No client is connected during these steps.
         assert server.app.detached.detached_count == 1
         async with resume_stream(server, max(events, default=0)) as response:
             server.engine.resume()
@@ -107,7 +107,7 @@ async def test_returning_client_gets_each_event_once(autojump_clock, api, steps)
         assert sorted(joined) == list(range(1, len(joined) + 1))
         if api == "ollama":
             assert ollama_text(joined) == ollama_text(expected) == TEXT
-        elif api != "completions":  # completions may split the same text at other positions
+        elif api != "completions":  # The resumed events of text completions may split the same text at other positions.
             assert comparable(joined)[-200:] == comparable(expected)[-200:]
         await trio.sleep(31)
         assert server.app.detached.kept_count == 0
@@ -165,7 +165,7 @@ async def test_stream_ends_after_its_time_without_a_reader(autojump_clock):
             await trio.sleep(5)
         await trio.sleep(9)
         assert server.app.detached.detached_count == 1
-        async with resume_stream(server, 2) as response:  # the time limit restarts when this reader leaves
+        async with resume_stream(server, 2) as response:  # The time limit restarts when this reader leaves.
             await response.head()
             await trio.sleep(20)
         await trio.sleep(9)
@@ -243,7 +243,7 @@ async def test_another_caller_can_neither_read_nor_delete_a_stream(autojump_cloc
         async with server.client().ask("/v1/streams/s1", method="DELETE", headers=authorization("b")) as response:
             assert await response.head() == 404
         assert server.app.detached.detached_count == 1
-        async with request_stream(server, key="b") as response:  # the same name is another stream for another key
+        async with request_stream(server, key="b") as response:  # Another key can use the same name for another stream.
             await server.engine.step(3)
             assert await response.head() == 200
         await wait_all_tasks_blocked()
@@ -335,12 +335,13 @@ async def test_stream_waits_for_a_slow_reader_until_it_counts_as_gone(autojump_c
     async with opened(settings=settings, response=None, paused=False, **options) as server:
         async with request_stream(server) as response:
             await response.head()
-            await trio.sleep(6)  # the client reads nothing
+            await trio.sleep(6)  # The client reads nothing during this time.
             stream = server.app.detached.find("s1", None)
             assert stream.has_reader
             assert 10_000 < stream.log.unread_byte_count < 11_000
             await trio.sleep(8)
-            assert server.app.detached.detached_count == 0  # without a reader, the events exceeded the size limit
+            # The stream had no reader, and its events exceeded the size limit.
+            assert server.app.detached.detached_count == 0
             assert not stream.has_reader
             with pytest.raises(ConnectionLost):
                 await response.read()

@@ -26,7 +26,7 @@ def test_events_are_numbered_and_read_from_any_number():
     assert (log.first_kept, log.last) == (0, 2)
     assert log.take(-1, 100) == (b"aabbcc", 2)
     assert log.take(0, 2) == (b"bb", 1)
-    assert log.take(0, 1) == (b"bb", 1)  # at least one event
+    assert log.take(0, 1) == (b"bb", 1)  # The log returns at least one event, even if the event exceeds the size limit.
     assert log.take(2, 100) == (b"", 2)
 
 
@@ -62,7 +62,7 @@ def test_rewound_reader_protects_the_events_that_it_will_read():
     log.take(0, 100)
     log.rewind(1)
     assert log.unread_byte_count == 4
-    log.append(b"cccc")  # the first event may be dropped
+    log.append(b"cccc")  # The log may drop the first event.
     with pytest.raises(EventLogFull):
         log.append(b"dddd")
     assert log.take(1, 100) == (b"bbbbcccc", 3)
