@@ -1,4 +1,4 @@
-"""An App without network and model: an exchange in memory, and an engine whose output a test scripts."""
+"""Fixtures for an App without a network and a model: exchanges in memory, and an engine whose output a test scripts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class MemoryExchange(Exchange):
         return json.loads(self.data)
 
     def events(self) -> list[Any]:
-        """The data of each event, split as clients do. Each is decoded JSON, or the text "[DONE]"."""
+        """Return the data of each event, split as clients split streams. The data is decoded JSON, or the text
+        "[DONE]".
+        """
         assert self.response_headers["content-type"].startswith("text/event-stream")
         text = self.data.decode()
         events = text.removesuffix("\n\n").split("\n\n")
@@ -294,12 +296,14 @@ class ScriptedEngine:
 
 
 def logprob(token_id: int, top: int = 2) -> TokenLogprob:
-    """Make the log probability of a token, which is the most probable one, with the next token ids as alternatives."""
+    """Make the log probability of the most probable token, with the next token ids as alternatives."""
     return TokenLogprob(token_id, -0.5, tuple((token_id + rank, -0.5 - rank) for rank in range(top)))
 
 
 def say(*texts: str, reason: FinishReason = FinishReason.STOP, message: str | None = None) -> Script:
-    """Script an engine: each choice outputs each text as one delta with one token per character, then ends."""
+    """Return a script for an engine: each choice outputs each text as one delta with one token per character, and then
+    ends.
+    """
 
     def script(prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> Iterable[Step]:
         if sampling.max_tokens == 0:
@@ -322,7 +326,7 @@ def say(*texts: str, reason: FinishReason = FinishReason.STOP, message: str | No
 
 
 class Api:
-    """The app as a client sees it. `exchange` makes a request, and `context` also runs it to its end."""
+    """The app as a client sees it. `exchange` makes a request, and `context` also runs the request to its end."""
 
     def __init__(self, **options: Any) -> None:
         self.engine = ScriptedEngine()
@@ -364,7 +368,7 @@ class Api:
         return error["message"]
 
     def left(self) -> bool:
-        """True if every stream that was entered has been left."""
+        """Return True if every stream that was entered has been left."""
         return all(stream.left for stream in self.engine.streams if stream.entered)
 
 

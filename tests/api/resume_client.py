@@ -1,4 +1,6 @@
-"""Readers of resumable streams: split them into groups, make the request that resumes them, and merge their events."""
+"""Functions for clients of resumable streams: split a stream into groups, make the request that resumes it, and merge
+the events.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ async def groups_of(api: Any, path: str, body: dict[str, Any], headers: dict[str
 
 
 def resume_after(head: Any, groups: list, choice_count: int) -> dict[str, Any]:
-    """Make the field `resume` of the request that continues after these groups."""
+    """Return the field `resume` of the request that continues the stream after these groups."""
     token_ids: list[list[int]] = [[] for _ in range(choice_count)]
     finished = [False] * choice_count
     resume = json.loads(head["x-trioserve-resume"])
@@ -46,7 +48,9 @@ def resume_after(head: Any, groups: list, choice_count: int) -> dict[str, Any]:
 
 
 def said(groups: list) -> dict[str, Any]:
-    """Merge the events of a stream into the response that a client assembles, however the text was split."""
+    """Merge the events of a stream into the response that a client assembles. The result does not depend on how the
+    text was split.
+    """
     response: dict[str, Any] = {"usage": None, "done": False, "heads": set(), "choices": {}}
     for events, _ in groups:
         for event in events:

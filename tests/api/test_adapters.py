@@ -1,4 +1,6 @@
-"""LoRA adapters over HTTP: requests name them as their model in every API, and the admin loads and unloads them."""
+"""Tests LoRA adapters over HTTP: requests name an adapter as their model in every API, and the admin loads and unloads
+adapters.
+"""
 
 from __future__ import annotations
 

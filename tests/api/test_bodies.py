@@ -1,4 +1,4 @@
-"""Any bytes as a body get a response with status 2xx or 4xx, never a server fault."""
+"""Tests that the server answers any bytes in a body with status 2xx or 4xx, and never with a server fault."""
 
 from __future__ import annotations
 

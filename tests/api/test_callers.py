@@ -97,7 +97,9 @@ BOTH = pytest.mark.parametrize("kind", ["server", "router"])
 async def order_of_ends(
     kind: str, evil_headers: Callable[[int], dict[str, str]], evil_body: Mapping[str, Any], **options: Any
 ) -> list[str]:
-    """Alice sends sixteen requests, then Bob two, and one runs at a time. Returns the order in which they end."""
+    """Return the order in which requests end. Alice sends sixteen requests, then Bob sends two. One request runs at a
+    time.
+    """
     ended: list[str] = []
     async with open_front(
         kind,

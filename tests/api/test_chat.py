@@ -47,7 +47,7 @@ async def test_without_a_model_the_served_model_responds(api: Any) -> None:
     assert (await api.chat()).json()["model"] == "letters"
 
 
-async def test_stream_is_role_then_text_then_finish_then_done(api: Any) -> None:
+async def test_stream_sends_role_then_text_then_finish_reason_then_done(api: Any) -> None:
     exchange = await api.chat(stream=True)
     response = chunks(exchange)
     assert [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in response] == [
@@ -99,7 +99,7 @@ async def test_head_of_a_stream_is_sent_before_the_first_token(
     assert "late" in str(exchange.events())
 
 
-async def test_choices_are_separate(api: Any) -> None:
+async def test_each_choice_has_its_own_text(api: Any) -> None:
     whole = ChatCompletion.model_validate((await api.chat(n=3)).json())
     assert [(choice.index, choice.message.content) for choice in whole.choices] == [(i, "Hello!") for i in range(3)]
     texts = {0: "", 1: "", 2: ""}

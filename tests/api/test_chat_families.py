@@ -1,4 +1,4 @@
-"""Every family of models through /v1/chat/completions: a scripted model writes in the family's format."""
+"""Tests /v1/chat/completions with every family of models: a scripted model writes in the format of the family."""
 
 from __future__ import annotations
 

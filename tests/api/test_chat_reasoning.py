@@ -56,7 +56,7 @@ async def opened(make_api: Any, response: Any = SAID, **options: Any) -> AsyncIt
 
 
 def streamed(exchange: Any) -> tuple[str, str, list[str]]:
-    """Return the reasoning, the content, and the kinds of deltas in their order."""
+    """Return the reasoning, the content, and the kinds of the deltas in the order of the stream."""
     *events, done = exchange.events()
     assert done == "[DONE]"
     thought = content = ""

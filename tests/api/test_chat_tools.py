@@ -45,7 +45,7 @@ async def ask(api: Any, **fields: Any) -> Any:
 
 
 def joined(exchange: Any) -> dict[str, Any]:
-    """Merge the stream of one choice into a whole message, as a client does, and check the events on the way."""
+    """Merge the stream of one choice into a whole message, as a client does, and check each event."""
     *events, done = exchange.events()
     assert done == "[DONE]"
     message: dict[str, Any] = {"content": None, "tool_calls": [], "finish_reason": None, "reasoning": ""}
@@ -144,7 +144,7 @@ async def test_each_choice_has_its_own_calls(make_api: Any) -> None:
 
 @pytest.mark.slow
 async def test_a_call_that_max_tokens_ends_never_looks_complete(make_api: Any) -> None:
-    """For every max_tokens except the last, where the call is complete."""
+    """The test uses every max_tokens that ends the output before the call is complete."""
     async with opened(make_api, CALL) as (api, _):
         for tokens in range(1, len(CALL) - len("\n</tool_call>")):
             choice = (await ask(api, max_tokens=tokens)).json()["choices"][0]
@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_during_a_call_frees_its_blocks(make_api: Any
 
 
 async def test_logprobs_and_token_ids_work_with_calls(make_api: Any) -> None:
-    """The fake model has no log probabilities. The test checks that the fields break nothing."""
+    """The fake model has no log probabilities. So the test checks only that the fields do not break tool calls."""
     async with opened(make_api, f"Hm. {CALL}") as (api, _):
         fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
         whole = (await ask(api, **fields)).json()["choices"][0]

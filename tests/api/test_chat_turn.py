@@ -1,4 +1,4 @@
-"""The turn, the layer below all chat-like APIs: its results are the same for every API."""
+"""Tests ChatTurn, the layer below all chat-like APIs, whose results are the same for every API."""
 
 from __future__ import annotations
 

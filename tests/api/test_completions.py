@@ -49,7 +49,7 @@ async def test_whole_response_is_a_text_completion(api: Any) -> None:
     assert api.left()
 
 
-async def test_stream_gives_text_then_the_finish_reason_then_done(api: Any) -> None:
+async def test_stream_sends_text_then_the_finish_reason_then_done(api: Any) -> None:
     exchange = await api.complete(stream=True, stream_options={"include_usage": True})
     assert streamed_texts(exchange) == {0: "Hello!"}
     *texts, usage = exchange.events()[:-1]
@@ -75,7 +75,7 @@ async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> 
         ([[97], [98, 99]], [[97], [98, 99]]),
     ],
 )
-async def test_a_prompt_has_four_types(api: Any, prompt: Any, prompts: list[Any]) -> None:
+async def test_a_prompt_may_have_each_of_four_types(api: Any, prompt: Any, prompts: list[Any]) -> None:
     response = (await api.complete(prompt=prompt)).json()
     assert [stream.prompt for stream in api.engine.streams] == prompts
     assert [choice["index"] for choice in response["choices"]] == list(range(len(prompts)))

@@ -1,4 +1,4 @@
-"""Debug pages: the running tasks with the place where each waits, and the last steps as a trace."""
+"""Tests the debug pages: the running tasks with the line where each task waits, and a trace of the last steps."""
 
 from __future__ import annotations
 

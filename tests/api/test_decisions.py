@@ -52,7 +52,7 @@ def weights(question: str, labels: str, temperature: float = 1.0) -> tuple[list[
     return [weight / sum(scaled) for weight in scaled], sum(map(math.exp, logprobs))
 
 
-async def test_questions_in_openais_format(autojump_clock: Any) -> None:
+async def test_questions_in_openais_format_get_answers_in_openais_format(autojump_clock: Any) -> None:
     async with served() as server:
         status, response = await ask(server, {"input": INPUT, "model": "fake", "questions": [PREDICATE, CHOICE, SCORE]})
         assert status == 200, response
@@ -78,7 +78,7 @@ async def test_questions_in_openais_format(autojump_clock: Any) -> None:
         assert usage["input_tokens_details"]["cached_tokens"] > len(INPUT), "the other questions hit the input's blocks"
 
 
-async def test_questions_in_sglangs_format(autojump_clock: Any) -> None:
+async def test_questions_in_sglangs_format_get_answers_in_sglangs_format(autojump_clock: Any) -> None:
     questions = [
         {"id": "a", "type": "score", "question": "How much?", "levels": ["little", "much"]},
         {

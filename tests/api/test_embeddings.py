@@ -56,7 +56,7 @@ def expected(text: str, **asked: Any) -> list[float]:
         ([list(b"one"), list(b"two")], ["one", "two"]),
     ],
 )
-async def test_every_type_of_input(given: Any, texts: list[str], autojump_clock: Any) -> None:
+async def test_every_type_of_input_gets_vectors(given: Any, texts: list[str], autojump_clock: Any) -> None:
     async with served() as server:
         status, response = await ask(server, {"input": given, "model": "fake", "user": "somebody"})
         assert status == 200
@@ -68,7 +68,7 @@ async def test_every_type_of_input(given: Any, texts: list[str], autojump_clock:
         assert response["model"] == "fake"
 
 
-async def test_base64_has_the_same_numbers(autojump_clock: Any) -> None:
+async def test_base64_vectors_have_the_same_numbers_as_lists(autojump_clock: Any) -> None:
     async with served() as server:
         _, response = await ask(server, {"input": ["one", "two"], "encoding_format": "base64"})
         vectors = [PoolingResult(base64.b64decode(entry["embedding"])).values() for entry in response["data"]]
@@ -111,7 +111,7 @@ async def test_dimensions_pooling_and_normalize_change_the_vector(autojump_clock
         ({"truncate_prompt_tokens": 100, "truncation_side": "left"}, "opqrstuvwxyz"),
     ],
 )
-async def test_a_long_input_is_truncated_on_the_side_that_is_asked_for(
+async def test_a_long_input_is_truncated_on_the_requested_side(
     fields: dict[str, Any], text: str, autojump_clock: Any
 ) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"

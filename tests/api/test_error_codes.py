@@ -1,4 +1,4 @@
-"""All error codes in the source are in the table, and all codes of the table are in the source."""
+"""Tests that the table of error codes has exactly the error codes that the source uses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def calls_of(name: str) -> Iterator[tuple[str, ast.Call]]:
 
 @cache
 def constants() -> dict[str, set[str]]:
-    """Return texts that are module constants, by name."""
+    """Return the module constants that are texts, by name."""
     found: dict[str, set[str]] = {}
     for text in texts().values():
         for name, value in re.findall(r'^([A-Z_]+) = "([a-z_]+)"$', text, re.MULTILINE):
@@ -128,7 +128,7 @@ def expressions_in(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def codes_in(value: ast.expr) -> Iterator[str | None]:
-    """Return the possible values of an expression. None: they cannot be determined."""
+    """Return the possible values of an expression. None: the values cannot be determined."""
     match value:
         case ast.Constant(value=str(code)):
             yield code
@@ -148,7 +148,7 @@ def codes_in(value: ast.expr) -> Iterator[str | None]:
 
 @cache
 def codes_in_source() -> dict[str, str]:
-    """Return codes by name, each with a file that uses it."""
+    """Return all error codes in the source, each with a file that uses the code."""
     found: dict[str, str] = {}
     for path, value in expressions_of_codes():
         for code in codes_in(value):

@@ -109,7 +109,7 @@ async def test_a_partial_forced_call_is_not_shown(api: Any) -> None:
 
 
 async def test_with_tools_and_a_schema_a_response_is_a_call_or_json(api: Any) -> None:
-    """The random model is free to choose one."""
+    """The random model may choose either of them."""
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
     kinds = set()
@@ -167,7 +167,7 @@ async def test_schemas_that_are_too_large_to_force_are_refused(api: Any) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_arguments_of_strict_tools_fit_their_schema(make_api: Any, stream: bool) -> None:
-    """The model begins a call and prefers other arguments, but the grammar forbids them."""
+    """The model begins a call and prefers other arguments, but the grammar forbids those arguments."""
     script = 'I will. <tool_call>\n{"name": "wash", "arguments": {"colour": "pink", "count": 77}}\n</tool_call>'
     async with open_fake_engine(
         response=script, block_count=512, max_model_len=2048, max_num_batched_tokens=2048

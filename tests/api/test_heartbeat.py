@@ -23,7 +23,7 @@ async def ask(end, *, path="/v1/completions", method="POST", heartbeat="5", vers
 
 
 async def arrived_bytes(end) -> bytes:
-    """Return everything that has arrived by now."""
+    """Return all bytes that have arrived by now."""
     await wait_all_tasks_blocked()
     with trio.move_on_after(0.001):
         return bytes(await end.receive_some(1 << 20))

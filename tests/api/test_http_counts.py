@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 
 
 def shown(api: Any, name: str) -> dict[tuple[str, ...], float]:
-    """Return the samples of a metric by their labels' values, in the order of the labels' names."""
+    """Return the samples of a metric. The keys are the values of the labels, in the order of the labels' names."""
     return {
         tuple(value for _label, value in sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(api.engine.metrics.expose().decode())

@@ -1,4 +1,4 @@
-"""A delta that arrives at the moment of a keep-alive is sent, and sent once."""
+"""Tests that a delta which arrives at the moment of a keep-alive is sent exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 
 
 class OneDelta:
-    """A stream whose only delta is ready when the event is set."""
+    """A fake stream with one delta, which is ready when the event is set."""
 
     def __init__(self) -> None:
         self.arrived = trio.Event()

@@ -1,4 +1,4 @@
-"""GET /kv_events over a connection in memory: who may read it, its events, and the state after a reader leaves."""
+"""Tests GET /kv_events over a connection in memory: access rights, events, and the state after a reader leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PATH = "/kv_events"
 
 
 class Reader:
-    """Follows the events of a response. `resident` has the names of cached blocks. None: no snapshot is complete."""
+    """A reader that follows the events of a response. `resident` has the names of the cached blocks. None: no complete
+    snapshot has arrived.
+    """
 
     def __init__(self, response: MemoryResponse) -> None:
         self.response = response
@@ -155,7 +157,7 @@ async def test_the_stream_ends_when_the_engine_closes(memory_server):
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_head_gets_a_response_at_once(memory_server):
+async def test_head_request_for_kv_events_gets_a_response_at_once(memory_server):
     async with memory_server.client(http=2).ask(PATH, method="HEAD") as response:
         assert await response.read() == b""
         assert response.status == 200

@@ -130,7 +130,7 @@ async def test_with_a_connector_the_load_report_has_the_role(make_api, autojump_
 
 
 async def test_a_client_that_leaves_during_the_response_releases_held_blocks(make_api, autojump_clock):
-    """Without the response, nobody knows how to fetch the blocks."""
+    """Without the response, no other engine can know how to fetch the blocks."""
     async with opened(make_api) as (api, fake), trio.open_nursery() as nursery:
         body = {"prompt": "x", "max_tokens": 1, "kv_transfer_params": HOLD}
         exchange = api.exchange("POST", "/v1/completions", body)

@@ -1,4 +1,6 @@
-"""Large inputs: their number of values is limited, threads process them, and work is dropped when the client leaves."""
+"""Tests large inputs: the number of values is limited, threads process the inputs, and the work stops when the client
+leaves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, running requests and keep-alive comments as clients see them, with the whole server in memory."""
+"""Tests deadlines, running requests and keep-alive comments as clients see them, with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_deadline_during_a_stream_is_an_error_event_without_a_clean_end(
         ({}, {"x_ttft_timeout": "soon"}, "X-TTFT-Timeout"),
     ],
 )
-async def test_a_bad_deadline_is_a_400_that_names_it(fields, headers, param, autojump_clock):
+async def test_a_bad_deadline_is_a_400_that_names_the_field(fields, headers, param, autojump_clock):
     async with open_memory_server() as server:
         response = await ask(server, "POST", "/v1/completions", completion(**fields), **headers)
         assert response.status == 400
@@ -241,7 +241,7 @@ async def test_a_stream_that_waited_long_in_the_queue_ends_with_an_error_event(a
 
 
 async def ask_both(server: MemoryServer, body: object) -> tuple[Response, Response]:
-    """Return the responses to a client and to a router, which asks for heartbeats."""
+    """Send a request as a client and as a router that asks for heartbeats, and return both responses."""
     responses: dict[bool, Response] = {}
 
     async def ask_one(is_router: bool) -> None:

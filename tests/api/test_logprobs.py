@@ -1,4 +1,6 @@
-"""Log probabilities of text completions: names of tokens that are parts of characters, and offsets of tokens."""
+"""Tests log probabilities of text completions: the offsets of tokens, and the names of tokens that are parts of
+characters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranges in /openapi.json equal those that the server checks: limits are accepted, values beyond are refused."""
+"""Tests that the server checks the ranges in /openapi.json: it accepts the limits, and refuses values beyond the
+limits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""All routes of all servers: which ones change state, who may use them, and what web pages may do with them."""
+"""Tests all routes of all servers: which routes change state, which callers may use them, and which routes web pages
+may use.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ OWN_PAGE = {"origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_get_changes_nothing_and_changing_routes_are_for_operators_or_listed(route):
+def test_get_changes_nothing_and_other_methods_are_for_operators_or_listed(route):
     for method, operation in route.operations.items():
         name = operation.handler.__name__
         if method == "GET":
@@ -103,7 +105,7 @@ async def served(kind: str, rules: AccessRules) -> AsyncIterator[MemoryClient]:
 
 
 def changes(kind: str) -> Iterable[tuple[Route[Any], str, str]]:
-    """Yield route, method and a path of each operation except GET."""
+    """Yield the route, the method and a path of each operation whose method is not GET."""
     for route in TABLES[kind]:
         for method in route.operations.keys() - {"GET"}:
             path = "/".join("x" if part.startswith("{") else part for part in route.path.split("/"))
@@ -113,7 +115,7 @@ def changes(kind: str) -> Iterable[tuple[Route[Any], str, str]]:
 async def asked(
     client: MemoryClient, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
 ) -> tuple[int, str]:
-    """Send a request. Returns status and error code."""
+    """Send a request, and return the status and the error code."""
     async with client.ask(path, body, method=method, headers=headers) as response:
         status = await response.head()
         await response.read()
@@ -182,7 +184,7 @@ async def test_operators_routes_need_json_or_no_body(autojump_clock, kind):
                 await response.read()
 
 
-async def test_with_keys_only_the_key_counts(autojump_clock):
+async def test_with_keys_a_page_may_operate_the_server_if_it_has_the_admins_key(autojump_clock):
     rules = AccessRules(host_names=(), operates_without_key=False)
     async with open_memory_server(api_keys=("a",), admin_api_key="admin", access=rules) as server:
         client = server.client(headers={"authorization": "Bearer admin"})

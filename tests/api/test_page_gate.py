@@ -28,7 +28,7 @@ class Request:
 def refusal(
     gate: PageGate, method: str = "POST", *, is_open: bool = False, is_operators: bool = False, **fields: Any
 ) -> str | None:
-    """Return the error code of the refusal. None: the request passes."""
+    """Return the error code of the refusal. None: the gate accepts the request."""
     request: Any = Request(method, **fields)
     try:
         gate.check(request, is_open=is_open, is_operators=is_operators)

@@ -105,7 +105,7 @@ def end_of(path: str, said: Any) -> Any:
 
 
 def rest_of(path: str, said: Any) -> Any:
-    """Return the response without its ids and its count of cached tokens."""
+    """Return the response without ids and without the count of cached tokens."""
     names = {"id", "created_at", "completed_at", "usage"}
     kept = {name: value for name, value in said.items() if name not in names}
     if path == RESPONSES:
@@ -182,7 +182,7 @@ EVENT = (
 
 
 def joined(events: list[Any]) -> list[Any]:
-    """Merge consecutive events of the same kind and place, and drop ids and counts of cached tokens."""
+    """Merge consecutive events that have the same type and the same indices. Drop ids and counts of cached tokens."""
     made: list[Any] = []
     for event in events:
         told = json.loads(json.dumps(event), object_hook=nameless)

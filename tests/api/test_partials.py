@@ -191,7 +191,7 @@ async def test_an_abort_responds_with_the_partial_result(autojump_clock, path, o
             assert said["data"][0] == {"id": "r", "object": "request.abort", "result": "already_finished"}
 
 
-async def test_an_abort_of_neither_one_nor_all_requests_is_refused(autojump_clock):
+async def test_an_abort_needs_either_an_id_or_abort_all(autojump_clock):
     async with open_memory_server() as server:
         for order in ({}, {"rid": "r", "abort_all": True}):
             assert (await ask(server, "/abort_request", order))[0] == 400
@@ -220,7 +220,7 @@ async def test_best_of_does_not_hide_partial_choices(autojump_clock):
 
 
 async def test_a_resumed_request_may_have_a_weight_version_per_token(autojump_clock):
-    """The client sends the versions. The request takes no more time than others."""
+    """The client sends the versions in `resume`. The resumed request takes no more time than other requests."""
     body = {**BODY, "max_tokens": 3100, "return_token_ids": True}
     versions = [["ab"[place % 2], 1] for place in range(3000)]
     resume = {"token_ids": [[97, 98] * 1500], "finished": [False], "weight_versions": [versions]}
@@ -233,7 +233,7 @@ async def test_a_resumed_request_may_have_a_weight_version_per_token(autojump_cl
 
 
 async def test_known_log_probabilities_are_kept_after_a_weight_update(autojump_clock):
-    """They stay as sent, even if the new weights would give others."""
+    """The client's log probabilities are kept, even if the new weights would result in other values."""
     body = {**BODY, "logprobs": 0}
     async with open_memory_server(step_seconds=0.01) as server:
         _, partial = await aborted(server, "/v1/completions", body, "abort")
@@ -275,7 +275,7 @@ async def test_an_invalid_resume_is_refused(wrong, param, autojump_clock):
 
 @PATHS
 async def test_a_resumable_stream_gets_an_error_when_the_server_shuts_down(autojump_clock, path, body):
-    """Other requests get their partial result."""
+    """Requests that are not resumable get their partial result."""
     for is_asked, expected in ((True, "server_stopping"), (False, "[DONE]")):
         said = []
         async with open_memory_server(step_seconds=0.01) as server:

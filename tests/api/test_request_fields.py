@@ -1,6 +1,7 @@
 """Each request field of other servers and client libraries is read, harmless, refused, or reported as ignored.
 
-A new library version with a new field fails here. Then decide about the field in trioserve/api/unread_fields.py.
+If a new version of a library has a new field, these tests fail. Then decide in trioserve/api/unread_fields.py what
+happens to the field.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ CHAT_ONLY = {"chat_template_kwargs", "add_generation_prompt", "parallel_tool_cal
 
 
 def typed_fields(module: str, name: str) -> list[str]:
-    """Return the fields of a TypedDict, with those of its bases."""
+    """Return the fields of a TypedDict and of its base classes."""
     kind = getattr(__import__(module, fromlist=[name]), name)
     return sorted(set().union(*(getattr(base, "__annotations__", {}) for base in [kind, *kind.__orig_bases__])))
 

@@ -1,4 +1,6 @@
-"""Resumable streams: the groups before an interruption and the resumed stream together equal the whole stream."""
+"""Tests resumable streams: the events before an interruption and the resumed stream together equal the uninterrupted
+stream.
+"""
 
 from __future__ import annotations
 

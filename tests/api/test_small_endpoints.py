@@ -45,7 +45,7 @@ async def test_a_model_that_is_not_served_is_404(api: Any) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, [1, *map(ord, "user: a")]),
     ],
 )
-async def test_a_prompt_or_a_chat_becomes_tokens(api: Any, body: dict[str, Any], tokens: list[int]) -> None:
+async def test_tokenize_accepts_a_prompt_or_a_chat(api: Any, body: dict[str, Any], tokens: list[int]) -> None:
     response = (await api.context("POST", "/tokenize", body)).json()
     assert response == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
 
@@ -69,12 +69,12 @@ async def test_an_invalid_tokenize_body_is_refused(api: Any, body: dict[str, Any
     await api.check_refused("/tokenize", body, param=param)
 
 
-async def test_an_unknown_model_is_404_here_too(api: Any) -> None:
+async def test_tokenize_with_an_unknown_model_is_404(api: Any) -> None:
     await api.check_refused("/tokenize", {"prompt": "a", "model": "gpt-9"}, status=404, param="model")
     await api.check_refused("/detokenize", {"tokens": [1], "model": "gpt-9"}, status=404, param="model")
 
 
-async def test_tokens_become_a_prompt(api: Any) -> None:
+async def test_detokenize_returns_the_text_of_tokens(api: Any) -> None:
     assert (await api.context("POST", "/detokenize", {"tokens": [97, 98]})).json() == {"prompt": "ab"}
     assert (await api.context("POST", "/detokenize", {"tokens": []})).json() == {"prompt": ""}
 

@@ -1,4 +1,4 @@
-"""Events are intact for every client that splits a stream into lines."""
+"""Tests that events stay intact for every client that splits a stream into lines."""
 
 from __future__ import annotations
 

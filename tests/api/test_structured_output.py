@@ -1,4 +1,6 @@
-"""Structured output over HTTP: each of its fields in both APIs, with streams, choices, logprobs and stop strings."""
+"""Tests structured output over HTTP: each field for structured output in both APIs, with streams, choices, logprobs and
+stop strings.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +82,12 @@ async def test_output_fits_every_field_in_both_apis_whole_and_streamed(
     engine.assert_all_free()
 
 
-async def test_any_json_object(api: Any) -> None:
+async def test_json_object_format_forces_the_output_to_begin_an_object(api: Any) -> None:
     response = (await api.chat(response_format={"type": "json_object"}, max_tokens=8)).json()
     assert response["choices"][0]["message"]["content"].startswith("{")
 
 
-async def test_a_structural_tag_in_free_text(make_api: Any) -> None:
+async def test_a_structural_tag_restricts_the_text_inside_the_tag(make_api: Any) -> None:
     async with open_fake_engine(response='so <f>{"ok": maybe') as engine:
         api = make_api()
         api.engine = engine
@@ -94,7 +96,7 @@ async def test_a_structural_tag_in_free_text(make_api: Any) -> None:
     assert re.fullmatch(f"so <f>{PATTERN}</f>.*", response["choices"][0]["text"])
 
 
-async def test_choices_log_probabilities_and_token_ids(api: Any) -> None:
+async def test_structured_output_works_with_choices_logprobs_and_token_ids(api: Any) -> None:
     fields = FORMS["json_schema"][0]
     response = (await api.complete(**fields, n=3, logprobs=1, return_token_ids=True, max_tokens=60)).json()
     assert len(response["choices"]) == 3
@@ -148,7 +150,7 @@ async def test_ignored_keywords_are_listed_for_fields_without_strict(
         assert exchange.response_headers["x-trioserve-ignored"] == f"{place}.unevaluatedItems"
 
 
-async def test_allowed_tokens_and_bad_words(api: Any) -> None:
+async def test_allowed_tokens_and_bad_words_restrict_the_output(api: Any) -> None:
     response = (await api.complete(allowed_token_ids=[97, 98], bad_words=["ba"], max_tokens=20)).json()
     assert re.fullmatch("a*b*", response["choices"][0]["text"])
     refused = await api.complete(allowed_token_ids=[97, 100_000])

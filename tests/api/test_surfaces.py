@@ -1,4 +1,6 @@
-"""Errors have the format of the requested API everywhere, and keys are read from the headers that the API uses."""
+"""Tests that errors on every path have the format of the requested API, and that API keys are read from the headers of
+that API.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ async def test_a_wrong_key_is_an_error_in_the_apis_format_and_never_logged(make_
         ({"x_api_key": "wrong"}, 401),
     ],
 )
-async def test_a_key_counts_in_either_header_on_every_path(make_api: Any, headers: dict[str, str], status: int) -> None:
+async def test_a_key_is_accepted_in_either_header_on_every_path(
+    make_api: Any, headers: dict[str, str], status: int
+) -> None:
     api = make_api(api_keys=["first", "second"])
     assert (await api.context("GET", "/v1/models", **headers)).status == status
 

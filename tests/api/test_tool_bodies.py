@@ -1,4 +1,6 @@
-"""Random bodies with tools, choices, schemas and reasoning: responses match their description, and none is a fault."""
+"""Tests random bodies with tools, choices, schemas and reasoning: responses match their description, and no response is
+a server fault.
+"""
 
 from __future__ import annotations
 

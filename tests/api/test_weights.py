@@ -31,7 +31,7 @@ async def events(server: MemoryServer, path: str, body: dict[str, Any]) -> list[
     return [msgspec.json.decode(each.encode()) for each in data if each.startswith("{")]
 
 
-async def test_requests_and_responses_of_sglangs_clients(autojump_clock):
+async def test_sglangs_clients_can_replace_weights_and_read_the_version(autojump_clock):
     async with open_memory_server() as server:
         assert await ask(server, "/get_weight_version", method="GET") == (200, {"weight_version": "default"})
         _, load = await ask(server, "/load", method="GET")
@@ -214,7 +214,7 @@ async def test_a_trainer_sends_weights_in_a_group(autojump_clock):
             assert (await ask(server, "/destroy_weights_update_group", {"group_name": "g"}))[0] == status
 
 
-async def test_the_weight_version_is_available_under_vllms_name(autojump_clock):
+async def test_the_weight_version_is_available_under_vllms_path(autojump_clock):
     async with open_memory_server() as server:
         await ask(server, DISK, {"model_path": "b", "weight_version": "step 1"})
         assert await ask(server, "/weight_info", method="GET") == (200, {"weight_version": "step 1"})
@@ -222,7 +222,7 @@ async def test_the_weight_version_is_available_under_vllms_name(autojump_clock):
 
 
 @pytest.mark.parametrize("path", [path for path in OTHER_PATHS if not path.startswith("/api/")])
-async def test_a_path_of_other_servers_names_the_path_to_use_here(autojump_clock, path: str):
+async def test_error_for_a_path_of_other_servers_names_the_path_to_use(autojump_clock, path: str):
     async with open_memory_server() as server:
         status, answer = await ask(server, path, {})
         assert (status, answer["error"]["code"]) == (404, "other_path")

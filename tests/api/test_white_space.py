@@ -79,7 +79,7 @@ async def test_a_slow_whole_response_sends_its_head_and_white_space_early(autoju
 
 
 @pytest.mark.parametrize("rules", [RULES, AccessRules(keep_alive_seconds=5)], ids=["on", "off"])
-async def test_a_fast_response_or_one_without_the_option_has_no_white_space(autojump_clock, rules):
+async def test_a_fast_response_and_a_response_without_the_option_have_no_white_space(autojump_clock, rules):
     async with open_memory_server(step_seconds=0.1, access=rules) as server:
         response = await ask(server, "/v1/completions", QUEUED)
         assert response.headers["content-length"] == str(len(response.body))
@@ -193,7 +193,7 @@ async def test_a_body_that_is_not_json_cannot_follow_the_early_head(autojump_clo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_openais_client_reads_such_a_response(autojump_clock):
+async def test_openais_client_reads_a_response_with_white_space(autojump_clock):
     async with (
         open_memory_server(step_seconds=1, access=RULES) as server,
         httpx.AsyncClient(transport=MemoryTransport(server.client)) as web,

@@ -1,4 +1,6 @@
-"""Whole responses: an estimate refuses those that are too large, and large ones do not block the event loop."""
+"""Tests whole responses: requests for responses that are too large are refused, and large responses do not block the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ async def test_the_bound_does_not_apply_to_the_total_of_a_stream(autojump_clock,
 
 
 async def turns_while(act: Any) -> tuple[int, Any]:
-    """Count how often another task ran while `act` ran."""
+    """Return how often another task ran while `act` ran."""
     turns = 0
 
     async def count() -> None:

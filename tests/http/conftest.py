@@ -100,7 +100,7 @@ class H2Client:
         await self.send(frames.WindowUpdateFrame(stream_id, window_increment=byte_count))
 
     async def receive(self) -> None:
-        """Read once. Set at_eof at the end of the connection."""
+        """Read from the stream once. At the end of the connection, set at_eof."""
         try:
             received = await self.stream.receive_some(65536)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -143,7 +143,7 @@ class H2Client:
             response.ended = True
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Read until the condition is true. Fail at the end of the connection."""
+        """Read until the condition is true. Fail if the connection ends before."""
         while not condition():
             assert not self.at_eof, f"the server closed; {self.responses} {self.goaways}"
             await self.receive()

@@ -23,7 +23,7 @@ from trioserve.testing.memory_stream import memory_connection
         ("/v1/chat/completions", "chatcmpl-", {"messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-async def test_date_created_and_ids_come_from_the_given_source(path, prefix, body, http, autojump_clock):
+async def test_date_creation_time_and_ids_come_from_the_given_source(path, prefix, body, http, autojump_clock):
     ids = map("id-{}".format, itertools.count())
     clock_and_ids = ClockAndIds(wall_clock=lambda: 1_700_000_000.9, new_request_id=lambda: next(ids))
     async with open_fake_engine() as fake, trio.open_nursery() as nursery:

@@ -75,7 +75,7 @@ async def test_invalid_compressed_body_is_refused(coding: str, raw: bytes, error
 
 @pytest.mark.parametrize("limit, error", [("body_bytes_max", BodyTooLarge), ("bodies_bytes_max", Overloaded)])
 async def test_decompressed_size_is_limited(limit: str, error: type[Exception]) -> None:
-    """64 KiB that would decompress to 64 MiB: decompression stops at the piece that exceeds the limit."""
+    """The body has 64 KiB that would decompress to 64 MiB. Decompression stops at the piece that exceeds the limit."""
     bomb = gzip.compress(b"\0" * 2**26, 9, mtime=0)
     assert len(bomb) < 70_000
     with pytest.raises(error, match=r"at most 1048576 are allowed"):

@@ -1,4 +1,4 @@
-"""HTTP/1.1 without I/O: both parsers give equal requests and responses."""
+"""Tests HTTP/1.1 without I/O: the fast path and h11 read equal requests and write equal responses."""
 
 from __future__ import annotations
 

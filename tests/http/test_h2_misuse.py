@@ -1,4 +1,4 @@
-"""HTTP/2: invalid frames, floods, and faults of handlers. Each ends at most one connection."""
+"""Tests HTTP/2 with invalid frames, floods, and faults of handlers. Each of them ends at most one connection."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_late_reset_and_late_window_update_for_an_ended_stream_are_ignored
 # --- too many frames ---
 
 
-async def test_streams_beyond_the_limit_are_refused_and_the_others_continue(autojump_clock, front, watched):
+async def test_streams_beyond_the_limit_are_refused_and_other_streams_continue(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler, streams_max=3)
     client = await the_front.h2()
@@ -204,7 +204,9 @@ def test_each_frame_of_a_response_allows_two_control_frames_once():
 
 @pytest.mark.parametrize("size", [0, 1])
 async def test_continuation_flood_ends_the_connection(autojump_clock, front, size):
-    """CVE-2024-27316: a header block that never ends. Its frames may be empty, so a limit in bytes is not enough."""
+    """CVE-2024-27316: the client sends a header block that never ends. The frames may be empty, so a limit in bytes is
+    not enough.
+    """
     the_front = front(respond_ok)
     client = await the_front.h2()
     flood = [frames.ContinuationFrame(1, data=b"\0" * size) for _ in range(1000)]
@@ -237,7 +239,7 @@ async def test_resets_that_a_client_provokes_count_as_its_own_resets(autojump_cl
 
 
 async def test_dynamic_table_of_the_client_stays_empty(autojump_clock, front):
-    """Otherwise each response would search the table and add entries, up to gigabytes."""
+    """If the table were used, each response would search the table and add entries, up to gigabytes."""
     number = 0
 
     async def handler(exchange):

@@ -1,4 +1,4 @@
-"""Code that bypasses h2 and hpack must produce equal bytes and leave an equal state."""
+"""Tests the code that bypasses h2 and hpack. It must produce the same bytes and the same state as these libraries."""
 
 from __future__ import annotations
 

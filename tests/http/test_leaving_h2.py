@@ -284,7 +284,7 @@ class SticksOnDemand(trio.abc.Stream):
 
 
 async def test_no_bytes_are_sent_after_an_incomplete_write(autojump_clock, front, watched, h2_client):
-    """Otherwise the client would read the bytes after a partial frame as the rest of the frame."""
+    """After a partial frame, the client would read further bytes as the rest of that frame."""
     handler = watched(while_sending)
     the_front = front(handler)
     ours, theirs = memory_stream_pair()

@@ -28,14 +28,14 @@ def has_ipv6():
 
 
 @pytest.mark.parametrize("host, prefix", [("127.0.0.1", "127.0.0.1:"), ("localhost", "127.0.0.1:"), (None, "0.0.0.0:")])
-async def test_listener_at_an_ipv4_address_reports_it(host, prefix):
+async def test_listener_at_an_ipv4_address_reports_this_address(host, prefix):
     listeners = await open_listeners(host, 0)
     assert any(address.startswith(prefix) for address in addresses(listeners))
     close(listeners)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-async def test_listener_at_an_ipv6_address_reports_it_in_brackets(has_ipv6, host):
+async def test_listener_at_an_ipv6_address_reports_this_address_in_brackets(has_ipv6, host):
     listeners = await open_listeners(host, 0)
     assert [address.rpartition(":")[0] for address in addresses(listeners)] == ["[::1]"]
     close(listeners)

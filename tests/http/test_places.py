@@ -1,4 +1,4 @@
-"""Unix domain sockets, and removal of a path prefix that a proxy leaves."""
+"""Tests Unix domain sockets, and the removal of a path prefix that a proxy has not removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.http.handler_call import RootPath, checked_root_path
 from trioserve.http.listener import addresses, open_unix_listener
 
 
-async def test_socket_file_of_an_ended_server_is_replaced_and_one_in_use_is_not(tmp_path: Path):
+async def test_socket_file_is_replaced_only_if_its_server_has_ended(tmp_path: Path):
     path = tmp_path / "s"
     listener = await open_unix_listener(path)
     assert addresses([listener]) == [str(path)]

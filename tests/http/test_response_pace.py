@@ -100,7 +100,7 @@ async def test_client_that_reads_a_byte_now_and_then_fails(autojump_clock, front
 
 @pytest.mark.parametrize("http", [1, 2])
 async def test_client_at_half_the_minimum_rate_fails_after_twice_the_wait(autojump_clock, front, http):
-    """Each piece is read in time, but takes so long that less time remains for the next piece."""
+    """The client reads each piece in time, but so late that less time remains for the next piece."""
     the_front = front(in_pieces, stream_buffer_bytes_max=1024)
     was_whole, ended_at = await take(the_front, http, byte_count=PIECE_BYTES, seconds=PIECE_BYTES / 128)
     assert not was_whole
@@ -121,8 +121,8 @@ async def test_client_at_the_minimum_rate_is_served(autojump_clock, front, http)
 
 @pytest.mark.parametrize("http", [1, 2])
 async def test_readers_of_a_slow_stream_are_served(autojump_clock, front, http):
-    """The clients read each piece 10 s after it arrived, which is below the minimum rate. But then no bytes wait until
-    the next piece.
+    """The clients read each piece 10 s after it arrived, which is below the minimum rate. After each reading, no bytes
+    wait until the next piece.
     """
     the_front = front(in_pieces_every(seconds=60), stream_buffer_bytes_max=1024)
     if http == 1:

@@ -213,7 +213,7 @@ async def test_slow_head_is_a_408_on_http1(autojump_clock, front, seconds):
 @pytest.mark.parametrize("shape", ["one frame", "continuations"])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a stream"])
 async def test_slow_head_ends_the_connection_on_http2(autojump_clock, front, watched, shape, beside):
-    """This is also true if only a part of the head's first frame has arrived, or if other streams are running."""
+    """The connection also ends if only a part of the head's first frame has arrived, or if other streams run."""
     handler = watched()
     the_front = front(handler, head_seconds_max=10, idle_seconds_max=1000)
     client = await the_front.h2()

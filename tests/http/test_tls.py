@@ -151,8 +151,8 @@ async def test_clients_without_tls_leave_three_log_lines_and_then_one_a_minute(a
 
 
 def shown(files: Files, who: str) -> ssl.SSLContext:
-    """Return a client's TLS context: with a certificate of this authority, with a certificate of another authority, or
-    without a certificate.
+    """Return the TLS context of a client. The client has a certificate of this authority, a certificate of another
+    authority, or no certificate.
     """
     context = files.client_context()
     if who != "nobody":

@@ -1,4 +1,4 @@
-"""The unmodified client library anthropic-python against the whole server in memory: threads and tool runner."""
+"""Tests the unmodified client library anthropic-python with the whole server in memory: threads and the tool runner."""
 
 from __future__ import annotations
 

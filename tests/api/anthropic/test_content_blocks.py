@@ -58,7 +58,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(parts: list[ResponsePart], **options: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Return the events, and the content that the client library makes of them."""
+    """Return the events, and the content that the client library assembles from the events."""
     maker = BlockEvents(**options)
     events = events_of(b"".join([*(maker.of([part]) for part in parts), maker.end()]))
     snapshot = None

@@ -86,7 +86,7 @@ async def test_whole_message_has_text_usage_and_stop_reason(api: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_stop_reason_of_each_kind_of_end(
+async def test_each_kind_of_end_has_its_stop_reason(
     api: Any, reason: FinishReason, stop: Any, expected: Any, stream: bool
 ) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="ab", token_ids=(1, 2), finish_reason=reason, stop_reason=stop)]
@@ -150,7 +150,7 @@ async def test_aborted_request_is_an_error_and_no_message(api: Any, reason: Any,
 # --- requests ---
 
 
-async def test_body_fields_reach_the_engine(api: Any) -> None:
+async def test_fields_of_the_body_reach_the_engine(api: Any) -> None:
     schema = {"type": "object"}
     tool = {"name": "f", "description": "d", "input_schema": schema}
     await ask(

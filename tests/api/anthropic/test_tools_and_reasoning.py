@@ -48,7 +48,7 @@ async def opened(make_api: Any, response: str, **options: Any) -> AsyncIterator[
 
 
 async def ask(api: Any, **fields: Any) -> dict[str, Any]:
-    """Return the message. A streamed message is assembled by the client library."""
+    """Send a request, and return the message. The client library assembles a streamed message."""
     body = {
         "messages": [{"role": "user", "content": "Weather in Oslo?"}],
         "max_tokens": 300,

@@ -1,4 +1,6 @@
-"""The Messages API over the whole server in memory: clients that leave in each phase, silent streams, aborts by id."""
+"""Tests the Messages API with the whole server in memory: clients that leave in each phase, silent streams, and aborts
+by id.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Owner:
         return said["id"]
 
     async def batch(self, *lines: Any, **fields: Any) -> dict[str, Any]:
-        """Create a batch of these lines, and return it."""
+        """Create a batch with these lines, and return the batch object."""
         body = {"input_file_id": "", "endpoint": COMPLETIONS, "completion_window": "24h", **fields}
         body["input_file_id"] = body["input_file_id"] or await self.upload(*lines)
         return await self.ok("/v1/batches", body)
@@ -68,7 +68,7 @@ class Owner:
         return await self.ok(f"/v1/batches/{batch_id}")
 
     async def ended(self, batch_id: str) -> dict[str, Any]:
-        """Return the batch after its end. Time is virtual."""
+        """Wait until a batch has ended, and return the batch object. Time is virtual."""
         while True:
             batch = await self.state(batch_id)
             if batch["status"] in ("completed", "failed", "expired", "cancelled"):

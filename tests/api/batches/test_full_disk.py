@@ -22,7 +22,7 @@ MESSAGES = "/v1/messages/batches"
 
 
 async def accounted(owner, batch):
-    """Return the number of lines in each file. Check that each custom_id appears at most once."""
+    """Return the number of lines in each output file. Check that each custom_id appears at most once."""
     output, errors = [await owner.lines_of(batch[f"{name}_file_id"]) for name in ("output", "error")]
     ids = [line["custom_id"] for line in (*output, *errors)]
     assert len(ids) == len(set(ids))
@@ -180,7 +180,7 @@ async def test_full_disk_shows_in_health_and_metrics_and_requests_are_served(own
         await owner.ok(f"/v1/batches/{batch_id}/cancel", b"", method="POST")
 
 
-async def test_batch_ends_if_its_file_is_gone(owner_of, batch_line, autojump_clock):
+async def test_batch_ends_if_its_file_was_deleted(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(60)))

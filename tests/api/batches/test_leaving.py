@@ -116,7 +116,7 @@ async def test_batch_that_never_ran_expires(owner_of, batch_line, autojump_clock
 
 
 async def test_long_batch_outlives_the_time_to_live_of_the_store(owner_of, batch_line, autojump_clock):
-    """After its end, the batch is kept for the time to live."""
+    """The time to live begins when the batch ends."""
     async with open_memory_server(
         step_seconds=1, max_num_seqs=2, store_settings=StoreSettings(seconds_max=20)
     ) as server:
@@ -147,7 +147,7 @@ async def served(directory, **options):
 @pytest.mark.parametrize("seconds", [0, 0.05, 0.45, 1.3, 2.1, 30])
 @pytest.mark.parametrize("way", ["cancelled", "drained"])
 async def test_batch_resumes_at_the_next_server(owner_of, batch_line, seconds, way, tmp_path, autojump_clock):
-    """Each line has exactly one output, at whatever moment the first server ends."""
+    """Each line has exactly one output, no matter when the first server ends."""
     lines = [batch_line(f"r{index}", f"prompt {index}", max_tokens=1 + index % 7) for index in range(25)]
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
@@ -186,7 +186,7 @@ async def test_draining_server_refuses_batches_and_finishes_running_lines(
         await server.assert_all_free()
 
 
-async def test_batch_left_for_the_next_start_can_be_cancelled(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_batch_that_waits_for_the_next_start_can_be_cancelled(owner_of, batch_line, tmp_path, autojump_clock):
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(25)))
@@ -224,7 +224,7 @@ async def test_batch_that_was_being_cancelled_is_not_restarted(owner_of, batch_l
 
 
 async def test_slow_line_does_not_delay_later_lines(owner_of, batch_line, tmp_path, autojump_clock):
-    """Later lines are noted as done, and the next server does not send them again."""
+    """Later lines are recorded as done, and the next server does not send these lines again."""
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
         made = await owner.batch(batch_line("slow", max_tokens=100), *(batch_line(f"r{index}") for index in range(20)))
@@ -239,7 +239,7 @@ async def test_slow_line_does_not_delay_later_lines(owner_of, batch_line, tmp_pa
         assert sorted(ids) == sorted(["slow", *(f"r{index}" for index in range(20))])
 
 
-async def test_batch_of_a_broken_engine_is_left_for_the_next_start(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_batch_of_a_broken_engine_waits_for_the_next_start(owner_of, batch_line, tmp_path, autojump_clock):
     with pytest.raises(Exception, match="a step of the engine failed"):
         async with served(tmp_path) as server:
             owner = owner_of(server, KEYS[0])

@@ -77,7 +77,7 @@ async def test_every_request_of_a_message_batch_has_a_result(owner_of, autojump_
 
 @pytest.mark.parametrize("running_max", [1, 4])
 async def test_cancelled_message_batch_reports_every_request(owner_of, running_max, autojump_clock):
-    """The batch runs or still waits when it is cancelled."""
+    """The batch either runs or still waits when the client cancels it."""
     settings = BatchSettings(running_max=running_max)
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2, batches=settings) as server:
         owner = owner_of(server)

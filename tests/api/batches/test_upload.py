@@ -33,7 +33,7 @@ def test_large_and_empty_files_are_parsed() -> None:
     assert parsed_upload(*form(file=("a", b""))).content == b""
 
 
-def test_expires_after_is_parsed() -> None:
+def test_form_fields_for_expires_after_are_parsed() -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     assert parsed_upload(*form(**fields)).seconds == 3600
 

@@ -54,7 +54,7 @@ class Seen(FakeImageExecutor):
         return super().encoded(request)
 
 
-async def test_form_becomes_an_edit_task_of_the_model() -> None:
+async def test_edit_form_is_passed_to_the_model_as_a_task() -> None:
     mask = Image.new("RGBA", (16, 8), (0, 0, 0, 255))
     mask.paste((0, 0, 0, 0), (0, 0, 4, 8))
     file = io.BytesIO()

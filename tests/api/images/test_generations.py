@@ -62,7 +62,7 @@ async def test_prompt_becomes_images() -> None:
         await server.assert_all_free()
 
 
-async def test_image_of_a_seed_is_the_same_alone_and_among_others() -> None:
+async def test_image_of_a_seed_does_not_depend_on_other_images() -> None:
     async with open_memory_image_server() as server:
         client = server.client()
         two = await (await client.post(PATH, {**CAT, "n": 2})).json()
@@ -176,7 +176,7 @@ async def test_invalid_request_is_refused_before_the_response_begins(
         await server.assert_all_free()
 
 
-async def test_failed_request_reports_an_error_whole_and_streamed() -> None:
+async def test_failed_image_request_gets_an_error_in_whole_and_streamed_responses() -> None:
     async with open_memory_image_server(paused=True) as server:
         for is_streamed in (False, True):
             async with server.client().ask(PATH, {**CAT, "stream": is_streamed}) as response:

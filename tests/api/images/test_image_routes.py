@@ -174,7 +174,7 @@ async def test_image_server_sleeps_and_restarts_kept_requests(level: int) -> Non
         await server.assert_all_free()
 
 
-async def test_draining_image_server_finishes_running_requests_and_refuses_the_rest() -> None:
+async def test_draining_image_server_finishes_running_requests_and_refuses_waiting_requests() -> None:
     async with open_memory_image_server(paused=True, max_num_seqs=1) as server:
         running, waiting = server.client(), server.client()
         async with running.ask(PATH, CAT) as first, waiting.ask(PATH, CAT) as second:

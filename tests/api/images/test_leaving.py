@@ -42,7 +42,7 @@ def slots_used(server: MemoryImageServer) -> int:
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
-async def test_slots_are_free_right_after_the_running_step(phase: str, http: int, is_streamed: bool) -> None:
+async def test_leaving_during_a_step_frees_slots_right_after_the_step(phase: str, http: int, is_streamed: bool) -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**BODY, "stream": is_streamed, "partial_images": 2 if is_streamed else 0}
         async with server.client(http=http).ask(GENERATIONS, body):
@@ -82,7 +82,7 @@ async def test_leaving_the_queue_admits_the_next_request() -> None:
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["partial", "whole"])
 async def test_leaving_while_an_image_is_encoded_frees_all_slots(is_whole: bool) -> None:
-    """The other images of the request hold their slots until then."""
+    """The other images of the request use their slots until the client leaves."""
     async with open_memory_image_server(paused=True) as server:
         body = {**BODY, "stream": True, "partial_images": 2}
         async with server.client().ask(GENERATIONS, body):
@@ -98,7 +98,7 @@ async def test_leaving_while_an_image_is_encoded_frees_all_slots(is_whole: bool)
 
 
 class Noise(FakeImageExecutor):
-    """Images that make large files."""
+    """A fake executor that makes images of noise, so that their files are large."""
 
     def shown(self, request: IterativeRequest, latent: int) -> RGBImage:
         image = super().shown(request, latent)
@@ -122,7 +122,7 @@ async def test_leaving_while_an_image_is_sent_frees_all_slots(http: int) -> None
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
-async def test_leaving_while_an_upload_is_parsed_frees_everything(is_large: bool) -> None:
+async def test_leaving_while_an_upload_is_parsed_frees_all_resources(is_large: bool) -> None:
     file = io.BytesIO()
     side = 256 if is_large else 16
     Image.effect_noise((side, side), 80).save(file, "PNG")

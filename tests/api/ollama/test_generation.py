@@ -94,7 +94,9 @@ async def test_whole_response_is_one_object(api: Any, asked: Any) -> None:
 
 @pytest.mark.parametrize("reason, expected", [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_stop_reason_of_each_kind_of_end(api: Any, reason: FinishReason, expected: str, stream: bool) -> None:
+async def test_each_kind_of_end_has_its_stop_reason(
+    api: Any, reason: FinishReason, expected: str, stream: bool
+) -> None:
     api.engine.script = api.say("ab", reason=reason)
     exchange = await ask(api, stream=stream)
     assert (lines(exchange)[-1] if stream else whole(exchange))["done_reason"] == expected

@@ -189,7 +189,9 @@ def text_of(values: list[dict[str, Any]]) -> str:
 
 
 async def test_stream_resumes_after_the_known_tokens() -> None:
-    """The events have ids that say which tokens a client has. The rest equals that of an undisturbed stream."""
+    """The ids of the events name the tokens that a client has. After these tokens, the resumed stream equals an
+    uninterrupted stream.
+    """
     async with open_memory_server(block_count=512, max_model_len=2048) as server:
         asked = {"messages": [USER], "options": {"num_predict": 30, "seed": 5, "temperature": 1}}
         resumable = {"x-trioserve-resumable": "1", "x-request-id": "mine"}

@@ -27,7 +27,7 @@ def decoded(value: object) -> Any:
 
 
 def forget_caches(feed: LiveFeed) -> None:
-    """Drop what the feed has cached about requests."""
+    """Drop all values that the feed has cached about requests."""
     for watched in feed._watched.values():
         watched.blocks, watched.runs, watched.shown = [], (), None
 
@@ -50,7 +50,7 @@ async def live(engine: FakeEngine, rng: random.Random, scopes: dict[str, trio.Ca
 
 
 async def happen(engine: FakeEngine, rng: random.Random, scopes: dict[str, trio.CancelScope]) -> None:
-    """Run a step, or another event."""
+    """Run a step of the engine, or cause another random event."""
     event = rng.random()
     if event < 0.15 and scopes:
         scopes[rng.choice(sorted(scopes))].cancel()

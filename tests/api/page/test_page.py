@@ -1,4 +1,4 @@
-"""The live page over a connection in memory: files, who may watch, events, and the state after readers leave."""
+"""Tests the live page over a connection in memory: files, access rights, events, and the state after readers leave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PATH = "/ui/events"
 
 
 class Reader:
-    """State of a page. `events` has (name, JSON) of each event in order."""
+    """A reader of the live page, with the state that the page shows. `events` has the name and the JSON of each event,
+    in order.
+    """
 
     def __init__(self, response: MemoryResponse) -> None:
         self.response = response
@@ -347,7 +349,9 @@ async def test_a_later_reader_gets_the_history(autojump_clock):
 
 
 async def test_expensive_events_are_sent_less_often(autojump_clock):
-    """The CPU clock advances by 10 ms at each reading. So an event costs 10 ms, and the pause is 2 s."""
+    """The fake CPU clock advances by 10 ms at each reading. So an event costs 10 ms, and the next event follows after 2
+    s.
+    """
     seconds = itertools.count(0.0, 0.01)
     async with open_memory_server(step_seconds=0.05) as server:
         settings = PageSettings(history_seconds=0)

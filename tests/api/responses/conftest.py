@@ -24,7 +24,7 @@ class Asker:
         return self.server.client(http=2, headers=self.headers)
 
     async def ask(self, *, status: int = 200, **body: Any) -> Any:
-        """Return the whole response object, or the error."""
+        """Send a request, and return the whole response object or the error."""
         response = await self.client().post(PATH, {"model": "fake", **body})
         value = await response.json()
         assert response.status == status, value

@@ -1,4 +1,4 @@
-"""Background responses: their state at each moment, and each way in which they end."""
+"""Tests background responses: their state in each phase, and each kind of end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def begin(api, **fields):
 
 
 async def ended(api, response_id):
-    """Return the last state, after all steps of the engine."""
+    """Return the state of the response after all steps of the engine."""
     await api.server.app.wait_until_idle()
     return await api.call(response_id)
 
@@ -82,7 +82,7 @@ async def test_cancelling_a_background_response_frees_all_blocks_with_the_next_s
             await api.call(response_id, status=404)
 
 
-async def test_cancelling_during_a_step_frees_blocks_right_after_it(opened, autojump_clock):
+async def test_cancelling_during_a_step_frees_blocks_right_after_the_step(opened, autojump_clock):
     async with opened(response=None, paused=True) as api:
         response_id = (await begin(api))["id"]
         await api.server.engine.step()

@@ -248,7 +248,7 @@ async def test_client_that_leaves_cancels_the_response_and_nothing_is_stored(ope
         assert api.server.app._store.usage().objects == 0
 
 
-async def test_abort_during_a_stream_fails_it(opened, autojump_clock):
+async def test_abort_during_a_stream_fails_the_response(opened, autojump_clock):
     async with opened(response=None, paused=True) as api:
         async with api.client().ask(PATH, {"model": "fake", "input": "Hi", "stream": True}) as response:
             await api.server.engine.step(3)

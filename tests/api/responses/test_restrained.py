@@ -21,7 +21,9 @@ CALLS = 'So:\n<tool_call>\n{"name": "wash", "arguments": {"colour": "blue"}}\n</
 
 
 async def both(api, **fields):
-    """Return the whole response, and the events of a stream. Check that both responses are equal except for ids."""
+    """Return a whole response, and the events of a streamed response. Check that both responses are equal except for
+    their ids.
+    """
     whole = await api.ask(**fields, store=False)
     *events, last = await api.stream(**fields, store=False)
 

@@ -51,7 +51,7 @@ def resume_stream(server, after=0, *, session="s1", key=None, **headers):
 
 
 def numbered(raw):
-    """Return complete events by number. Check that each event came once and in order."""
+    """Return the complete events by number. Check that each event was received once and in order."""
     events = {}
     for block in raw.split(b"\n\n")[:-1]:
         if block.startswith(b":"):
@@ -65,7 +65,7 @@ def numbered(raw):
 
 
 async def whole_of(api):
-    """Return the events of the same request in an uninterrupted stream."""
+    """Return the events of an uninterrupted stream of the same request."""
     async with opened(paused=False) as server, request_stream(server, api=api, seconds="1") as response:
         await response.read()
         await trio.sleep(2)
@@ -252,7 +252,7 @@ async def test_another_caller_can_neither_read_nor_delete_a_stream(autojump_cloc
         await server.engine.step()
 
 
-async def test_name_of_a_running_stream_is_refused_and_of_a_finished_stream_reused(autojump_clock):
+async def test_name_of_a_running_stream_is_refused_and_name_of_a_finished_stream_is_reused(autojump_clock):
     async with opened() as server:
         async with request_stream(server) as response:
             await server.engine.step(2)

@@ -110,7 +110,7 @@ async def test_replaced_reader_cannot_end_the_stream(autojump_clock):
             assert await text_of(second) == TEXT
 
 
-async def test_leaving_cancels_before_the_stream_begins_or_without_a_stream(autojump_clock):
+async def test_leaving_cancels_a_request_before_its_stream_begins_or_without_a_stream(autojump_clock):
     for stream in (True, False):
         async with opened() as server:
             async with request_stream(server, stream=stream):
@@ -209,7 +209,7 @@ async def test_draining_server_ends_unread_streams(autojump_clock):
         await server.assert_all_free()
 
 
-async def test_reader_with_unread_is_refused_while_the_stream_has_a_reader(autojump_clock):
+async def test_reader_that_asks_for_unread_is_refused_while_the_stream_has_a_reader(autojump_clock):
     async with opened() as server:
         async with request_stream(server) as first:
             await begin(server, first)
@@ -223,7 +223,7 @@ async def test_reader_with_unread_is_refused_while_the_stream_has_a_reader(autoj
 
 @pytest.mark.parametrize(("names", "kept_count"), [(("n1", "n2", "n3"), 2), (("n1", "n1"), 1)])
 async def test_limit_of_kept_streams_is_checked_after_the_body_arrived(autojump_clock, names, kept_count):
-    """All heads arrive first, then all bodies.
+    """The server receives the heads of all requests before any body.
 
     The limit holds, and a duplicate does not replace a stream with a reader.
     """
