@@ -1,7 +1,8 @@
-"""The reference engine: it computes one request at a time from its own tokens, without blocks, batches or a cache. It
-chooses every token by itself, also tokens that a grammar guide forces.
+"""The reference engine, which computes one request at a time without blocks, batches or a cache.
 
-It follows the rules of contracts.request and contracts.sampling, and shares no code with the core.
+It lets the model choose every token, even a token that a grammar forces.
+
+The reference engine follows the rules of contracts.request and contracts.sampling, and shares no code with the core.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ __all__ = ["ReferenceEngine", "ReferenceResponse", "poor_hash"]
 
 
 class ReferenceResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole response.
+    """The complete response to one request.
 
     Attributes:
         token_ids: the tokens.
-        reason: why it ended.
-        stop_token_id: the last token if the reason is STOP, otherwise None.
-        logprobs: log probabilities of the tokens. None: not requested.
-        prompt_logprobs: log probabilities of the prompt, in which the first entry is None. None: not requested.
-        pooled: vector or score of a pooled request, otherwise None.
+        reason: reason for the end of the response.
+        stop_token_id: the stop token that ended the response. None if `reason` is not STOP.
+        logprobs: log probabilities of the tokens. None: they were not requested.
+        prompt_logprobs: log probabilities of the prompt tokens, beginning with None for the first token. None: they
+            were not requested.
+        pooled: vector or score of a pooled request. None: the request generates text.
     """
 
     token_ids: tuple[int, ...]
@@ -45,7 +47,7 @@ class ReferenceEngine:
         self.model = model
 
     def response(self, request: EngineRequest) -> ReferenceResponse:
-        """Return the response that an engine must give to a request that is neither aborted nor fails.
+        """Return the response that an engine must give to a request, unless the request is aborted or fails.
 
         Args:
             request: the request.
@@ -68,8 +70,7 @@ class ReferenceEngine:
             assert token_id is not None, f"{request.id}: no token is allowed in state {state}"
             token_ids.append(token_id)
             logprobs.append(model.logprob(token_id, digest, sampling.logprobs or 0))
-            # output_count tokens came before this one. If they are fewer than min_tokens, no stop token ends the
-            # response yet.
+            # `output_count` tokens came before this token. Before `min_tokens` tokens, no stop token ends the response.
             if token_id in request.stop_token_ids and output_count >= sampling.min_tokens:
                 stop_token_id, reason = token_id, FinishReason.STOP
                 break
@@ -89,7 +90,7 @@ class ReferenceEngine:
         )
 
     def _guide_of(self, request: EngineRequest) -> list[dict[int, int]] | None:
-        """Return the automaton of a request's guide. The guide itself is used by the core."""
+        """Return the automaton of a request's guide. The guide itself has state, so only the core may use it."""
         if request.guide is None:
             return None
         assert isinstance(request.guide, AutomatonGuide)
@@ -107,10 +108,10 @@ class ReferenceEngine:
 
 
 def poor_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Return one of three hashes, so that different blocks collide all the time.
+    """Return one of three hashes, so that the hashes of different blocks often collide.
 
     Args:
-        parent: hash of the block before.
+        parent: hash of the previous block.
         token_ids: tokens of the block.
     """
     return BlockHash(bytes([(parent[-1] + sum(token_ids)) % 3]))

@@ -1,9 +1,10 @@
-"""Runs simulations: from a seed, from a script, and repeatedly to reduce a failing one.
+"""Runs simulations from a seed or from a script, and reduces a failing simulation.
 
-A failing history is reduced to the events and values that are needed for the same failure. First, events are removed by
-delta debugging (Zeller and Hildebrandt, 2002): in halves, then quarters, down to single events. Then the remaining
-events are simplified: fewer choices, shorter prompts, no salt. The reduced history may fail at another event, but only
-with the same error from the same function.
+A failing history is reduced to the events and values that the failure needs. First, delta debugging (Zeller and
+Hildebrandt, 2002) removes events: halves, then quarters, down to single events. Then the remaining events are
+simplified: fewer choices, shorter prompts, no salt. The reduced history may fail at another event, but it must raise
+    the
+same error in the same function.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Runs(Protocol):
 
         Args:
             seed: seed of all random choices.
-            size: number of events of a history, or of clients of a plan.
+            size: number of events of a history, or number of clients of a plan.
             trace: receives lines about the run. None: no trace.
         """
 
@@ -64,12 +65,12 @@ class Runs(Protocol):
 
 
 class _Parts(NamedTuple):
-    """The parts of one kind of simulation, each as module:name below this package.
+    """The classes and functions of one kind of simulation, each given as module:name below this package.
 
     Attributes:
-        case: class of its histories or plans.
-        source: class that generates events, or function that draws a plan.
-        simulation: class of its runs.
+        case: class of the histories or plans.
+        source: class that generates events, or function that draws plans.
+        simulation: class that runs a history or a plan.
     """
 
     case: str
@@ -105,8 +106,9 @@ _PLAN_MODES: dict[Mode, _Parts] = {
 
 
 def runs_of(mode: Mode) -> Runs:
-    """Return the functions of a kind of simulation. Each kind imports only what it needs: the core is simulated without
-    trio, HTTP and the router.
+    """Return the functions of a kind of simulation.
+
+    Each kind imports only the modules that it needs. So the core is simulated without trio, HTTP and the router.
 
     Args:
         mode: the kind.
@@ -124,9 +126,9 @@ def _loaded(part: str) -> Any:
 
 
 class _EventRuns(NamedTuple):
-    """Functions of a simulation that consists of a world and events, which together are a history.
+    """Functions of a simulation whose case is a history: a world and its events.
 
-    A generator makes a world, and then one event after another, which may depend on the run so far.
+    A generator draws the world, and then one event after another. An event may depend on the run so far.
     """
 
     history: type[msgspec.Struct]
@@ -160,7 +162,7 @@ class _EventRuns(NamedTuple):
 
 
 class _PlanRuns(NamedTuple):
-    """Functions of a simulation with a plan, which is drawn before anything happens. A plan has a stage and parts."""
+    """Functions of a simulation whose case is a plan: a stage and parts, which are drawn before the run."""
 
     plan: type[msgspec.Struct]
     drawn_plan: Callable[[Random, int], Any]
@@ -173,7 +175,7 @@ class _PlanRuns(NamedTuple):
         return self._run(case_of(script, self.plan), trace)
 
     def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
-        """Return the failure of the plan with the fewest parts that fails in the same way."""
+        """Remove parts of the failing plan while it fails in the same way. Return the failure of the smallest plan."""
         plan: Any = case_of(failure.script, self.plan)
 
         def replay(candidate: Any) -> Failure | None:
@@ -198,25 +200,25 @@ class _PlanRuns(NamedTuple):
         return Verdict(None, simulation.counts, simulation.digest)
 
 
-# --- reduction ---
+# --- Reduction of failures ---
 
 Item = TypeVar("Item")
 Case = TypeVar("Case")
 Struct = TypeVar("Struct", bound=msgspec.Struct)
-Eventful = TypeVar("Eventful", bound=msgspec.Struct)  # a struct with a world and events
+Eventful = TypeVar("Eventful", bound=msgspec.Struct)  # type of a history: a struct with a world and events
 
 
 class Attempts(Generic[Case]):
-    """Runs cases, and checks if they fail in the same way.
+    """Runs reduced cases, and checks whether they fail in the same way as the first failure.
 
     Args:
-        failure: the failure to compare with.
-        replay: runs a case, and returns its failure or None.
+        failure: the first failure.
+        replay: runs a case, and returns its failure, or None if it does not fail.
         replays_max: maximum number of runs.
 
     Attributes:
-        plainest: failure of the last case that failed in the same way.
-        left: number of further runs. If it is 0, no case counts as failing, so that the reduction ends.
+        plainest: failure of the last case that failed in the same way as the first failure.
+        left: number of remaining runs. At 0, no case counts as failing any more, so that the reduction ends.
     """
 
     def __init__(self, failure: Failure, replay: Callable[[Case], Failure | None], replays_max: int) -> None:
@@ -236,7 +238,7 @@ class Attempts(Generic[Case]):
 
 
 def cut(items: tuple[Item, ...], fails: Callable[[tuple[Item, ...]], bool]) -> tuple[Item, ...]:
-    """Return as few items as still fail, in their order.
+    """Return a smallest found sublist of the items that still fails.
 
     Args:
         items: the items.
@@ -270,14 +272,15 @@ def shrunk_failure(
     Args:
         failure: the failure.
         history: the history that failed.
-        replay: runs a history, and returns its failure or None.
-        plainer: simplifies a history with a function that says if a history fails. It returns a failing history with as
-            many events.
+        replay: runs a history, and returns its failure, or None if it does not fail.
+        plainer: simplifies the events of a failing history. Its second argument returns whether a history fails. The
+            result is a failing history with the same number of events.
         replays_max: maximum number of runs.
     """
     attempts = Attempts(failure, replay, replays_max)
     if not attempts.fails(history):
-        return failure  # The failure depends on something outside of the history.
+        # The history did not fail a second time, so the failure depends on state outside of the history.
+        return failure
     while True:
         before = history
         history = _fewer_events(history, attempts.fails)
@@ -293,7 +296,7 @@ def _fewer_events(history: Eventful, fails: Callable[[Eventful], bool]) -> Event
 
 
 def with_defaults(history: Eventful, fails: Callable[[Eventful], bool]) -> Eventful:
-    """Return the same history with as many default values of fields as still fail.
+    """Replace values of the history's fields by their defaults, as far as the history still fails.
 
     Args:
         history: the failing history.
@@ -321,7 +324,7 @@ def _with_defaults(part: Struct, fails: Callable[[Struct], bool]) -> Struct:
             try:
                 plainer = msgspec.structs.replace(part, **{field.name: field.default})
             except StartupError:
-                continue  # The default contradicts another setting.
+                continue  # The default is invalid together with another setting.
             if fails(plainer):
                 part = plainer
     return part

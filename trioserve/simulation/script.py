@@ -1,6 +1,7 @@
-"""One run of a simulation: its script as readable text, its events one after another, and its verdict.
+"""The script and the verdict of a simulation, and the loop that applies events.
 
-Tagged structs are one line each, with the tag and the fields that differ from their defaults as key=value.
+A script is readable text with one line for each tagged struct: the tag, and key=value for each field that differs from
+its default.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SPACE = re.compile(r"\s")
 
 
 def line_of(part: msgspec.Struct) -> str:
-    """Return the line of a struct. Values are JSON without spaces: a space in a text is written as an escape.
+    """Return the line for a struct. Values are JSON without spaces. A space in a string is written as an escape.
 
     Args:
         part: the struct.
@@ -48,7 +49,7 @@ def _word(value: object) -> str:
 
 
 def script_of(case: msgspec.Struct) -> str:
-    """Return the text of a history or a plan: its world or stage, then one line per event or part.
+    """Return the script of a history or a plan: a line for its world or stage, then one line per event or part.
 
     Args:
         case: a struct of two fields, the first one a struct, the second one a tuple of structs.
@@ -58,14 +59,14 @@ def script_of(case: msgspec.Struct) -> str:
 
 
 def case_of(script: str, kind: type[Case]) -> Case:
-    """Read a text that `script_of` returned. Empty lines and lines that begin with # are comments.
+    """Read a script that `script_of` returned. Empty lines and lines that begin with # are ignored.
 
     Args:
         script: the text.
         kind: class of the history or plan.
 
     Raises:
-        InvalidRequest: the text cannot be read.
+        InvalidRequest: the script cannot be read.
     """
     fields = msgspec.structs.fields(kind)
     first_kind, [part_kinds, *_] = fields[0].type, get_args(fields[1].type)
@@ -77,14 +78,14 @@ def case_of(script: str, kind: type[Case]) -> Case:
 
 
 def parts_of(script: str, kinds: Any) -> list[Any]:
-    """Read lines of structs. Empty lines and lines that begin with # are comments.
+    """Read lines with one struct each. Empty lines and lines that begin with # are ignored.
 
     Args:
         script: the lines.
         kinds: union of the allowed structs.
 
     Raises:
-        InvalidRequest: a line cannot be read. The message names the line.
+        InvalidRequest: a line cannot be read. The message contains the line.
     """
     parts = []
     for number, line in enumerate(script.splitlines(), start=1):
@@ -109,12 +110,12 @@ World = TypeVar("World", bound=msgspec.Struct)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A broken rule.
+    """The failure of a simulation, which has broken a rule.
 
     Attributes:
-        script: the events up to the failure.
+        script: script with the events up to the failure.
         kind: type of the error.
-        site: function that raised it. Two failures are equal if `kind` and `site` are.
+        site: function that raised the error. Two failures are of the same kind if `kind` and `site` are equal.
         message: text of the error.
     """
 
@@ -136,7 +137,7 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
         failure: the broken rule. None: all rules held.
         counts: number of occurrences by name.
-        digest: digest of the trace, or "" if this kind of simulation has none by default.
+        digest: digest of the trace, or "" if this kind of simulation computes none.
     """
 
     failure: Failure | None
@@ -151,8 +152,9 @@ def needs_assertions() -> None:
 
 
 def failure_from(error: Exception, script: str) -> Failure:
-    """Make a failure of an error. Of a group, the first failed assertion is used, since other errors may be its
-    effects.
+    """Make a Failure from an error.
+
+    From an exception group, the first failed assertion is used, since the other errors may be its effects.
 
     Args:
         error: the error.
@@ -162,26 +164,27 @@ def failure_from(error: Exception, script: str) -> Failure:
         broken = error.subgroup(AssertionError)
         error = (error if broken is None else broken).exceptions[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    sentence = str(error).partition("\n")[0]  # without the lines that pytest adds to an assertion
+    # The first lines are enough. pytest adds further lines to a failed assertion.
+    sentence = str(error).partition("\n")[0]
     has_sentence = isinstance(error, AssertionError) and sentence
     return Failure(
         script=script,
         kind=type(error).__name__,
-        # without the line number, which changes with edits
+        # A site has no line number, since edits change it.
         site=f"{Path(frame.filename).name}, {frame.name}",
         message=sentence if has_sentence else f"{sentence} at {frame.line!r}".strip(),
     )
 
 
 class EventSimulation(Generic[World]):
-    """A simulation that consists of a world and events.
+    """A simulation that applies the events of a history one after another.
 
     Args:
-        world: its settings.
+        world: settings of the simulation.
         trace: receives a line for each effect. None: no trace.
 
     Attributes:
-        world: its settings.
+        world: settings of the simulation.
         counts: number of occurrences by name.
     """
 
@@ -202,7 +205,7 @@ class EventSimulation(Generic[World]):
         raise NotImplementedError
 
     def run_to_end(self) -> None:
-        """Let everything that runs end, then check that nothing is left."""
+        """Run until every request has ended, then check that no state is left."""
         raise NotImplementedError
 
     def _count(self, what: str, count: int = 1) -> None:

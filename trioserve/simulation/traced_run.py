@@ -1,4 +1,4 @@
-"""Runs in virtual time: the trace, a watch for forgotten requests, and the clients inside of a request's scope."""
+"""Shared parts of simulations in virtual time: a trace, a check for forgotten requests, and records of clients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ClientsInside", "IdleWatch", "TracedRun", "waits_for_a_step", "witho
 
 
 class TracedRun:
-    """A run with a trace.
+    """Base of a simulation that writes a trace.
 
     Args:
-        trace: receives each line of the trace. None: the lines only go into the digest.
+        trace: receives each line of the trace. None: the lines are only added to the digest.
 
     Attributes:
         counts: number of occurrences by name.
@@ -48,7 +48,7 @@ class TracedRun:
 
 @contextmanager
 def without_log_lines(name: str) -> Iterator[None]:
-    """Silence a logger and its children. Its errors are part of the plan.
+    """Silence a logger and its children, because the plan causes errors on purpose.
 
     Args:
         name: name of the logger.
@@ -65,7 +65,7 @@ def without_log_lines(name: str) -> Iterator[None]:
 class WatchedCore(Protocol):
     @property
     def flights(self) -> Any:
-        """The steps in flight. An empty value: there are none."""
+        """The steps in flight, as a value that is false if there are none."""
         ...
 
     def live_requests(self) -> Iterable[Any]: ...
@@ -81,11 +81,11 @@ class WatchedEngine(Protocol):
 
 
 class IdleWatch(trio.abc.Instrument):
-    """An instrument of trio.run. It sees every pass of the scheduler and changes nothing.
+    """An instrument of trio.run that detects requests that wait forever. It observes every pass of the scheduler.
 
     Attributes:
-        who_waits: returns the name of a request that waits although nothing will happen for it, or None. Set it when
-            there is an engine.
+        who_waits: returns the name of a request that waits although no event will ever continue it, or None. Set this
+            attribute after the engine was opened.
     """
 
     def __init__(self) -> None:
@@ -106,15 +106,15 @@ class IdleWatch(trio.abc.Instrument):
             self._violation = f"{who} waits from {self._since[1]:.3f} to {now:.3f}, but no step runs"
 
     def check(self) -> None:
-        """Assert that time has never advanced while a request waited in vain.
+        """Assert that the time has never advanced while a request waited for an event that never comes.
 
-        It is a separate call, since an instrument must not raise.
+        This check is a separate call, since an instrument must not raise.
         """
         assert self._violation is None, self._violation
 
 
 def waits_for_a_step(engine: WatchedEngine) -> str | None:
-    """Return the id of a request that waits although no step runs, or None. The engine must have no connector.
+    """Return the id of a request that waits although no step runs, or None.
 
     Args:
         engine: the engine. Without a connector, its requests wait only for steps.
@@ -141,12 +141,12 @@ Stream = TypeVar("Stream", bound=AnyStream)
 
 
 class ClientsInside(Generic[Stream]):
-    """Records of the clients inside.
+    """Records of the clients that are inside an engine.
 
     Args:
-        progress: returns the amount of output of a stream. It must not grow after an abort.
+        progress: returns the amount of output of a stream, which must not grow after an abort.
         tell: receives a trace line for each abort.
-        count: counts an abort by its result.
+        count: counts aborts by result.
 
     Attributes:
         streams: streams of the clients inside, by number of the client.
@@ -163,11 +163,11 @@ class ClientsInside(Generic[Stream]):
         self._progress_at_abort: dict[int, int] = {}
 
     def begin(self, number: int, stream: Stream) -> bool:
-        """Note that a client is about to enter.
+        """Record that a client is about to enter the engine.
 
         Args:
             number: number of the client.
-            stream: its stream.
+            stream: the client's stream.
 
         Returns:
             True if no earlier client had its id.
@@ -178,19 +178,19 @@ class ClientsInside(Generic[Stream]):
         return is_new_id
 
     def end(self, number: int, *, unused_id: str | None = None) -> None:
-        """Note that a client is no longer inside.
+        """Record that a client is no longer inside the engine.
 
         Args:
             number: number of the client.
-            unused_id: id of a client that was refused at once, if no other client has used it. None: the id counts as
-                used.
+            unused_id: id of a client that was refused at once, if no other client has used this id. None: the id counts
+                as used.
         """
         self.streams.pop(number, None)
         if unused_id is not None:
             self._used_ids.remove(unused_id)
 
     def was_aborted(self, number: int) -> bool:
-        """Return True if the request was ended by its id, with all others, or otherwise without its client.
+        """Return True if the client's request was ended without the client: by an abort, or together with all requests.
 
         Args:
             number: number of the client.
@@ -201,7 +201,7 @@ class ClientsInside(Generic[Stream]):
         return request_id in self._used_ids
 
     def note_abort(self, request_id: str) -> None:
-        """Note that requests are about to be aborted by id.
+        """Record that requests are about to be aborted by id.
 
         Args:
             request_id: the id.
@@ -210,7 +210,7 @@ class ClientsInside(Generic[Stream]):
             self.note_end(number)
 
     def note_end(self, number: int) -> None:
-        """Note that a request is about to be ended, for any reason.
+        """Record that a request is about to be ended, for any reason.
 
         Args:
             number: number of the client.
@@ -218,17 +218,17 @@ class ClientsInside(Generic[Stream]):
         self._progress_at_abort[number] = self._progress(self.streams[number])
 
     def check_left(self, number: int, stream: Stream) -> None:
-        """Assert that a stream has no output from after its abort. Then forget the abort.
+        """Assert that a stream has produced no output after its abort, and forget the abort.
 
         Args:
             number: number of the client.
-            stream: its stream.
+            stream: the client's stream.
         """
         before, now = self._progress_at_abort.pop(number, None), self._progress(stream)
         assert before in (None, now), f"client {number}: its progress was {before} at its abort, and is {now} now"
 
     def abort(self, abort: Callable[[Iterable[str]], Mapping[str, AbortOutcome]], ids: tuple[str, ...]) -> None:
-        """Abort by ids, as an operator does, and assert the result and the effect.
+        """Abort requests by id, as an operator does, and check the result and the effect.
 
         Args:
             abort: abort function of the engine.

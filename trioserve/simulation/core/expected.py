@@ -1,8 +1,9 @@
-"""One sequence of a simulation: its request, the reference's response, and the core's events.
+"""Expected state of one sequence of a simulation: its request, the reference response, and the core's events so far.
 
-Each event is compared as it comes, with records that share nothing with the core.
+Each event is compared when the core reports it, with records that share nothing with the core.
 
-Guides notice calls while their masks are being filled. Masks are filled as late as possible, as by a slow thread.
+A WatchedGuide raises AssertionError if it is called while its masks are being filled. LateMasks fills masks as late as
+possible, as a slow thread would.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ __all__ = ["ExpectedSequence", "LateMasks", "WatchedGuide", "forced_count", "sta
 
 
 class WatchedGuide(AutomatonGuide):
-    """A guide that notices forbidden calls.
+    """A guide that raises AssertionError if it is called while its masks are being filled.
 
     Args:
-        automaton: its automaton.
+        automaton: the automaton that defines the allowed tokens.
 
     Attributes:
-        being_filled: number of steps whose masks for this guide are not filled yet.
+        being_filled: number of steps whose masks of this guide are not filled yet.
     """
 
     def __init__(self, automaton: Automaton) -> None:
@@ -86,10 +87,10 @@ class LateMasks:
         self._buffers.give_back(masks)
 
     def fill_until(self, masks: TokenMasks | None) -> None:
-        """Fill masks in order, as for a step that waits for them.
+        """Fill the waiting masks, oldest first, up to the masks of one step.
 
         Args:
-            masks: the last masks to fill. None: all.
+            masks: the last masks to fill. None: fill all waiting masks.
         """
         while self.waiting and (masks is None or any(rows is masks for rows, _ in self.waiting)):
             rows, guided = self.waiting.pop(0)
@@ -104,7 +105,7 @@ def _watched(rows: GuidedRows) -> WatchedGuide:
 
 
 def state_behind(automaton: Automaton, token_ids: Sequence[int]) -> int:
-    """Return the state after some tokens. The last one may be a stop token, which does not change the state.
+    """Return the automaton's state after some tokens. A stop token at the end does not change the state.
 
     Args:
         automaton: the automaton.
@@ -117,12 +118,14 @@ def state_behind(automaton: Automaton, token_ids: Sequence[int]) -> int:
 
 
 def forced_count(automaton: Automaton, response: Sequence[int], count: int) -> int:
-    """Return how many tokens of a response follow at once, since each is the only allowed one.
+    """Return how many tokens of a response are forced after its first `count` tokens.
+
+    A token is forced if the automaton allows no other token at its position.
 
     Args:
         automaton: the automaton.
         response: tokens of the response.
-        count: number of tokens before.
+        count: number of tokens that come before the forced ones.
     """
     forced = 0
     while count + forced < len(response) and len(automaton[state_behind(automaton, response[: count + forced])]) == 1:
@@ -131,13 +134,13 @@ def forced_count(automaton: Automaton, response: Sequence[int], count: int) -> i
 
 
 class ResidencyBook:
-    """Follows the residency reports of a prefix cache from its start.
+    """Collects the residency reports of a prefix cache: which blocks it has stored and evicted.
 
     Args:
         cache: the prefix cache.
 
     Attributes:
-        resident: hashes of the blocks that the cache has, according to its reports.
+        resident: hashes of the blocks that are in the cache, according to its reports.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -166,34 +169,34 @@ class ResidencyBook:
 
 
 class ExpectedSequence:
-    """One sequence, with its expected response.
+    """Expected state of one sequence.
 
     Args:
         request: the request.
         arrival_index: number of the arrival.
-        response: the whole expected response, with tokens that were known at the arrival.
+        response: the whole expected response. It includes tokens that were known at the arrival.
 
     Attributes:
-        order: sort key of the sequence. A smaller one goes first.
+        order: sort key of the sequence. The scheduler serves smaller keys first.
         known: tokens of the prompt and delivered tokens.
-        output_count: delivered tokens of the response.
-        cached_count: prompt tokens from the prefix cache when it first ran. None before that.
-        loaded_count: tokens whose KV a connector has loaded.
-        lacks_kv: True if it must end, since its KV did not arrive.
-        message: error text of its failing step. None: it does not fail.
-        is_running: True if it is admitted.
-        steps_in_flight: steps in flight that compute it.
-        computed_end: end of the tokens that these steps compute.
-        has_surplus: True if it has ended, but a step in flight still computes it.
-        draft_counts: number of its verified drafts, of their tokens, and of the accepted tokens.
-        proposed: draft tokens from a draft model in its last step.
+        output_count: number of delivered tokens of the response, including tokens that were known at the arrival.
+        cached_count: number of prompt tokens from the prefix cache when the sequence first ran. None before that.
+        loaded_count: number of tokens whose KV a connector has loaded.
+        lacks_kv: True if the sequence must end because its KV did not arrive.
+        message: error text of the step in which the sequence fails. None: no step has failed it.
+        is_running: True while the sequence is admitted.
+        steps_in_flight: number of steps in flight that compute the sequence.
+        computed_end: number of tokens that are computed after the steps in flight.
+        has_surplus: True if the sequence has ended, but a step in flight still computes it.
+        draft_counts: numbers of verified drafts, of their draft tokens, and of accepted draft tokens.
+        proposed: draft tokens that a draft model proposed in the sequence's last step.
         forced_count: forced tokens so far.
         prompt_logprobs_count: delivered prompt log probabilities.
-        is_pooling: True after its vector was delivered.
-        overtaken_count_min: number of later requests that certainly started before it because it did not fit.
-        overtaken_count_max: number of later requests that started before it.
-        aborted_for: reason of its abort, or None.
-        finished: its end, or None.
+        is_pooling: True after the pooled vector was delivered.
+        overtaken_count_min: number of later requests that started earlier, certainly because this sequence did not fit.
+        overtaken_count_max: number of later requests that started earlier for any reason.
+        aborted_for: reason of the abort. None: the sequence was not aborted.
+        finished: the core's event for the end of the sequence. None: the sequence has not ended.
     """
 
     __slots__ = (
@@ -251,7 +254,7 @@ class ExpectedSequence:
 
     @property
     def needs_every_row(self) -> bool:
-        """True if no part of its prompt may come from the prefix cache."""
+        """True if no token of the prompt may come from the prefix cache."""
         return self.is_whole or self.request.sampling.prompt_logprobs is not None
 
     @property
@@ -262,18 +265,18 @@ class ExpectedSequence:
 
     @property
     def automaton(self) -> Automaton | None:
-        """Automaton of its guide, or None."""
+        """Automaton of the sequence's guide. None: the sequence has no grammar."""
         guide = self.request.guide
         return guide.automaton if isinstance(guide, AutomatonGuide) else None
 
     @property
     def will_have_ended(self) -> bool:
-        """True if it certainly ends with its step in flight, since it then has all of its tokens."""
+        """True if the sequence certainly ends with its step in flight, because that step delivers its last token."""
         samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
         return samples and (self.request.pooling is not None or self.output_count + 1 == self.request.output_tokens_max)
 
     def take_chunk(self, chunk: ScheduledChunk) -> None:
-        """Note that the next step computes a chunk, and check the chunk.
+        """Check a chunk that the next step computes, and record it.
 
         Args:
             chunk: the chunk.
@@ -297,7 +300,7 @@ class ExpectedSequence:
         self.computed_end = chunk.start + chunk.count
 
     def _check_mask(self, chunk: ScheduledChunk) -> None:
-        """Check that its sampled tokens have a mask, and that its draft tokens are allowed."""
+        """Check that a chunk that samples has a token mask, and that the grammar allows its draft tokens."""
         name, automaton = self.request.id, self.automaton
         assert (chunk.mask_row is not None) == (automaton is not None and chunk.samples), (
             f"{name} has a mask without need, or has none"
@@ -334,17 +337,17 @@ class ExpectedSequence:
             self.take(result.finished)
 
     def take_retraction(self) -> None:
-        """Note that it lost its blocks, and KV that a connector had loaded for it."""
+        """Record that the sequence lost its blocks, including the KV that a connector had loaded for it."""
         self.is_running = False
         if self.cached_count is None:
             self.loaded_count = 0
 
     def take_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
-        """Check a step after all of its events.
+        """Check the sequence after all events of a step.
 
         Args:
-            chunk: its chunk of the step.
-            tokens_before: delivered tokens before the step.
+            chunk: the sequence's chunk of the step.
+            tokens_before: number of delivered tokens before the step.
         """
         name = self.request.id
         self.steps_in_flight -= 1
@@ -377,11 +380,11 @@ class ExpectedSequence:
                 )
             elif self.output_count == len(self.response.token_ids):
                 assert self.finished is not None, f"{name} has its whole response, but has not ended"
-        # A sequence that ends with one step and is in the next one is surplus there.
+        # If a sequence ends in one step and the next step is already in flight, its chunk of the next step is surplus.
         self.has_surplus = self.finished is not None and self.steps_in_flight > 0
 
     def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
-        """Return the number of accepted draft tokens, at most up to the end of the response."""
+        """Return the number of draft tokens that the model must accept, at most the remaining tokens minus one."""
         tokens = self.response.token_ids[tokens_before:]
         count = 0
         while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
@@ -456,7 +459,7 @@ class ExpectedSequence:
             stop_token_id=stop_token_id,
             cached_token_count=cached_count,
             message=message,
-            kv_transfer=event.kv_transfer,  # checked by TransferWatch
+            kv_transfer=event.kv_transfer,  # TransferWatch checks the parameters.
         )
         assert event == expected, f"{name} ends with {event}, expected is {expected}"
         self.is_running = False

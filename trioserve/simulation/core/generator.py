@@ -1,4 +1,4 @@
-"""Generates histories from one source of randomness: a world, and then event after event, depending on the run.
+"""Generates histories from one source of randomness: first a world, then events that depend on the run so far.
 
 The generator sees only what a client or a step loop would see (live requests, steps in flight), not the inside of the
 core.
@@ -54,34 +54,34 @@ CALLS = (
     "hold_expired",
     "progress",
 )
-WAITS_SHARE = 0.5  # share of the reports that wait until the core asks
+WAITS_SHARE = 0.5  # fraction of the reports that wait until the core asks for them
 GUIDED_WORLDS_SHARE = 0.4
 WINDOWED_WORLDS_SHARE = 0.3
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
 RETRACTING_WORLDS_SHARE = 0.2
-RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # probabilities for each event of these worlds
-APART_WORLDS_SHARE = 0.4  # share of the worlds with overlapping steps
+RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # probabilities at each event of a world with retractions
+APART_WORLDS_SHARE = 0.4  # fraction of the worlds with overlapping steps in which steps are apart
 DRAFT_MODEL_SHARE = 0.5
-DRAFT_HEAD_SHARE = 0.3  # share of the worlds with a draft model
-PROMPT_TOKENS_MAX = 16  # Longer prompts take longer and have the same cases.
+DRAFT_HEAD_SHARE = 0.3  # fraction of the worlds with a draft model in which a head is the draft model
+PROMPT_TOKENS_MAX = 16  # Longer prompts would take more time without adding cases.
 OUTPUT_TOKENS_MAX = 10
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
-    """Probabilities that the next event is of a kind. Otherwise, the step continues.
+    """Probability of each kind of disturbance as the next event. If none is drawn, the step continues.
 
     Attributes:
         abort: an abort.
         fail: a failure of requests.
-        wait: a pause.
+        wait: time passes.
         drain: a drain.
-        report: a report of an open transfer.
-        strange_report: a wrong report, or one about no open transfer.
-        break_calls: the connector raises from now on, or no longer.
-        timeout_share: share of the requests with a deadline.
-        lost_share: share of the transfers that are never reported.
-        slow_seconds_max: longest pause, in seconds.
+        report: a report about an open transfer.
+        strange_report: a wrong report, or a report that belongs to no open transfer.
+        break_calls: from then on, the connector raises in one of its calls, or in no call.
+        timeout_share: fraction of the requests with a deadline.
+        lost_share: fraction of the requests whose transfers are never reported.
+        slow_seconds_max: longest time that passes in one event, in seconds.
     """
 
     abort: float
@@ -113,7 +113,7 @@ def drawn_faults(rng: Random, *, has_connector: bool) -> Faults:
 
 
 class Generator:
-    """Generator of one history. All choices are drawn in the order of the calls.
+    """Generator of one history. Each call draws from the same source of randomness, so the order of calls matters.
 
     Args:
         rng: source of randomness.
@@ -126,19 +126,19 @@ class Generator:
         self._rng = rng
         self._random = rng.random
         self.world = self._drawn_world()
-        # States have their own source of randomness. So worlds without states have the same histories as before states
-        # existed.
+        # States are drawn from a separate source of randomness. So each seed of a world without states still gives the
+        # history that it gave before this module could draw states.
         self._state_rng = Random(line_of(self.world) + "states")
         can_have_states = self.world.keeps_kv and not (self.world.has_connector or self.world.draft_tokens)
         if can_have_states and self._state_rng.random() < STATE_WORLDS_SHARE:
             slots = {"states": self._state_rng.randint(1, 6), "snapshots": self._state_rng.choice((0, 1, 2, 3, 8))}
             self.world = msgspec.structs.replace(self.world, **slots)
-        # Windows and guides also have their own sources.
+        # Windows and guides are also drawn from separate sources.
         window_rng = Random(line_of(self.world) + "window")
         self._guide_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)))
         has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
         self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
-        # Resumed responses also have their own source.
+        # Resumed responses are also drawn from a separate source.
         self._resume_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)) + "resume")
         can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
         self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0
@@ -147,23 +147,23 @@ class Generator:
             by_model = drafts_rng.random() < DRAFT_MODEL_SHARE
             by_head = by_model and drafts_rng.random() < DRAFT_HEAD_SHARE
             self.world = msgspec.structs.replace(self.world, drafts_by_model=by_model, drafts_by_head=by_head)
-        # A draft model may see more than a window.
+        # A draft model may read tokens outside of the window, so a world with a draft model has no window.
         may_have_window = self.world.keeps_kv and not self.world.drafts_by_model
         if may_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9, 40)))
         if self.world.overlaps and Random(line_of(self.world) + "apart").random() < APART_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, apart=True)
-        # Retractions also have their own source.
+        # Retractions are also drawn from a separate source.
         self._retract_rng = Random(line_of(self.world) + "retract")
         self._retracts = self._retract_rng.random() < RETRACTING_WORLDS_SHARE
-        self._arrived: dict[str, Arrive] = {}  # each sequence as a request with one choice
+        self._arrived: dict[str, Arrive] = {}  # Each sequence is stored as a request with one choice.
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
         self._live_max = rng.choice((3, 6, 10))
         self._priorities = rng.choice(((0,), (0,), (0, 0, 1), (-1, 0, 1)))
         self._arrivals = 0
         self._aborted: tuple[str, ...] = ()
-        self._lost: set[str] = set()  # requests whose transfers are never reported
+        self._lost: set[str] = set()  # requests whose transfers the connector never reports
         faults = self._faults
         self._kinds: tuple[tuple[float, Callable[[Simulation], Event | None]], ...] = (
             (self._arrival_rate, self._arrival),
@@ -175,7 +175,7 @@ class Generator:
             (faults.strange_report, self._strange_report),
             (faults.break_calls, self._break),
         )
-        # Requests that share a prefix share one of these.
+        # A shared prefix of several prompts is the beginning of one of these token sequences.
         self._families = [self._tokens(self.world.context_tokens_max) for _ in range(rng.choice((1, 2, 2)))]
 
     def next_event(self, simulation: Simulation) -> Event:
@@ -199,7 +199,7 @@ class Generator:
             return AHEAD
         if not flights[0].is_computed:
             return FORWARD
-        # The second forward pass need not wait for the update.
+        # The second forward pass may end before the core processes the result of the first one.
         is_next = len(flights) == 2 and not flights[1].is_computed
         return FORWARD if is_next and self._random() < 0.5 else UPDATE
 
@@ -210,7 +210,7 @@ class Generator:
         is_between = not simulation.flights
         return RETRACT if is_between and chance < FORGET_CHANCE + RETRACT_CHANCE else None
 
-    # --- events ---
+    # --- Drawing of events ---
 
     def _below(self, count: int) -> int:
         return int(self._random() * count)
@@ -219,7 +219,7 @@ class Generator:
         return values[int(self._random() * len(values))]
 
     def _some(self, values: Sequence[str]) -> list[str]:
-        """Return one or two of the values, which may be equal."""
+        """Return one value or two values. Both values may be equal."""
         return [self._one(values) for _ in range(1 + (self._random() < 0.3))]
 
     def _tokens(self, count: int) -> tuple[int, ...]:
@@ -247,7 +247,7 @@ class Generator:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             step_tokens_max=max_num_seqs + rng.choice((0, 1, 3, 8, 16)),
-            # Draft tokens come from text that repeats itself, which is likely with few different tokens.
+            # Draft tokens are copied from repetitions in the text. With few different tokens, repetitions are likely.
             vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),
             stop_period=rng.choice((2, 4, 8)),
             enable_prefix_caching=rng.random() < 0.8,
@@ -275,7 +275,7 @@ class Generator:
         return Drain(seconds=round(self._random() * 2, 3))
 
     def _report(self, simulation: Simulation) -> Report | None:
-        """Draw the end of an open transfer: whole, in part, or failed."""
+        """Draw a report about an open transfer: loaded completely or partly, failed, read, or released."""
         assert simulation.transfers is not None
         connector = simulation.transfers.connector
         loads = [name for name in connector.loads if name not in self._lost]
@@ -295,8 +295,9 @@ class Generator:
         return Report(id=name, what="loaded", tokens=tokens, waits=waits)
 
     def _strange_report(self, simulation: Simulation) -> Report:
-        """Draw a report that is repeated, too late, about an unknown request, of the wrong kind, or with an impossible
-        count.
+        """Draw a wrong report.
+
+        The report may be repeated or late, name an unknown request, have the wrong kind, or have an impossible count.
         """
         names = list(simulation.entries)[-12:]
         name = self._one(names) if names and self._random() < 0.8 else "nobody"
@@ -318,8 +319,9 @@ class Generator:
         return arrival
 
     def _resumed(self, arrival: Arrive, simulation: Simulation) -> Arrive:
-        """Make some arrivals resume: after the output of a request that was aborted here, or after output of another
-        engine.
+        """Turn some arrivals into requests that resume a response.
+
+        The known output comes from a request that was aborted in this history, or from another engine.
         """
         rng = self._resume_rng
         if rng.random() >= self._resumed_share:
@@ -339,11 +341,11 @@ class Generator:
         arrival = self._free_arrival(simulation)
         if arrival is None or arrival.pooled is not None or self._guide_rng.random() >= self._guided_share:
             return arrival
-        # Hiding stop tokens might leave no allowed token.
+        # With `min_tokens`, the mask would also hide stop tokens, and then it might allow no token at all.
         return msgspec.structs.replace(arrival, guide=self._automaton(), min_tokens=0)
 
     def _automaton(self) -> Automaton:
-        """Draw a chain of states that ends or repeats. Its tokens are forced, or lead to other states."""
+        """Draw a chain of states that ends or repeats. Each state allows one to three tokens."""
         rng, tokens = self._guide_rng, range(self.world.vocab_size)
         state_count = rng.randint(1, 6)
         ends = rng.random() < 0.6
@@ -365,7 +367,7 @@ class Generator:
         prompt = self._prompt(simulation)[: min(PROMPT_TOKENS_MAX, context - 1)]
         output = 1 + self._below(min(OUTPUT_TOKENS_MAX, context - len(prompt)))
         priority = self._priorities[self._below(len(self._priorities))]
-        if chance() < 0.02:  # a request that can never run
+        if chance() < 0.02:  # This request can never run.
             defect = self._below(4)
             prompt = () if defect == 0 else prompt
             output = (output, 0, context, output)[defect]
@@ -426,7 +428,7 @@ class Generator:
         if chance < 0.15:
             return self._tokens(1 + self._below(8))
         if chance < 0.35 and simulation.live:
-            # the tokens of another request so far, as for the next turn of a chat
+            # The prompt begins with the tokens of another request, as in the next turn of a chat.
             known = simulation.live[self._one(list(simulation.live))].known
             return tuple(known[: 1 + self._below(len(known))]) + self._tokens(self._below(3))
         family = self._families[self._below(len(self._families))]
@@ -441,11 +443,11 @@ class Generator:
         elif chance < 0.65 and in_step:
             ids = self._some(in_step)
         elif chance < 0.75 and in_step:
-            ids = in_step  # no request waits for the step any more
+            ids = in_step  # After this abort, no request waits for the step any more.
         elif chance < 0.85 and simulation.entries:
-            ids = self._some(list(simulation.entries)[-8:])  # Most of these have ended.
+            ids = self._some(list(simulation.entries)[-8:])  # Most of these requests have ended.
         elif chance < 0.93 and self._aborted:
-            ids = list(self._aborted)  # the same again
+            ids = list(self._aborted)  # The last abort is repeated.
         else:
             known = self._one(list(simulation.live)) if simulation.live else "r"
             ids = [(known[:-1], f"{known}0", "nobody", "")[self._below(4)], *self._some([known])]

@@ -1,7 +1,7 @@
-"""The events of a simulation as data: the world, one event after another, and both as readable text.
+"""The history of a simulation as data: its world and its events, with a text format for both.
 
-A history stays valid if any event is removed. An event that has lost its purpose (an update without a step, an abort of
-an unknown request) does nothing, or what it would do in reality. So a failing history can be reduced.
+A history stays valid if any event is removed, so a failing history can be reduced. An update without a step does
+nothing. An abort of an unknown request does what it would do in reality.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _STEPS = ("between steps", "in a step", "in two steps")
 
 
 def abort_moment(entry: ExpectedSequence | None) -> str:
-    """Return a name for the moment of an abort. Call it before the sequence is aborted.
+    """Return a name for the moment of an abort. Call this function before the sequence is aborted.
 
     Args:
-        entry: the sequence. None: its id is unknown.
+        entry: the sequence. None: the engine has no sequence with this id.
     """
     if entry is None:
         return "unknown id"
@@ -58,12 +58,13 @@ def abort_moment(entry: ExpectedSequence | None) -> str:
 
 
 def plan_line(plan: StepPlan | None) -> str:
-    """Return a line for a plan: preempted requests (-r1), then each request's tokens and blocks.
+    """Return a line of text for a plan: preempted requests (-r1), then each request's tokens and blocks.
 
-    * means that the chunk samples, + precedes draft tokens, and ? means that it awaits its token from the step before.
+    In that line, * means that the chunk samples, + precedes draft tokens, and ? means that the chunk awaits its token
+    from the step before.
 
     Args:
-        plan: the plan. None: there was nothing to compute.
+        plan: the plan. None: the core had nothing to compute.
     """
     if plan is None:
         return "  nothing to compute"
@@ -79,32 +80,32 @@ def plan_line(plan: StepPlan | None) -> str:
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="world"):
-    """The engine and the model.
+    """Settings of the simulated engine and of its model.
 
     Attributes:
-        block_count: KV blocks. Without KV, it only decides how long a prompt may be.
+        block_count: number of KV blocks. If the model keeps no KV, it only limits the length of a prompt.
         block_size: tokens of a block.
         max_num_seqs: maximum number of running sequences.
         step_tokens_max: maximum number of tokens of a step.
-        vocab_size: number of token ids, so small that prompts share prefixes by chance.
-        stop_period: on average, token 0 follows one prefix in this many.
+        vocab_size: number of token ids. It is so small that prompts share prefixes by chance.
+        stop_period: on average, the model writes token 0 after one of this many prefixes.
         enable_prefix_caching: True if there is a prefix cache.
         overlaps: True if steps may be planned ahead.
-        apart: True if a step that is planned ahead has no request of the step in flight.
+        apart: True if a step that is planned ahead contains no request of the step in flight.
         overtakes_max: how often a request that does not fit may be overtaken.
         draft_tokens: maximum number of draft tokens of a request in a step.
         draft_step_tokens: maximum number of tokens of a step with draft tokens.
-        drafts_by_model: True: a draft model proposes draft tokens. False: they come from a request's own text.
-        drafts_by_head: True if the draft model is a head, which computes along with the model.
-        has_poor_hash: True if hashes of blocks collide all the time.
+        drafts_by_model: True: a draft model proposes draft tokens. False: they are copied from a request's own text.
+        drafts_by_head: True if the draft model is a head, which runs in the same forward pass as the model.
+        has_poor_hash: True if the hashes of different blocks often collide.
         has_connector: True if there is a connector.
         hold_seconds: how long a connector may hold blocks.
         load_seconds: how long a request may wait for its KV.
-        fails_without_kv: True: a request whose KV does not arrive fails. False: it is computed.
+        fails_without_kv: True: a request whose KV does not arrive fails. False: the engine computes the KV itself.
         keeps_kv: False: the model is an encoder without blocks, and every request is pooled.
-        states: slots for states of layers. 0: the model has no states.
-        snapshots: slots for copies of states.
-        window_tokens: sliding window of all layers. A context may then be longer than the pool. None: no window.
+        states: number of slots for the states of stateful layers. 0: the model has no such layers.
+        snapshots: number of slots for copies of states.
+        window_tokens: sliding window of all layers, with which a context may be longer than the pool. None: no window.
     """
 
     block_count: int
@@ -133,10 +134,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     @property
     def held_blocks_max(self) -> int:
-        """Maximum number of blocks that a request of any length has at a time.
+        """Maximum number of blocks that a request has at the same time, whatever its length.
 
-        With a window, these are the blocks of the window and of a step's tokens after it, at any position within a
-        block. Without a window, it is the whole pool.
+        With a window, the result counts the blocks of the window and of one step's tokens, which may begin inside of a
+        block. Without a window, the result is the whole pool.
         """
         if self.window_tokens is None:
             return self.block_count
@@ -155,7 +156,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request. With several choices it has several sequences, with ids id.0, id.1 and so on.
+    """A request of a client. A request with several choices has several sequences, with the ids id.0, id.1 and so on.
 
     Attributes:
         id: id of the request.
@@ -165,18 +166,18 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
         priority: priority of the request.
         salt: cache salt.
         stops: stop tokens.
-        min_tokens: tokens before a stop token ends the response.
-        logprobs: number of top log probabilities. None: not requested.
-        prompt_logprobs: the same for the prompt.
+        min_tokens: number of tokens before which no stop token ends the response.
+        logprobs: number of top log probabilities of each output token. None: they are not requested.
+        prompt_logprobs: number of top log probabilities of each prompt token. None: they are not requested.
         temperature: sampling temperature.
         seed: seed of the first choice.
-        timeout: seconds until it is aborted with reason DEADLINE. None: never.
+        timeout: seconds until the request is aborted with reason DEADLINE. None: no deadline.
         remote: number of prompt tokens that the connector could load.
-        is_sent: True if the connector wants to hold its blocks when it ends.
-        guide: automaton that its tokens follow. Empty: no grammar.
-        known: number of known tokens of a response that began elsewhere. It is at most the length of the response minus
-            one, unless the request allows fewer.
-        pooled: the prompt becomes a vector, computed in chunks or whole. None: the request generates text.
+        is_sent: True if the connector holds the request's blocks after its end.
+        guide: automaton that defines the allowed tokens. Empty: no grammar.
+        known: number of known tokens of a response that began at another engine. The simulation uses at most all tokens
+            of the response except the last one.
+        pooled: how the prompt is computed for a pooled vector: in chunks or whole. None: the request generates text.
     """
 
     id: str
@@ -219,7 +220,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """One call of abort. Its ids may be live, ended, unknown or repeated."""
+    """One call of abort. Its ids may belong to live, ended or unknown requests, and may be repeated."""
 
     ids: tuple[str, ...]
     reason: FinishReason = FinishReason.ABORT
@@ -234,21 +235,21 @@ class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """Requests fail in the step that runs or is the next to run, if they are in it."""
+    """Requests fail in the step in flight or, if no step is in flight, in the next step, if that step computes them."""
 
     ids: tuple[str, ...]
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """The forward pass ends with a result. Later events come between it and the update.
+    """The forward pass of a step ends with a result. Other events may follow before the core processes that result.
 
-    With two steps in flight, it is the first one without a result. So the second step may have its result before the
-    core processes that of the first one.
+    With two steps in flight, the event belongs to the first step without a result. So the second step may have its
+    result before the core processes the result of the first step.
     """
 
 
 class Update(msgspec.Struct, frozen=True, tag="update"):
-    """The core processes the result of a step. With two steps in flight, it is the first one."""
+    """The core processes the result of a step. With two steps in flight, it processes the first one."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
@@ -258,21 +259,22 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """The core accepts no new requests, refuses requests that have not begun to run, and aborts the rest after
-    `seconds`.
+    """The core begins to drain.
+
+    It accepts no new requests, refuses requests that have not begun to run, and aborts the rest after `seconds`.
     """
 
     seconds: float
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
-    """The connector reports about a load or a send, which need not exist.
+    """The connector makes a report about a load or a send. The load or the send need not exist.
 
     Attributes:
-        id: the request.
-        what: the report.
-        tokens: number of loaded tokens. None: all.
-        waits: True if the report waits until the core asks for progress.
+        id: id of the request.
+        what: kind of the report.
+        tokens: number of loaded tokens. None: all tokens of the load.
+        waits: True if the connector keeps the report until the core asks for progress.
     """
 
     id: str
@@ -282,21 +284,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Inquire(msgspec.Struct, frozen=True, tag="inquire"):
-    """The core asks the connector for its progress, as it does before each step."""
+    """The core asks the connector for waiting reports, as it does before each step."""
 
 
 class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
-    """From now on, exactly these calls of the connector raise."""
+    """From this event on, exactly these calls of the connector raise an exception."""
 
     calls: tuple[str, ...]
 
 
 class Retract(msgspec.Struct, frozen=True, tag="retract"):
-    """Between two steps, all running requests are preempted, and are computed again later."""
+    """The core preempts all running requests between two steps, and computes them again later."""
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
-    """The prefix cache forgets all blocks. It may happen at any time."""
+    """The prefix cache forgets all blocks. This event may come at any time."""
 
 
 Event = (
@@ -322,7 +324,7 @@ class History(msgspec.Struct, frozen=True):
     events: tuple[Event, ...]
 
 
-# --- the same history, plainer ---
+# --- Simplification of a failing history ---
 
 PLAIN_ARRIVAL = Arrive(id="", prompt=(0,), output=1)
 PLAIN_FIELDS = (
@@ -343,7 +345,7 @@ PLAIN_FIELDS = (
 
 
 def plainer_history(history: History, fails: Callable[[History], bool]) -> History:
-    """Return the same history with each event as simple as possible, as long as it fails.
+    """Simplify each event of a failing history as far as the history still fails.
 
     Args:
         history: the failing history.

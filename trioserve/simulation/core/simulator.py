@@ -1,9 +1,9 @@
 """Runs one history with one core. After every event, all rules are checked.
 
-The compared facts have independent sources. The invariants (invariants.py) read the core's own data. The fake executor
-knows the content of every KV slot. The expected sequences know requests, promises and events. The step rules know which
-request may compute before which. This file checks the remaining rules: the results and effects of aborts, and that
-nothing is left at the end.
+The checks have independent sources. The invariants (invariants.py) read the core's own data. The fake executor records
+the content of every KV slot. The expected sequences (expected.py) record requests, their reference responses and the
+core's events. The step rules (step_rules.py) decide in which order requests may be computed. This file checks the
+remaining rules: the results and effects of aborts, and that the core is empty at the end.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from trioserve.testing.invariants import check_core, check_idle
 
 __all__ = ["Simulation"]
 
-STEPS_TO_END_MAX = 20_000  # far more than any history needs, so that a core in an endless loop is found
-CATCH_UP_TOKENS_MAX = 5  # tokens of a draft model in one step: so few that a prompt takes several steps
-ALL_REQUESTS = ""  # entry in the list of deadlines for the end of a drain
+STEPS_TO_END_MAX = 20_000  # No history needs this many steps. A core that does is in an endless loop.
+CATCH_UP_TOKENS_MAX = 5  # tokens that a draft model computes in one step, so few that a prompt takes several steps
+ALL_REQUESTS = ""  # key of the drain's deadline in the list of deadlines
 
 
 class Flight(msgspec.Struct):
@@ -67,9 +67,9 @@ class Flight(msgspec.Struct):
 
     Attributes:
         plan: the step.
-        tables: block tables of its chunks at the time of the plan.
-        result: result of its forward pass. None: it has not ended, or was abandoned.
-        is_computed: True if its forward pass has ended.
+        tables: block tables of the step's chunks at the time of the plan.
+        result: result of the forward pass. None: the forward pass has not ended, or was abandoned.
+        is_computed: True if the forward pass has ended.
         failing: requests that fail in this step.
     """
 
@@ -81,19 +81,19 @@ class Flight(msgspec.Struct):
 
 
 class Simulation(EventSimulation[World]):
-    """A history that is run step by step.
+    """Runs one history, one event at a time.
 
     Args:
         world: the engine and the model.
-        trace: receives every effect as a line. None: no trace.
+        trace: receives a line of text for each effect. None: no trace.
 
     Attributes:
         now: current time, in seconds.
         live: sequences that have not ended, in order of arrival.
         entries: all sequences.
         flights: the steps in flight, oldest first.
-        transfers: watches the connector. None: there is no connector.
-        is_draining: True after a drain has begun.
+        transfers: checks the connector. None: there is no connector.
+        is_draining: True after a drain began.
     """
 
     def __init__(self, world: World, *, trace: Trace | None = None) -> None:
@@ -148,7 +148,7 @@ class Simulation(EventSimulation[World]):
         self._deadlines: list[tuple[float, int, str]] = []
 
     def apply(self, event: Event) -> None:
-        """Apply one event. Raises the core's errors, and AssertionError if a rule is broken.
+        """Apply one event. Raise AssertionError if a rule is broken. Errors of the core pass through.
 
         Args:
             event: the event.
@@ -159,7 +159,7 @@ class Simulation(EventSimulation[World]):
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let every request finish, then check that nothing is left."""
+        """Run until every request has ended, then check that the core is empty."""
         for _ in range(STEPS_TO_END_MAX):
             if not self.flights and self.live:
                 self.apply(Begin())
@@ -168,7 +168,7 @@ class Simulation(EventSimulation[World]):
                 self.apply(Forward())
                 self.apply(Update())
                 continue
-            # Nothing can be computed. So all remaining requests and holds wait for a deadline.
+            # Nothing can be computed, so all remaining requests and holds wait for a deadline.
             deadline = self.core.next_deadline()
             if deadline is None:
                 break
@@ -201,7 +201,7 @@ class Simulation(EventSimulation[World]):
         self._count("draft tokens", counts[1])
         self._count("draft tokens that were right", counts[2])
 
-    # --- events ---
+    # --- Events ---
 
     def _arrive(self, event: Arrive) -> None:
         names = event.sequence_ids
@@ -209,7 +209,7 @@ class Simulation(EventSimulation[World]):
             self._count("refused: draining", len(names))
             return
         if any(name in self.entries for name in names):
-            return  # The ids of an engine are unique. The layers above it ensure that.
+            return  # The layers above an engine ensure that ids are unique, so the core never sees the same id twice.
         sampling = SamplingParams(
             temperature=event.temperature,
             min_tokens=event.min_tokens,
@@ -269,7 +269,7 @@ class Simulation(EventSimulation[World]):
             check_nobody_could_start(self.core, self._may_load)
             self._count("steps with nothing to compute")
             for entry in self.live.values():
-                if entry.is_running:  # A load took its blocks, so it was preempted.
+                if entry.is_running:  # A load took the request's blocks, so the core preempted the request.
                     entry.is_running = False
                     self._count("preempted")
             return
@@ -432,7 +432,7 @@ class Simulation(EventSimulation[World]):
         )
         self._count("prefixes forgotten")
 
-    # --- helpers ---
+    # --- Helpers ---
 
     def _may_load(self, live: LiveRequest) -> bool:
         return self.transfers is not None and self.transfers.could_load(live.request.id)
@@ -474,7 +474,7 @@ class Simulation(EventSimulation[World]):
             assert after >= before, f"the abort of {name} removed {before - after} blocks from the prefix cache"
 
     def _cached_block_count(self, entry: ExpectedSequence) -> int:
-        """Return the number of blocks that a request with the same known tokens would find in the prefix cache."""
+        """Return the number of blocks that the prefix cache has for the sequence's known tokens."""
         if entry.cached_count is None or not self._hits(entry):
             return 0
         return len(self.core.cache.match(PrefixChain(entry.request.cache_salt), entry.known))
@@ -518,9 +518,9 @@ def _draft_source(world: World) -> DraftSourceName:
 
 
 def _begun_elsewhere(request: EngineRequest, response: ReferenceResponse | None, count: int) -> EngineRequest:
-    """Return the request with some tokens of its response known, at most all except the last.
+    """Return the request as one that resumes a response after `count` known tokens.
 
-    If it can never run, `response` is None.
+    The last token of the response is never among the known tokens. `response` is None if the request can never run.
     """
     known = (0,) * count if response is None else response.token_ids[: min(count, len(response.token_ids) - 1)]
     if response is not None and request.guide is not None:
@@ -546,5 +546,5 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Forget: Simulation._forget,
 }
 
-# The core does not see the first three events. A wait checks after each deadline that it reaches.
+# The core does not see Forward, Fail and Break. The handler of Wait checks the rules after each deadline that passes.
 _CHECKED_ELSEWHERE = frozenset((Forward, Fail, Break, Wait))

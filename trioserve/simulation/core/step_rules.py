@@ -1,10 +1,10 @@
-"""Rules for a step that begins: its content, and which requests may start or be preempted before which.
+"""Rules for a step that begins: its size, and the order in which requests may start and be preempted.
 
-They use the plan and the expected sequences. The core is only asked how many blocks are available, and which request
-has them.
+The rules use the plan and the expected sequences. From the core, they only read how many blocks are available, and
+which request has which blocks.
 
-One more rule computes everything from the requests and the pool: something runs whenever a request waits and could
-run.
+One more rule, check_nobody_could_start, uses only the requests and the pool: some request runs whenever a waiting
+request could run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def check_begun_step(
     Args:
         core: the core.
         plan: the step.
-        live: sequences that have not ended, in order of arrival. They are marked as running as in the plan, but have
-            not processed their chunks.
-        transfers: watches the connector. None: there is no connector.
+        live: sequences that have not ended, in order of arrival. Their `is_running` already follows the plan, but
+            their chunks of this step are not recorded yet.
+        transfers: checks the connector. None: there is no connector.
         knows_hashes: True if blocks have equal hashes only if their tokens are equal.
         computed: chunks of the step in flight, if this step was planned ahead.
     """
@@ -60,7 +60,7 @@ def check_begun_step(
         paced = {name for name, own in core.scheduler.running.items() if own.is_wide and own.due_count > 1}
         _check_all_continue(plan, live, settings.step_tokens_max, paced)
     assert len(set(plan.preempted)) == len(plan.preempted), f"preempted twice: {plan.preempted}"
-    # Requests that are admitted in this step do not count: they use blocks that a load had reserved.
+    # Requests that are admitted in this step do not count, since they use blocks that a load had reserved.
     stayed = [entry.order for entry in running if entry.request.id not in plan.admitted]
     last_order = max(stayed, default=(PRIORITY_MIN, 0))
     for name in plan.preempted:
@@ -106,7 +106,7 @@ def check_begun_step(
         if (
             free_seqs > 0
             and plan.token_count < settings.step_tokens_max
-            and len(loading_later) <= settings.max_num_seqs  # beyond that, the scheduler looks at no further request
+            and len(loading_later) <= settings.max_num_seqs  # The scheduler examines no request after this many.
         ):
             _check_waits_have_reasons(
                 core,
@@ -118,10 +118,10 @@ def check_begun_step(
 
 
 def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) -> None:
-    """Assert that there was a reason to plan no step ahead.
+    """Assert that the core had a reason to plan no step ahead.
 
-    Either no request could be in it, or there are too few blocks for all, or the guide of a request does not know its
-    next token yet.
+    There are three reasons: no request could be in that step, the pool has too few blocks for all requests, or the
+    guide of a request has not accepted the token of the step in flight yet.
 
     Args:
         core: the core.
@@ -148,22 +148,25 @@ def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) 
 
 
 def _awaits_its_token(entry: ExpectedSequence) -> bool:
-    """Return True if its guide must first accept the token that the step in flight samples."""
+    """Return True if the sequence's guide must first accept the token that the step in flight samples."""
     samples = entry.steps_in_flight > 0 and entry.computed_end == len(entry.known)
     return entry.automaton is not None and samples and entry.is_running and entry.aborted_for is None
 
 
 def _due_count(entry: ExpectedSequence) -> int:
-    """Return the number of tokens to compute after the step in flight, with the token that it samples."""
+    """Return the number of tokens to compute after the step in flight, including the token that this step samples."""
     return max(1, len(entry.known) - entry.computed_end)
 
 
 def _check_all_continue(
     plan: StepPlan, live: Mapping[str, ExpectedSequence], tokens_max: int, paced: Container[str]
 ) -> None:
-    """Check that a step ahead has all running requests, as far as its token budget allows, and decodes first.
+    """Check that a step that is planned ahead contains all running requests, within its token budget.
 
-    `paced` has prompts that take many steps. They are left out of some steps in favour of requests that decode.
+    If the budget is too small, requests that decode come before prompts.
+
+    `paced` contains the requests with prompts that take many steps. The scheduler leaves these requests out of some
+    steps in favour of requests that decode.
     """
     planned = {chunk.request.id for chunk in plan.chunks}
     missing = [entry for entry in live.values() if _continues(entry) and entry.request.id not in planned]
@@ -179,9 +182,10 @@ def _continues(entry: ExpectedSequence) -> bool:
 
 
 def _check_draft(chunk: ScheduledChunk, tokens_max: int, proposed_to: ExpectedSequence | None) -> None:
-    """Check the length of a draft, and that it was proposed or follows an earlier place of the text.
+    """Check the length of a draft and the origin of its tokens.
 
-    `proposed_to` is the sequence if there is a draft model.
+    With a draft model, `proposed_to` is the sequence for which the model proposed the tokens. Otherwise, `proposed_to`
+    is None, and the draft must repeat tokens that follow the same n-gram earlier in the text.
     """
     name, known, draft = chunk.request.id, list(chunk.tokens), chunk.draft
     assert len(draft) <= tokens_max, f"{name} has {len(draft)} draft tokens, but {tokens_max} are allowed"
@@ -203,7 +207,7 @@ Turn = tuple[bool, tuple[int, int]]
 
 
 def _turn(entry: ExpectedSequence) -> Turn:
-    """Return the sort key of a waiting request. Requests that have loaded KV go before new ones."""
+    """Return the sort key of a waiting request. Requests with loaded KV come before new requests."""
     return (not _is_ready(entry), entry.order)
 
 
@@ -212,14 +216,14 @@ def _is_ready(entry: ExpectedSequence) -> bool:
 
 
 def _later_ones(entry: ExpectedSequence, plan: StepPlan, live: Mapping[str, ExpectedSequence]) -> list[str]:
-    """Return the requests that are admitted before this one although they come later."""
+    """Return the requests that the plan admits before `entry`, although they come after it in the queue."""
     return [name for name in plan.admitted if _turn(live[name]) > _turn(entry)]
 
 
 def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaking: Mapping[str, list[str]]) -> None:
-    """Check overtaken requests: none would have fitted, none was preempted, and none is overtaken too often.
+    """Check that no overtaken request would have fitted, was preempted before, or was overtaken too often.
 
-    `waiting` has requests that wait only for blocks.
+    `waiting` contains the requests that wait only for blocks.
     """
     overtakes_max = core.settings.overtakes_max
     pool, running = core.pool, core.scheduler.running
@@ -230,7 +234,7 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
             continue
         entry.overtaken_count_min += len(before)
         assert entry.cached_count is None, f"{name} was preempted, but is overtaken by {before[-1]}"
-        # Blocks that only these requests have were available for it.
+        # Blocks that only the overtaking requests use were available for the overtaken request.
         taken = [
             block
             for own in running.values()
@@ -252,14 +256,15 @@ def _check_waits_have_reasons(
     may_overtake: bool,
     tokens_left: int,
 ) -> None:
-    """Check that the first waiting request has a reason to wait, although slots and tokens of the step are left.
+    """Check that waiting requests have a reason to wait, although the step has free slots and tokens.
 
-    If `may_overtake` is True, requests wait only for blocks, so that a request that does not fit can be recognized.
+    `passed_over` contains requests that wait for KV. If `may_overtake` is True, a request that does not fit may be
+    overtaken, so the requests after it are checked too.
     """
     unfit_count = 0
     for entry in waiting:
         if entry.is_whole and len(entry.known) > tokens_left:
-            return  # It blocks the queue until a step has enough tokens left.
+            return  # A prompt that must be computed whole blocks the queue until a step has enough tokens left.
         if not _is_ready(entry) and _block_count(core, entry) > core.pool.available_count:
             unfit_count += 1
             is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
@@ -270,7 +275,7 @@ def _check_waits_have_reasons(
 
 
 def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
-    """Return the maximum number of blocks that a request has at a time until all its known tokens are computed."""
+    """Return the most blocks that a request has at the same time until all of its known tokens are computed."""
     if not core.settings.keeps_kv:
         return 0
     needed = -(-len(entry.known) // core.settings.block_size)
@@ -287,11 +292,10 @@ def _may_wait_for_a_hit(
     entry: ExpectedSequence,
     knows_hashes: bool,
 ) -> bool:
-    """Return True if another request computes its next block, so that it may wait for one step and then share the
-    block.
+    """Return True if a request may wait because another request computes a block that both can share.
 
-    Loaded KV can also be found after the first step. With states, it may wait until the other request reaches the end
-    of a common block.
+    Normally, the request waits for one step. In a model with states, it may wait until the other request reaches the
+    end of a common block. In the other request's first step, blocks with loaded KV count as computed.
     """
     settings = core.settings
     if _is_ready(entry) or not settings.enable_prefix_caching or entry.needs_every_row:
@@ -307,16 +311,16 @@ def _may_wait_for_a_hit(
     for chunk in chunks:
         other = live.get(chunk.request.id)
         if other is None:
-            continue  # It has ended, so its token is surplus.
+            continue  # The other request has ended, so its token is surplus.
         is_first = other.cached_count is None or chunk.start == other.cached_count + other.loaded_count
         index = (chunk.start - (other.loaded_count if is_first else 0)) // block_size
         if other.aborted_for is not None:
-            index = 0  # The step before may have been dropped, and with it the hashes of its blocks.
+            index = 0  # The result of the step before may have been dropped, together with the hashes of its blocks.
         end = (index + 1) * block_size
         if chunk.count < 2 or end > chunk.start + chunk.count:
-            continue  # It completes no block.
+            continue  # This chunk completes no block.
         if not knows_hashes:
-            return True  # Any block may have the hash of the needed one.
+            return True  # Hashes collide, so any block may have the hash of the needed block.
         if end >= len(entry.known):
             continue
         if chunk.request.cache_salt == entry.request.cache_salt and chunk.tokens[:end] == entry.known[:end]:
@@ -325,14 +329,14 @@ def _may_wait_for_a_hit(
 
 
 def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest], bool]) -> None:
-    """Assert that no waiting request could start. Call this when schedule() has returned None.
+    """Assert that no waiting request could start. Call this function when schedule() has returned None.
 
-    Then every slot and the whole token budget of a step are free. So each waiting request needs more blocks than there
-    are, is behind a request that does, or waits for its KV.
+    At that time, every slot and the whole token budget of a step are free. So each waiting request needs more blocks
+    than the pool has, is behind such a request, or waits for its KV.
 
     Args:
         core: the core.
-        may_load: returns True if a request could load KV, and so may wait until fewer requests load.
+        may_load: returns True if a request could load KV. Such a request may wait until fewer requests load KV.
     """
     assert not core.flights, "a step is in flight"
     loading_count = passed_count = 0
@@ -348,22 +352,22 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
         assert not live.blocks, f"{name} has loaded its KV and could run, but nothing is computed"
         if _blocks_lacking(core, live) > core.pool.available_count:
             if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= core.settings.overtakes_max:
-                return  # This request blocks the queue.
+                return  # This request may not be overtaken, so it blocks the queue.
             passed_count += 1
             if passed_count > slots:
-                return  # The scheduler looks at no further request.
+                return  # The scheduler examines no request after this one.
             continue
         is_first_time = live.status is RequestStatus.WAITING and not live.load_was_tried
         if loading_count >= slots and is_first_time and may_load(live):
             passed_count += 1
             if passed_count > slots:
-                return  # The scheduler looks at no further request.
+                return  # The scheduler examines no request after this one.
             continue
         raise AssertionError(f"{name} could start, but nothing is computed")
 
 
 def _blocks_lacking(core: EngineCore, live: LiveRequest) -> int:
-    """Return the number of blocks that a request needs, without those that it shares with other requests or holds."""
+    """Return the number of blocks that a request needs beyond the ones that it can share with requests or holds."""
     if not core.settings.keeps_kv:
         return 0
     size, window = core.settings.block_size, core.settings.window_tokens

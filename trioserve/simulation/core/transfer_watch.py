@@ -1,7 +1,7 @@
-"""The connector of a simulation, and the rules for its transfers with the core.
+"""The fake connector of a simulation, and the rules for its transfers with the core.
 
-The fake connector knows its calls and its open transfers. They decide which blocks are held and until when, which
-reports are about nothing, and which calls the core must have made.
+The fake connector records its calls and its open transfers. From these records follow the held blocks with their
+deadlines, the reports that belong to no transfer, and the calls that the core must have made.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STRAY = (TransferFault.UNKNOWN, TransferFault.DOUBLE, TransferFault.LATE)
 
 
 class TransferWatch:
-    """Watches the connector of a simulation.
+    """Checks the connector of a simulation.
 
     Args:
         world: the engine.
         executor: the executor with the KV blocks.
 
     Attributes:
-        connector: the connector, which the core must get.
+        connector: the fake connector. Create the core with it.
     """
 
     def __init__(self, world: World, executor: FakeExecutor) -> None:
@@ -43,12 +43,12 @@ class TransferWatch:
         self._stray_count = 0
         self._aborted_after_end: set[str] = (
             set()
-        )  # aborted after their end, some of them before the connector knew of the end
+        )  # requests that were aborted after their end, possibly before the connector was notified of the end
         self._was_sent: set[str] = set()
         self._expired_count = 0
         self._waiting: list[Report] = []
         self._asked_at = 0.0
-        # Recorded after the event that began the load or the hold, or that changed its deadline.
+        # A deadline is recorded after the event that began the load or the hold, or that changed the deadline.
         self._load_deadlines: dict[str, float] = {}
         self._hold_deadlines: dict[tuple[str, HoldKind], float] = {}
 
@@ -58,10 +58,12 @@ class TransferWatch:
             self._sent.add(name)
 
     def note_abort(self, ended_names: Iterable[str]) -> None:
-        """Check that the connector knows of aborts of requests that had ended, also of sends that begin later.
+        """Check that the connector was notified of aborts after the end of requests.
+
+        The rule also holds for sends that begin after the abort.
 
         Args:
-            ended_names: aborted requests that had ended before.
+            ended_names: the aborted requests that had already ended.
         """
         self._aborted_after_end.update(ended_names)
         self._check_aborts_known()
@@ -89,7 +91,9 @@ class TransferWatch:
         return self._remote_counts[name] > 0
 
     def may_wait_to_load(self, name: str, ready_count: int) -> bool:
-        """Return True if a request may have to wait, since as many requests as can run load KV or have loaded it.
+        """Return True if a request may have to wait to load its KV.
+
+        It may have to wait if the number of requests that load KV or have loaded it reaches the number of slots.
 
         Args:
             name: the request.
@@ -104,7 +108,7 @@ class TransferWatch:
     def report(
         self, core: EngineCore, report: Report, live: Mapping[str, ExpectedSequence], now: float
     ) -> list[EngineEvent]:
-        """Let the connector report, at once or when the core asks.
+        """Pass the connector's report to the core, at once or when the core asks.
 
         Args:
             core: the core.
@@ -122,7 +126,7 @@ class TransferWatch:
         return []
 
     def ask(self, core: EngineCore, now: float) -> list[EngineEvent]:
-        """Let the core ask for waiting reports, and return its events.
+        """Let the core ask for the waiting reports, and return the core's events.
 
         Args:
             core: the core.
@@ -137,17 +141,17 @@ class TransferWatch:
         return events
 
     def _may_wait(self, report: Report) -> bool:
-        """Return False for a report that must not wait with others.
+        """Return False for a report that must not wait together with the reports that already wait.
 
-        Reports that wait together are made before the core processes any of them, but the end of a load may begin a
-        send.
+        The connector makes all waiting reports before the core processes the first one. But the end of a load may begin
+        a send, so no report about the same request may wait together with the end of its load.
         """
         ends_load = report.what in ("loaded", "failed")
         others = [other for other in self._waiting if other.id == report.id]
         return not any(ends_load or other.what in ("loaded", "failed") for other in others)
 
     def _made(self, report: Report, live: Mapping[str, ExpectedSequence], now: float) -> TransferEvent:
-        """Make the connector's report, and note what it means for the request."""
+        """Let the connector make a report, and record the effect on the request."""
         connector, request_id = self.connector, RequestId(report.id)
         event: TransferEvent
         if report.what == "read":
@@ -170,7 +174,7 @@ class TransferWatch:
         return event
 
     def overdue(self, live: Mapping[str, ExpectedSequence], now: float) -> None:
-        """Note which requests have waited for their KV for too long. Call it before expire.
+        """Mark the requests whose deadline for KV has passed. Call this method before the core's `expire`.
 
         Args:
             live: sequences that have not ended.
@@ -181,7 +185,7 @@ class TransferWatch:
                 live[name].lacks_kv = self._world.fails_without_kv
 
     def check(self, core: EngineCore, now: float) -> None:
-        """Assert that the core keeps the contract. May be called at any time.
+        """Assert that the core keeps the contract of connectors. Call this method at any time.
 
         Args:
             core: the core.
@@ -196,7 +200,7 @@ class TransferWatch:
         hold_deadlines: dict[tuple[str, HoldKind], float] = {}
         load_deadlines: dict[str, float] = {}
         hold_deadline = now + self._world.hold_seconds
-        # A load that could not begin gets no report, so its deadline is now.
+        # The connector reports nothing about a load that could not begin, so the load's deadline is now.
         load_deadline = now if "start_load" in connector.raises else now + self._world.load_seconds
         for name, send in connector.sends.items():
             holds.update(block for block in send.block_table if block != NO_BLOCK)
@@ -229,10 +233,10 @@ class TransferWatch:
         )
 
     def check_params(self, event: RequestFinished) -> None:
-        """Check that the end of a request has the transfer parameters of its held blocks.
+        """Check that the event for a request's end contains the transfer parameters of the held blocks.
 
         Args:
-            event: the end.
+            event: the event.
         """
         name = event.request_id
         expected = self.connector.params.get(name) if name in self.connector.finished else None
@@ -241,7 +245,7 @@ class TransferWatch:
         )
 
     def check_expired(self, now: float) -> None:
-        """Assert that no hold and no load is beyond its deadline. Call it after expire.
+        """Assert that no hold and no load is past its deadline. Call this method after the core's `expire`.
 
         Args:
             now: the time.
@@ -252,23 +256,23 @@ class TransferWatch:
             assert now < deadline, f"{name} waits for its KV until {deadline}, but the time is {now}"
 
     def check_end(self, entries: Mapping[str, ExpectedSequence]) -> None:
-        """Check the end of a simulation: the connector knows every end with its reason, and has no open transfers.
+        """Check that the connector was notified of every request's end and reason, and has no open transfers.
 
         Args:
-            entries: all sequences, which have ended.
+            entries: all sequences. All of them have ended.
         """
         connector = self.connector
         assert not connector.loads, f"loads are out: {sorted(connector.loads)}"
         assert not connector.sends, f"sends are out: {sorted(connector.sends)}"
         ends = {entry.request.id: entry.finished.reason for entry in entries.values() if entry.finished is not None}
-        # To the connector, a request that was handed over has stopped.
+        # The connector sees a request that was handed over as one that has stopped.
         ends = {id: FinishReason.STOP if end is FinishReason.HANDED_OVER else end for id, end in ends.items()}
         assert connector.finished == ends, "the ends that the connector knows differ from the real ones"
 
-    # --- helpers ---
+    # --- Helpers ---
 
     def _check_asked(self) -> None:
-        """Check that the core has read the transfer parameters of each new hold."""
+        """Check that the core has read the transfer parameters of each new hold once."""
         connector = self.connector
         new = connector.sends.keys() - self._was_sent
         assert new <= connector.asked, (

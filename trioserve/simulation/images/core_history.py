@@ -7,7 +7,7 @@
     forward
     update
 
-A history stays valid when events are removed from it: an update without a step does nothing.
+A history stays valid when events are removed from it. For example, an update without a step does nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class IterativeWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Limits of the core.
 
     Attributes:
-        slots: slots of running requests.
-        kept: slots of kept latents.
-        work: most work of one step.
+        slots: number of slots for running requests.
+        kept: number of slots for latents that are kept for preempted requests.
+        work: maximum work of one step.
     """
 
     slots: int = 1
@@ -79,11 +79,11 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Plan a step, unless one is in flight."""
+    """Plan a step, unless a step is in flight."""
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """Requests fail in the step in flight, if they are in it and it is not computed yet.
+    """Requests fail in the step in flight. Nothing happens if the step does not contain them or is already computed.
 
     Attributes:
         ids: the requests.
@@ -93,11 +93,11 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """Compute the step in flight."""
+    """Compute the forward pass of the step in flight."""
 
 
 class Update(msgspec.Struct, frozen=True, tag="update"):
-    """Take the result of the step."""
+    """Let the core process the result of the step in flight."""
 
 
 IterativeSimulationEvent = Arrive | Abort | Begin | Fail | Forward | Update

@@ -1,20 +1,20 @@
 """Runs one history against one IterativeCore, and checks all contracts after every event.
 
-The invariants (iterative_invariants.py) read the core's own state. The fake executor knows the content of every slot.
-StepRules knows the requests and the reported events, and which request may be computed before another. The
-simulator checks the rest: the answers of an abort and an update, and that nothing is left at the end.
+The invariants (iterative_invariants.py) read the core's own state. The fake executor records the content of every slot.
+StepRules records the requests and the reported events, and decides in which order requests may be computed. The
+simulator checks the remaining rules: the results of aborts and updates, and that the core is empty at the end.
 
-The rules:
+Rules of a step:
 
-- A step is of one phase, stays within its work limit, and leaves out no request that would fit. The cost of partial
-  results counts too, except for a request that is alone in the step.
-- No phase waits for more than two steps of other phases.
+- A step computes one phase, stays within its work limit, and leaves out no request that would fit. The cost of partial
+  results counts as work too, except for a request that is alone in the step.
+- A phase with work waits for at most two steps of other phases.
 - A request with a slot is left out of at most as many steps of its phase as there are other slots.
 - The queue is served by priority, then by arrival.
-- A request loses its slot only to a request of a better priority. The last in order loses it, and only while its latent
-  can be kept.
+- A request loses its slot only to a request of a better priority. The last request in order loses its slot first, and
+  only if a slot for its latent is free.
 
-The generator sees which requests are live and which step is in flight, but no internal state of the core.
+The generator reads which requests are live and which step is in flight, but no internal state of the core.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ OTHER_PHASES = 2
 
 
 class ExpectedIteration:
-    """State that one request should have.
+    """Expected state of one request.
 
     Attributes:
-        place: where the request is: in the queue ("line"), in a slot, or with its latent kept.
-        left_out: consecutive steps of its phase that did not compute it while it had a slot.
-        has_had_turn: whether it was computed since it got its current slot.
-        stood_still: consecutive steps that did not compute it while it was the first of all requests and had a slot or
-            could have had one.
-        preempted_count: how often it lost its slot.
-        is_computed: whether the step in flight computes it.
+        place: "line" if the request is in the queue, "slot" if it has a slot, "kept" if it was preempted and its latent
+            is kept.
+        left_out: number of consecutive steps of its phase that did not compute the request while it had a slot.
+        has_had_turn: whether the request was computed since it got its current slot.
+        stood_still: number of consecutive steps that did not compute the request while it was the first of all requests
+            and had a slot or could have had one.
+        preempted_count: how often the request lost its slot.
+        is_computed: whether the step in flight computes the request.
     """
 
     def __init__(self, request: IterativeRequest, arrival_index: int) -> None:
@@ -91,7 +92,7 @@ class ExpectedIteration:
 
     @property
     def phase(self) -> IterativePhase:
-        """Phase that its end reports."""
+        """Phase that the event for the request's end reports."""
         return IterativePhase.QUEUED if self.place == "line" else self.due
 
     @property
@@ -103,17 +104,17 @@ class ExpectedIteration:
 
     @property
     def whole_cost(self) -> int:
-        """Cost of its next step, including the partial result after that step."""
+        """Cost of the request's next step, including the partial result after that step."""
         return self.cost + (self.request.decode_work if self.wants_partial else 0)
 
     @property
     def can_leave(self) -> bool:
-        """True if it may lose its slot to a better priority."""
+        """True if the request may lose its slot to a request of a better priority."""
         return self.due is DENOISE and self.has_had_turn
 
     @property
     def wants_partial(self) -> bool:
-        """True if its next step ends with a partial result."""
+        """True if the request's next step ends with a partial result."""
         done = self.steps_done + 1
         every = self.request.partial_every
         return self.due is DENOISE and every is not None and done % every == 0 and done != self.request.step_count
@@ -129,10 +130,12 @@ class StepRules:
     def __init__(self, world: IterativeWorld) -> None:
         self._world = world
         self._holders: dict[int, str] = {}  # request of each slot in use
-        self._waited = dict.fromkeys((ENCODE, DENOISE, DECODE), 0)  # steps that each phase with work has waited for
+        self._waited = dict.fromkeys(
+            (ENCODE, DENOISE, DECODE), 0
+        )  # number of steps for which each phase has waited with work
 
     def begin(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
-        """Take a plan and assert that it keeps every rule.
+        """Record a step that begins, and assert that it keeps every rule.
 
         Args:
             plan: the step that begins.
@@ -144,7 +147,8 @@ class StepRules:
         self._check_turns(plan, live.values())
         self._check_first(live.values())
         for work in plan.works:
-            # only now, because slots are assigned before anything is computed
+            # The other checks need the value from before this step, because a plan assigns slots before it computes
+            # requests.
             live[work.request.id].has_had_turn = True
 
     def leave(self, name: str) -> None:
@@ -193,7 +197,7 @@ class StepRules:
             f"{source} to {target} is not a move between a slot and a kept slot"
         )
         assert target not in self._holders, f"{self._holders[target]} has slot {target}, and it is overwritten"
-        name = self._holders.pop(source)  # a KeyError here means that an empty slot is moved
+        name = self._holders.pop(source)  # A KeyError in this line means that the plan moves an empty slot.
         self._holders[target] = name
         return name
 
@@ -248,9 +252,9 @@ class StepRules:
             assert self._waited[phase] <= OTHER_PHASES, f"to {phase.value} waits for {self._waited[phase]} other steps"
 
     def _check_first(self, live: Iterable[ExpectedIteration]) -> None:
-        """Check that the first request of all does not stand still.
+        """Check that the first of all requests makes progress.
 
-        The limit is one turn of every slot in every phase, and one more turn until a request may lose its slot.
+        It may wait for one turn of every slot in every phase, and for one more turn until a request may lose its slot.
         """
         first = min(live, key=lambda entry: entry.order)
         is_held_up = first.place == "slot" or (
@@ -264,7 +268,7 @@ class StepRules:
         assert first.stood_still <= steps_max, f"{first.request.id} is the first, and stands still"
 
     def _head_with_room(self, live: Iterable[ExpectedIteration]) -> ExpectedIteration | None:
-        """Head of the queue, or None if it cannot have a slot."""
+        """Return the head of the queue, or None if no slot is free for it and no request may lose its slot to it."""
         head = min((entry for entry in live if entry.place != "slot"), key=lambda entry: entry.order, default=None)
         if head is None or self._count("slot", live) < self._world.slots:
             return head
@@ -277,8 +281,8 @@ class StepRules:
         return sum(entry.place == place for entry in live)
 
 
-STEPS_TO_END_MAX = 5_000  # far more than any history needs: a request that has not ended by then never ends
-NOW = 0.0  # nothing in this core depends on time
+STEPS_TO_END_MAX = 5_000  # No history needs this many steps. A request that has not ended by then never ends.
+NOW = 0.0  # The core of image requests does not use the time.
 
 
 class IterativeSimulation(EventSimulation[IterativeWorld]):
@@ -291,7 +295,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
     Attributes:
         live: expected state of each request that has not ended, in order of arrival.
         plan: the step in flight.
-        is_computed: whether the forward pass of `plan` has ended. It has a result unless the step was abandoned.
+        is_computed: whether the forward pass of `plan` has ended. An abandoned forward pass ends without a result.
     """
 
     def __init__(self, world: IterativeWorld, *, trace: Trace | None = None) -> None:
@@ -322,7 +326,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let every request finish, then check that nothing is left."""
+        """Run until every request has ended, then check that the core is empty."""
         for _ in range(STEPS_TO_END_MAX):
             if self.plan is None and not self.live:
                 break
@@ -337,11 +341,11 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
             f"steps, denoising steps, preemptions: the core counted {counted}, the simulation {expected}"
         )
 
-    # --- what happens ---
+    # --- Events ---
 
     def _arrive(self, event: Arrive) -> None:
         if event.id in self.entries:
-            return  # the engine's own ids are unique
+            return  # An engine never passes the same id to its core twice.
         request = IterativeRequest(
             id=RequestId(event.id),
             step_count=event.steps,
@@ -430,7 +434,10 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         self._failing.clear()
 
     def _expected_events(self, plan: IterativePlan, *, is_dropped: bool) -> list[IterativeEvent]:
-        """Events that the end of a step must report. Requests aborted meanwhile end first."""
+        """Return the events that the core must report at the end of a step.
+
+        Requests that were aborted during the step come first.
+        """
         entries = [self.live[work.request.id] for work in plan.works]
         events: list[IterativeEvent] = []
         staying = []
@@ -467,7 +474,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         self._count(f"ended: {reason.value}")
         return entry.finished
 
-    # --- what has to hold ---
+    # --- Rules ---
 
     def _check(self) -> None:
         core = self.core
@@ -490,7 +497,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
 
 
 def _moment(entry: ExpectedIteration | None) -> str:
-    """Name the moment of an abort, as seen from its request."""
+    """Return a name for the moment of an abort in the life of its request."""
     if entry is None:
         return "unknown id"
     if entry.finished is not None:
@@ -503,7 +510,7 @@ def _moment(entry: ExpectedIteration | None) -> str:
 
 
 def _plan_line(plan: IterativePlan) -> str:
-    """Format a plan: requests that lost their slot (-a), moves, and which request computes which step in which slot."""
+    """Format a plan as a line: preempted requests (-a), moves (source>target), and work (request[step]@slot)."""
     lost = [f"-{name}" for name in plan.preempted]
     moves = [f"{move.source}>{move.target}" for move in plan.moves]
     works = [f"{work.request.id}[{work.step}]@{work.slot}" for work in plan.works]
@@ -578,7 +585,7 @@ class IterativeGenerator:
 
     def _abort(self, simulation: IterativeSimulation) -> Abort:
         rng = self._rng
-        # Mostly a live request, now and then all requests of the step, and sometimes an unknown id.
+        # An abort mostly names a live request, sometimes all requests of the step, and sometimes an unknown id.
         names: list[str] = list(simulation.live) if rng.random() < 0.8 else list(simulation.entries)
         if simulation.plan is not None and rng.random() < 0.3:
             names = [work.request.id for work in simulation.plan.works]

@@ -1,6 +1,6 @@
-"""Plans for a simulation of an engine that makes pictures: when clients ask and leave, and when operators interfere.
+"""Plans for a simulation of an image engine: when clients send requests and disconnect, and when operators intervene.
 
-A plan is drawn from a seed in advance, so that the order in which tasks run does not change it.
+A plan is drawn from a seed before the run, so the order in which tasks run does not change the plan.
 
     images slots=2 kept=1 work=4 waiting_max=4 step_seconds=[0.01] schedule_seed=1
     client number=0 id="r0" at=0.0 pictures=2 steps=3
@@ -30,15 +30,15 @@ STEPS_MAX = 6
 
 
 class ImagesStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="images"):
-    """The engine, and the order of its tasks.
+    """Settings of the engine, and the order of its tasks.
 
     Attributes:
-        schedule_seed: decides the order of the tasks that can run.
-        slots: slots of running requests.
-        kept: slots of kept latents.
-        work: most work of one step.
-        waiting_max: most requests in the queue.
-        step_seconds: durations of the steps, in turn.
+        schedule_seed: seed of the order in which ready tasks run.
+        slots: number of slots for running requests.
+        kept: number of slots for latents that are kept for preempted requests.
+        work: maximum work of one step.
+        waiting_max: maximum number of requests in the queue.
+        step_seconds: durations of the steps, which are used in turn.
         faults: indexes of the steps that break the engine, counted over all restarts.
         restarts: how often the engine may restart.
         opening_seconds: duration of a restart.
@@ -59,16 +59,16 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     """A task with one request.
 
     Attributes:
-        number: the client's own number.
-        id: the request's id, which other clients may use too.
-        pictures: how many pictures it asks for.
-        size: work of one row of a picture.
-        partials: how many partial pictures it asks for, per picture.
+        number: number of the client, which no other client has.
+        id: id of the request. Several clients may use the same id.
+        pictures: number of requested images.
+        size: size of an image: work of one step without guidance.
+        partials: number of requested partial images per image.
         pause: seconds between two reads.
-        leaves_after: deltas after which it leaves, or None to read to the end.
-        patience: seconds until its scope is cancelled.
-        timeout: the request's own deadline.
-        queue_timeout: the request's own deadline in the queue.
+        leaves_after: number of deltas after which the client disconnects. None: it reads to the end.
+        patience: seconds until the client's scope is cancelled. None: it is not cancelled.
+        timeout: the request's own deadline in seconds, or None.
+        queue_timeout: the request's own queue deadline in seconds, or None.
     """
 
     number: int
@@ -119,19 +119,19 @@ def drawn_images_plan(rng: Random, client_count: int) -> ImagesPlan:
     parts: list[Part] = [draws.client(number, work_max=stage.work) for number in range(client_count)]
     parts += [draws.order() for _ in range(rng.randint(0, client_count // 2))]
     parts += [draws.fail() for _ in range(rng.choice((0, 0, 1, 3)))]
-    if not stage.restarts:  # a pause or a sleep during a restart is not simulated
+    if not stage.restarts:  # A pause or a sleep during a restart is not simulated.
         parts += map(_of_any_level, drawn_halts(rng, draws.moment, draws.span, levels=(2,)))
     parts += draws.drains(0.2)
     return ImagesPlan(stage, tuple(parts))
 
 
 def _of_any_level(halt: Halt) -> Halt:
-    """Change some sleeps to level 1."""
+    """Change the level of some sleeps to 1."""
     return msgspec.structs.replace(halt, level=Random(f"{halt.at}").randint(1, 2)) if isinstance(halt, Sleep) else halt
 
 
 class _Draws(Moments):
-    """Random choices that the parts of one plan share."""
+    """Draws of values that several parts of one plan use."""
 
     def __init__(self, rng: Random, client_count: int, *, span: float) -> None:
         super().__init__(rng, span=span)
@@ -172,9 +172,9 @@ class _Draws(Moments):
         return tuple(sorted({rng.randint(0, 20) for _ in range(rng.choice((1, 1, 2, 3)))}))
 
     def _name(self, *, beyond: int = 0) -> str:
-        """Name of a random client.
+        """Return the id of a random client.
 
         Args:
-            beyond: how many unknown names may be drawn too.
+            beyond: number of unknown ids that may be drawn too.
         """
         return f"r{self._rng.randrange(self._client_count + beyond)}"

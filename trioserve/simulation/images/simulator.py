@@ -1,8 +1,8 @@
-"""Runs an engine that makes pictures, in virtual time. Only the model and the clock are fakes.
+"""Runs an image engine in virtual time. Only the model and the clock are fakes.
 
-Clients read slowly, leave, or run out of patience. Operators abort by id, pause, and drain. Requests and steps fail,
-and the engine restarts. The core is checked wherever a task touches it: every slot is free, or used or kept by a
-request that is still inside. Each client knows which deltas it may receive (ImageBook). After a client has left,
+Clients read slowly, disconnect, or are cancelled. Operators abort by id, pause, and drain. Requests and steps fail,
+and the engine restarts. The simulation checks the core whenever a task uses it: every slot is free, or belongs to a
+request that has not ended. ImageBook checks the deltas that a client receives. After a client has disconnected,
 at most the step in flight still computes its request.
 """
 
@@ -40,18 +40,18 @@ __all__ = ["ImageBook", "ImagesSimulation"]
 
 
 class ImageBook:
-    """Expected deltas of one picture.
+    """Expected deltas of one image.
 
     Args:
-        name: the picture's name in messages.
-        index: the picture's index in its request.
-        step_count: steps that were asked for.
-        pictures: the picture after each step after which it is shown.
-        last: the finished picture.
+        name: name of the image in error messages.
+        index: index of the image in its request.
+        step_count: number of requested denoising steps.
+        pictures: expected partial images, by the number of steps before them.
+        last: the expected finished image.
 
     Attributes:
-        steps_done: steps in the latest delta, or -1 before the first.
-        end: how the picture ended, or None before its end.
+        steps_done: number of steps in the latest delta. -1: no delta has come.
+        end: the finish reason. None: the image has not ended.
     """
 
     def __init__(self, name: str, index: int, step_count: int, pictures: dict[int, RGBImage], last: RGBImage) -> None:
@@ -64,7 +64,7 @@ class ImageBook:
         self._last = last
 
     def take(self, delta: ImageDelta) -> None:
-        """Take a delta, and assert that it may come.
+        """Record a delta, and assert that it is an expected one.
 
         Args:
             delta: the delta.
@@ -92,10 +92,13 @@ class ImageBook:
             assert not missed, f"{shown_delta}: the picture after steps {missed} was not shown"
 
 
-REST_SECONDS = 10.0  # by then the step in flight is over, and an engine that broke with it has restarted
-SECONDS_MAX = 10_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
+REST_SECONDS = 10.0  # After this time, the step in flight has ended, and an engine that this step broke has restarted.
+# Limit in virtual seconds. A task that has not ended by then waits for an event that never comes.
+SECONDS_MAX = 10_000.0
 READ = "read to the end"
-MODEL = msgspec.structs.replace(FAKE_IMAGE_MODEL, width=8, height=8, pixels_per_work=64)  # small pictures are made fast
+MODEL = msgspec.structs.replace(
+    FAKE_IMAGE_MODEL, width=8, height=8, pixels_per_work=64
+)  # Images are small so that they are computed fast.
 BROKEN = "the engine was told to break"
 FAILED = "the picture was told to fail"
 
@@ -113,16 +116,18 @@ class ImagesSimulation(TracedRun):
         self.plan = plan
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
         self._inside = ClientsInside[ImageStream](_progress, tell=self.tell, count=self.count)
-        self._without_outcome: set[int] = set()  # clients that entered, and do not know yet how their request ended
-        self._failing: set[int] = set()  # clients that may get an error of their own
-        # sequences without a reader, and the index of the last step that may compute them
+        self._without_outcome: set[int] = (
+            set()
+        )  # clients that have entered the engine and do not know yet how their request ended
+        self._failing: set[int] = set()  # clients whose requests the plan makes fail
+        # For each sequence without a reader: the index of the last step that may compute the sequence.
         self._gone_at: dict[str, int] = {}
-        self._owners: dict[str, Client] = {}  # client of each sequence
-        self._step_count = 0  # steps computed so far
-        # for each client: the clients in each failed step with its request
+        self._owners: dict[str, Client] = {}  # the client of each sequence
+        self._step_count = 0  # number of steps so far
+        # For each client: the members of each failed step that computed the client's request.
         self._faults_of: dict[int, list[set[int]]] = {}
         self._step_seconds = itertools.cycle(plan.stage.step_seconds)
-        self._stop_reasons: dict[int, str] = {}  # stop reasons of requests that a pause ended
+        self._stop_reasons: dict[int, str] = {}  # stop reasons of requests that a pause has ended
         self._pauses = Pauses(
             tell=self.tell,
             count=self.count,
@@ -136,7 +141,7 @@ class ImagesSimulation(TracedRun):
         """Run the plan.
 
         Raises:
-            AssertionError: something is not as it must be. Exceptions of the engine pass through too.
+            AssertionError: a rule is broken. Exceptions of the engine pass through too.
         """
         with seeded_schedule(self.plan.stage.schedule_seed), without_log_lines("trioserve.engine"):
             clock = MockClock(autojump_threshold=0)
@@ -166,14 +171,14 @@ class ImagesSimulation(TracedRun):
                     self._pauses.engine = None
         except EngineFault as fault:
             if BROKEN not in str(fault):
-                raise (fault.__cause__ or fault) from None  # a check failed inside a step
+                raise (fault.__cause__ or fault) from None  # A check of the simulation has failed inside a step.
             assert not self._without_outcome, (
                 f"the engine broke, and clients {sorted(self._without_outcome)} were not notified"
             )
             self.count("engines broken")
 
     async def _live(self, fake: FakeImageEngine) -> None:
-        fake.on_fault = fake.wait_until_idle  # clients get time to finish
+        fake.on_fault = fake.wait_until_idle  # After a fault, clients get time to finish.
         async with trio.open_nursery() as nursery:
             for part in self.plan.parts:
                 if isinstance(part, Client):
@@ -190,7 +195,7 @@ class ImagesSimulation(TracedRun):
         self.check(fake)
         self._check_freed(fake)
         may_break = any(fault >= self._step_count for fault in self.plan.stage.faults)
-        if fake.ready and not may_break:  # a new client finds every place free
+        if fake.ready and not may_break:  # A new client must find all slots and the whole queue free.
             stage = self.plan.stage
             number = max(self._clients, default=0) + 1
             last = Client(number=number, id="last", pictures=min(fake.limits.n_max, stage.slots + stage.waiting_max))
@@ -199,7 +204,7 @@ class ImagesSimulation(TracedRun):
             assert outcome == READ, f"no client is left, and a new one is {outcome}"
             fake.assert_all_free()
 
-    # --- what tasks do ---
+    # --- Tasks of clients and operators ---
 
     async def _be_client(self, fake: FakeImageEngine, client: Client) -> str:
         await trio.sleep(client.at)
@@ -226,9 +231,10 @@ class ImagesSimulation(TracedRun):
         except EngineFault:
             outcome = "told of a fault"
         finally:
-            is_refused = is_new_id and not stream._request.choices  # it was refused at once, and never had a place
+            is_refused = is_new_id and not stream._request.choices  # A request without choices was refused at once.
             self._inside.end(client.number, unused_id=client.id if is_refused else None)
-            # From here on at most the step in flight computes it, however the client leaves.
+            # From this point on, at most the step in flight computes the request, however its client has left the
+            # scope.
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
             outcome = "out of patience"
@@ -238,10 +244,10 @@ class ImagesSimulation(TracedRun):
         return outcome
 
     async def _read(self, fake: FakeImageEngine, client: Client, stream: ImageStream) -> bool:
-        """Read the stream.
+        """Read the stream of a client.
 
         Returns:
-            True if it was read to the end.
+            True if the client has read the whole stream.
         """
         books = [_book_of(client, request) for request in _asked(stream)]
         if client.leaves_after == 0:
@@ -263,7 +269,7 @@ class ImagesSimulation(TracedRun):
         return True
 
     def _check_end(self, client: Client, delta: ImageDelta) -> None:
-        """Check the end of a picture that did not finish normally."""
+        """Check the reason for which an image ended without being finished."""
         reason, name = delta.finish_reason, f"client {client.number}, picture {delta.index}"
         if reason is FinishReason.ABORT:
             assert self._inside.was_aborted(client.number), f"{name} was aborted, and no operator aborted it"
@@ -328,10 +334,10 @@ class ImagesSimulation(TracedRun):
             fake.fail_request(fail.id, FAILED)
             self._failing.update(numbers)
 
-    # --- what is noted ---
+    # --- Records and rules ---
 
     def check(self, fake: FakeImageEngine) -> None:
-        """Check what must hold at any moment.
+        """Check the rules that must hold at any time.
 
         Args:
             fake: the engine.
@@ -368,14 +374,14 @@ class ImagesSimulation(TracedRun):
             assert not (is_late and waits), f"client {number} has waited for too long"
 
     def begin_step(self, plan: IterativePlan, *, is_abandoned: bool) -> None:
-        """Note a step that is about to be computed, set the duration of the next one, and raise if the plan says so.
+        """Record a step that is about to be computed, and set the duration of the next step.
 
         Args:
             plan: the step.
-            is_abandoned: whether no request waits for it any more.
+            is_abandoned: whether no request needs the result of the step any more.
 
         Raises:
-            RuntimeError: the step breaks the engine.
+            RuntimeError: the plan lets this step break the engine.
         """
         fake = self._fake
         assert fake is not None
@@ -405,20 +411,21 @@ class ImagesSimulation(TracedRun):
         self._owners.update({choice.sequence_id: client for choice in stream._request.choices})
 
     def _note_gone(self, sequence_id: str, *, is_in_flight: bool) -> None:
-        """Note a sequence without a reader. At most the step in flight may compute it."""
+        """Record that a sequence has no reader any more. At most the step in flight may still compute the sequence."""
         self._gone_at.setdefault(sequence_id, self._step_count - (not is_in_flight))
 
     def _note_ended(self, request: AnyScope, stop_reason: str) -> None:
-        """Note a request that a pause is about to end."""
+        """Record that a pause is about to end a request."""
         for number, stream in self._inside.streams.items():
             if stream._request is request:
                 self._inside.note_end(number)
                 self._stop_reasons[number] = stop_reason
 
     def _waits_for_ever(self, fake: FakeImageEngine) -> str | None:
-        """Name a request that waits although a step could compute it.
+        """Return the id of a request that waits although a step could compute it, or None.
 
-        None waits in vain during a pause or a restart, and none that has not begun while the others end.
+        During a pause or a restart, every request may wait. While a pause lets running requests end, requests that have
+        not begun may wait.
         """
         if self._pauses.is_closed or fake.reopens_at is not None or fake.current_core.flights:
             return None
@@ -433,7 +440,7 @@ class ImagesSimulation(TracedRun):
             self.count("partial pictures")
 
     def _check_freed(self, fake: FakeImageEngine) -> None:
-        """Check by the engine's own metrics that each cancel took at most the step in flight."""
+        """Check in the engine's metrics that each cancelled request left the core after at most one step."""
         steps = fake.metrics.cancel_to_free_steps
         for phase, child in steps._children.items():
             late = sum(child.counts()[index] for index, bound in enumerate((*steps.bounds, math.inf)) if bound > 1)
@@ -441,7 +448,7 @@ class ImagesSimulation(TracedRun):
 
 
 class _WatchedExecutor(FakeImageExecutor):
-    """An executor that reports each step before it computes it."""
+    """An executor that reports each step to the simulation before it computes the step."""
 
     def __init__(self, simulation: ImagesSimulation, slot_count: int) -> None:
         super().__init__(slot_count)
@@ -461,7 +468,7 @@ def _progress(stream: ImageStream) -> int:
 
 
 def _params_of(client: Client) -> ImageParams:
-    """Image parameters of a client. A picture of size 1 is as large as the model's default."""
+    """Return the image parameters of a client's request. An image of size 1 has the model's default size."""
     return ImageParams(
         width=MODEL.width,
         height=MODEL.height * client.size,
@@ -474,7 +481,7 @@ def _params_of(client: Client) -> ImageParams:
 
 
 def _asked(stream: ImageStream) -> list[IterativeRequest]:
-    """Core requests of each picture, for the fake model."""
+    """Return the core's request for each image of a stream, as the fake model needs it."""
     request = stream._request
     return [
         request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)

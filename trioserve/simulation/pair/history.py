@@ -1,7 +1,6 @@
-"""Histories of a pair as data: an engine for prompts, one for responses, a router, clients, and the network between
-them.
+"""Histories of a prefill engine and a decode engine, with their router, clients and network, as data.
 
-As in `history`, an event that does not apply does nothing.
+As in the history of a core, an event that does not apply does nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +36,15 @@ HOSTS: tuple[HostName, ...] = ("prefill", "decode")
 
 
 class PairWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
-    """The two engines and their common model.
+    """Settings of the two engines and of their common model.
 
     Attributes:
-        chunk_tokens: tokens whose KV goes over the network at a time.
-        hold_seconds: how long blocks are held after the last sign of life of their reader.
-        load_seconds: how long a request waits for its KV.
-        fails_without_kv: whether a request without its KV ends with an error, instead of computing it.
-        window_tokens: how many tokens back each token sees, or None if it sees all.
+        chunk_tokens: number of tokens whose KV is sent in one message.
+        hold_seconds: how long blocks are held after the last message from their reader.
+        load_seconds: how long a request may wait for its KV.
+        fails_without_kv: True: a request whose KV does not arrive ends with an error. False: the engine computes the
+            KV.
+        window_tokens: length of the sliding window of attention. None: no window.
     """
 
     prefill_blocks: int = 16
@@ -78,53 +78,54 @@ class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="c
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The client leaves. The router ends everything that it has begun for it."""
+    """The client disconnects. The router ends every stage that it has begun for this client."""
 
     id: str
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """An engine begins a step, or ends the one in flight."""
+    """An engine begins a step, or ends the step in flight."""
 
     host: HostName
 
 
 class Deliver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="deliver"):
-    """A message arrives: the first one of one direction of a connection.
+    """The oldest message in one direction of a connection arrives.
 
     Attributes:
-        index: which direction, modulo their number. The other events with an index work the same way.
+        index: index of the direction among all directions with messages, modulo their number. Other events with an
+            index choose in the same way.
     """
 
     index: int = 0
 
 
 class Repeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="repeat"):
-    """The message that would arrive next is duplicated."""
+    """The network duplicates the oldest message in one direction."""
 
     index: int = 0
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="serve"):
-    """A holder reads the next piece that a reader has requested, and sends it."""
+    """The engine that holds blocks sends the next chunk that another engine has requested."""
 
     index: int = 0
 
 
 class Lose(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="lose"):
-    """A connection dies: its messages, and all later ones, are lost. No end is notified."""
+    """A connection dies silently: its present and future messages are lost, and neither end is notified."""
 
     index: int = 0
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cut"):
-    """A connection breaks, and both ends see it."""
+    """A connection breaks, and both ends are notified."""
 
     index: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """SIGSTOP: the host does nothing, and its connections stay open."""
+    """The host is stopped, as by SIGSTOP: it does nothing, and its connections stay open."""
 
     host: HostName
 
@@ -134,25 +135,25 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue"):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
-    """The host loses all of its state, and its connections break."""
+    """The host is killed: it loses all of its state, and its connections break."""
 
     host: HostName
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The host starts again at the same address, as another engine."""
+    """The host starts again at the same address, with a new engine id."""
 
     host: HostName
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
-    """The host refuses the next request of the router."""
+    """The host will refuse the next request from the router."""
 
     host: HostName
 
 
 class PairWait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
-    """Time passes, and everything that is due happens."""
+    """Time passes. Timers and deadlines expire."""
 
     seconds: float
 

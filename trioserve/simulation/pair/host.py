@@ -1,12 +1,11 @@
 """The engines of a simulated pair, and the router that uses them.
 
-A host is a real core with the real bookkeeping of a stream connector, and a model without weights.
-The router is a model of any
-router that uses both engines and whose clients leave.
+A host has a real core with the real policy of a stream connector, and a model without weights. The router stands for
+any router that uses both engines and whose clients may disconnect.
 
-It requests a prefill, then a decode with the parameters that the prefill returned. If one of them fails before the
-first token, the other engine does the whole request. Every client's tokens are compared with those of the reference
-engine.
+The router requests a prefill, then a decode with the parameters that the prefill returned. If a stage fails before the
+first token, the other engine computes the whole request. Every client's tokens are compared with the tokens of the
+reference engine.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ __all__ = [
     "request_of",
 ]
 
-# A correct connector causes none of these faults, whatever its network does.
+# A correct connector causes none of these faults, however the network behaves.
 BROKEN_PROMISES = (
     TransferFault.UNKNOWN,
     TransferFault.DOUBLE,
@@ -76,7 +75,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """The request was not begun, and nothing is held for it."""
+    """Message: the engine has refused the request, and holds no blocks for it."""
 
 
 def _may_load(live: LiveRequest) -> bool:
@@ -85,7 +84,7 @@ def _may_load(live: LiveRequest) -> bool:
 
 
 class PairHost:
-    """One engine. Each start creates another engine, without the state of the one before.
+    """A host of one engine. Each start creates a new engine without the state of the former engine.
 
     Args:
         name: the host's name.
@@ -93,12 +92,12 @@ class PairHost:
         model: the model of both engines.
         network: the network between them.
         clock: returns the simulated time.
-        listener_at: returns the listener of a host, or None if it has none.
+        listener_at: returns the listener of a host, or None if the host does not listen.
 
     Attributes:
-        is_up: whether the engine exists. It may be stopped.
-        is_stopped: whether the engine does nothing.
-        refuses: whether it refuses the next request.
+        is_up: whether the engine exists. A stopped engine exists too.
+        is_stopped: whether the engine is stopped and does nothing.
+        refuses: whether the engine will refuse the next request.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class PairHost:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is live, and no KV is read or loaded."""
+        """True if the engine has no live request, and no transfer of KV is open."""
         is_quiet = self.flight is None and not any(True for _ in self.core.live_requests())
         return is_quiet and not self.transport.servings and not len(self.transport.policy.loads)
 
@@ -173,7 +172,7 @@ class PairHost:
         assert self.core.transfers is not None
         return len(self.core.transfers.holds)
 
-    # --- what happens ---
+    # --- Steps ---
 
     def step(self) -> StepPlan | None:
         """Begin a step, or end the step in flight.
@@ -197,13 +196,13 @@ class PairHost:
         return None
 
     def next_deadline(self) -> float | None:
-        """Next deadline of the core, which checks deadlines between two steps."""
+        """Return the core's next deadline, or None during a step. The core checks deadlines only between steps."""
         return self.core.next_deadline() if self.runs and self.flight is None else None
 
     def expire(self) -> None:
         self._pass_on([*self.core.progress(self._now()), *self.core.expire(self._now())])
 
-    # --- an End of the router's connections ---
+    # --- Messages from the router ---
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None:
         if isinstance(message, AbortIds):
@@ -211,7 +210,7 @@ class PairHost:
             return
         assert isinstance(message, Submit)
         if message.request.id in self._asked_by:
-            return  # it is a duplicate
+            return  # The network has duplicated the message.
         refuses, self.refuses = self.refuses, False
         if refuses:
             connection.send(self.name, Refused())
@@ -233,7 +232,7 @@ class PairHost:
         live = {live.request.id for live in self.core.live_requests()}
         self._abort([name for name, asked in self._asked_by.items() if asked is connection and name in live])
 
-    # --- what must hold ---
+    # --- Rules ---
 
     def check(self) -> None:
         core, transfers, policy = self.core, self.core.transfers, self.transport.policy
@@ -250,7 +249,7 @@ class PairHost:
             f"{self.name}: a load may be written without a waiting request or a hold"
         )
 
-    # --- inside ---
+    # --- Helpers ---
 
     def _abort(self, ids: Iterable[RequestId]) -> None:
         results = self.core.abort(ids, now=self._now())
@@ -266,14 +265,14 @@ class PairHost:
 
 
 ROUTER = "router"
-ROUTER_PATIENCE_SECONDS = 60.0  # without a byte of a response
+ROUTER_PATIENCE_SECONDS = 60.0  # The router waits this long for the next message of a response.
 
 StageKind = Literal["prefill", "decode", "whole"]
 State = Literal["open", "done", "left", "failed"]
 
 
 class Client:
-    """One client's request.
+    """Progress of one client's request.
 
     Args:
         event: the request.
@@ -281,8 +280,8 @@ class Client:
 
     Attributes:
         tokens: tokens received so far.
-        stage: the stage that is running.
-        prefilled: the request whose blocks may be held.
+        stage: the running stage.
+        prefilled: id of the prefill request whose blocks may be held for the decode.
     """
 
     def __init__(self, event: Come, response: ReferenceResponse) -> None:
@@ -322,7 +321,7 @@ class StageRequest:
 
 
 class OneMessageEnd:
-    """The router's end of a connection that serves for one message."""
+    """The router's end of a connection that carries only one message."""
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None:
         pass
@@ -332,14 +331,14 @@ class OneMessageEnd:
 
 
 class PairRouter:
-    """The router.
+    """A router that sends each request to both engines, stage after stage.
 
     Args:
         world: settings of both engines.
         network: the network.
         hosts: both engines.
         clock: returns the simulated time.
-        count: counts what happened, by name.
+        count: counts occurrences by name.
     """
 
     def __init__(
@@ -364,7 +363,7 @@ class PairRouter:
             client: the client.
             kind: the stage.
             host: the engine.
-            params: for a decode, where the KV of its prompt is.
+            params: for a decode, the transfer parameters of the prompt's KV.
         """
         client.stage_count += 1
         client.stage = stage = StageRequest(self, client, kind, host)
@@ -408,11 +407,11 @@ class PairRouter:
             assert end.reason is client.response.reason, f"{client.event.id} ends with {end.reason}"
 
     def lost(self, stage: StageRequest, *, is_refused: bool = False) -> None:
-        """Handle an engine that does not answer. The other engine does the request, if the response has no token yet.
+        """Handle the loss or refusal of a stage. If the client has no token yet, the other engine computes the request.
 
         Args:
-            stage: the stage without an answer.
-            is_refused: whether the engine refused it.
+            stage: the stage.
+            is_refused: whether the engine refused the stage.
         """
         client = stage.client
         if client.state != "open" or client.stage is not stage:
@@ -437,12 +436,13 @@ class PairRouter:
         connection = client.stage.connection
         if connection is not None:
             if client.stage.kind == "prefill" and client.state == "left":
-                # It may have ended already, and then its blocks would be held for no reader.
+                # The prefill may already have ended. Without this abort, its blocks would be held although no decode
+                # follows.
                 connection.send(ROUTER, AbortIds((client.stage.id,)))
             self._network.close(connection, ROUTER)
 
     def release(self, client: Client) -> None:
-        """Release the blocks held for the client, which has no reader for them.
+        """Release the blocks that are held for the client, because no decode will read them.
 
         Args:
             client: the client.
@@ -467,7 +467,7 @@ def request_of(event: Come, name: RequestId, output: int, kv_transfer: KVTransfe
     Args:
         event: the client's request.
         name: id of the new request.
-        output: most tokens to generate.
+        output: maximum number of output tokens.
         kv_transfer: parameters of the KV transfer.
     """
     return EngineRequest(

@@ -1,11 +1,11 @@
-"""Runs one history of a pair: two real cores with the real bookkeeping of a connector. All is checked after each event.
+"""Runs one history of two real cores with the real policy of a connector, and checks all rules after each event.
 
-The router (host.py) and the transport (transport.py) are models. Every client's tokens must be those of the reference
-engine, whatever happened. An executor notices KV that belongs to another request. The invariants read the state of both
-cores, and a connector may report only transfers that are pending. After all requests have ended, both pools are free:
-at once if nothing broke, and within one deadline otherwise.
+The router (host.py) and the transport (transport.py) are models. Every client's tokens must equal the tokens of the
+reference engine. The executors detect KV that belongs to another request. The invariants read the state of both
+cores, and a connector may report only pending transfers. After all requests have ended, both pools must become free:
+immediately if no connection broke, and within one deadline otherwise.
 
-The generator makes a world first, then one event after another.
+The generator draws a world first, then one event after another.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from trioserve.testing.invariants import check_idle
 
 __all__ = ["PairGenerator", "PairSimulation"]
 
-ROUNDS_TO_END_MAX = 5_000  # far more than any history needs: a client that has not ended by then never ends
+ROUNDS_TO_END_MAX = 5_000  # No history needs this many rounds. A client that has not ended by then never ends.
 
 
 class PairSimulation(EventSimulation[PairWorld]):
-    """One run of a pair.
+    """Runs one history of two engines.
 
     Args:
         world: settings of both engines.
@@ -58,7 +58,7 @@ class PairSimulation(EventSimulation[PairWorld]):
 
     Attributes:
         clients: clients by name, in order of arrival.
-        is_calm: whether no connection has broken and no message was lost so far.
+        is_calm: True as long as no connection has broken and no message was lost.
     """
 
     def __init__(self, world: PairWorld, *, trace: Trace | None = None) -> None:
@@ -88,7 +88,7 @@ class PairSimulation(EventSimulation[PairWorld]):
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let every request finish, then check that nothing is left."""
+        """Run until every request has ended, then check that both engines are empty."""
         for name, host in self.hosts.items():
             self.apply(Continue(host=name))
             if not host.is_up:
@@ -127,7 +127,7 @@ class PairSimulation(EventSimulation[PairWorld]):
             is_excused = not self.is_calm or self.world.fails_without_kv or client.was_refused
             assert client.state != "failed" or is_excused, f"{client.event.id} failed, and nothing went wrong"
 
-    # --- what happens ---
+    # --- Events ---
 
     def _come(self, event: Come) -> None:
         if event.id in self.clients:
@@ -170,7 +170,9 @@ class PairSimulation(EventSimulation[PairWorld]):
         ways = self.network.deliverable()
         if ways:
             connection, party = ways[event.index % len(ways)]
-            if connection.is_open and ROUTER not in connection.ends:  # HTTP repeats nothing
+            if (
+                connection.is_open and ROUTER not in connection.ends
+            ):  # The router's connections use HTTP, which never duplicates a message.
                 connection.ways[party].appendleft(connection.ways[party][0])
                 self._count("messages that came twice")
 
@@ -180,7 +182,7 @@ class PairSimulation(EventSimulation[PairWorld]):
             servings[event.index % len(servings)].proceed()
 
     def servings(self) -> list[Serving]:
-        """Readers to which a holder could send a piece now."""
+        """Return the transfers for which an engine could send a chunk now."""
         return [serving for host in self.hosts.values() if host.runs for serving in host.transport.servings]
 
     def _lose(self, event: Lose) -> None:
@@ -240,7 +242,7 @@ class PairSimulation(EventSimulation[PairWorld]):
             self._settle()
 
     def _next_moment(self) -> float | None:
-        """Next moment at which something happens without an event."""
+        """Return the next time at which a timer or a deadline expires, or None."""
         moments = [self.network.next_impatience()]
         for host in self.hosts.values():
             if host.runs:
@@ -248,7 +250,7 @@ class PairSimulation(EventSimulation[PairWorld]):
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _do_what_is_due(self) -> None:
-        """Do one thing that is due."""
+        """Handle one timer or deadline that has expired."""
         impatient = self.network.impatient(self.now)
         if impatient is not None:
             self.is_calm = False
@@ -263,10 +265,10 @@ class PairSimulation(EventSimulation[PairWorld]):
                 host.expire()
 
     def _advance(self) -> bool:
-        """Do something that needs no time.
+        """Apply an event that makes progress without time passing.
 
         Returns:
-            False if nothing could happen.
+            False if only time can make progress.
         """
         if self.network.deliverable():
             self.apply(Deliver())
@@ -283,10 +285,10 @@ class PairSimulation(EventSimulation[PairWorld]):
     def _progress_of(self, host: PairHost) -> tuple[object, ...]:
         return host.flight, host.hold_count, self.counts.get(f"steps: {host.name}", 0)
 
-    # --- what must hold ---
+    # --- Rules ---
 
     def _settle(self) -> None:
-        """Let the transports do their pending work, then check everything."""
+        """Let the transports do their pending work, then check both engines."""
         for host in self.hosts.values():
             if host.runs:
                 host.transport.work()
@@ -295,10 +297,10 @@ class PairSimulation(EventSimulation[PairWorld]):
                 host.check()
         self._count("checks of both engines")
 
-    # --- inside ---
+    # --- Helpers ---
 
     def _phase(self, stage: StageRequest) -> str:
-        """Describe where a client's request is."""
+        """Describe the state of a stage, for the counts."""
         core = self.hosts[stage.host].core
         live = next((live for live in core.live_requests() if live.request.id == stage.id), None)
         if live is None:
@@ -341,13 +343,13 @@ _HANDLERS: dict[type[PairEvent], Callable[[PairSimulation, Any], None]] = {
 }
 
 
-INDEX_MAX = 100  # more messages than a network carries at a time
+INDEX_MAX = 100  # larger than the number of messages in a network at any time
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (1, 2))
 WINDOWED_WORLDS_SHARE = 0.3
 
 
 class PairGenerator:
-    """Generates one history. In some histories nothing breaks, and then nothing may wait for a deadline.
+    """Generates one history. In some histories no connection breaks, so no request may have to wait for a deadline.
 
     Args:
         rng: source of all random choices, used in the order of the calls.
@@ -356,10 +358,11 @@ class PairGenerator:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self.world = self._drawn_world()
-        # From a source of its own, so that a world without a window keeps the history it had before windows existed.
+        # Windows are drawn from a separate source. So each seed of a world without a window gives the same history as
+        # before this module could draw windows.
         window_rng = Random(line_of(self.world))
-        # Longer blocks at the reader may need KV that the sender has freed: then the reader computes it, which is no
-        # fault.
+        # If the decode engine has longer blocks, it may need KV that the prefill engine has already freed. It
+        # then computes that KV itself, which is no error. So worlds with such blocks have no window.
         can_have_window = self.world.prefill_block_size % self.world.decode_block_size == 0
         if can_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9)))
@@ -394,7 +397,7 @@ class PairGenerator:
             chance -= rate
         return Deliver(index=self._index()) if simulation.network.deliverable() else Step(host=self._host())
 
-    # --- the parts ---
+    # --- Drawing of events ---
 
     def _host(self) -> HostName:
         return HOSTS[self._rng.random() < 0.5]

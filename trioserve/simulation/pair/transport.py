@@ -1,12 +1,12 @@
-"""A transport for the policy of a stream connector (connectors.stream.policy), without tasks.
+"""A transport without tasks for the policy of a stream connector (connectors.stream.policy).
 
-It does the work of holder.py and reader.py, one message after another, over a network that the simulation moves. The
-real policy makes all decisions: which blocks are held, which may be read or written, which engine is notified, and how
-often something is retried.
+It replaces holder.py and reader.py. It handles one message after another, over a network that the simulation controls.
+The real policy makes all decisions: which blocks are held, which blocks may be read or written, which engine is
+notified, and how often a load is retried.
 
-The network has explicit messages: they stay on connections until they are delivered, lost or repeated.
-A connection keeps the order of the messages of each direction. A dead connection delivers nothing, and neither end
-knows: an end that waits for a message gives up at a moment that it has set. Messages to a stopped host wait for it.
+A message stays on its connection until the simulation delivers, loses or duplicates it. A connection keeps the order of
+the messages in each direction. A dead connection delivers no messages, and neither end is notified. So an end that
+waits for a message sets a time at which it gives up. A stopped host receives its messages after it continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["PORTS", "Connection", "End", "Network", "PairTransport", "Serving", 
 
 
 class End(Protocol):
-    """One end of a connection. It is not called after the connection was closed or has broken."""
+    """One end of a connection. The network does not call an end after the connection was closed or has broken."""
 
     def take(self, connection: Connection, message: msgspec.Struct) -> None: ...
 
@@ -42,13 +42,13 @@ class Connection:
     """A connection between two parties.
 
     Args:
-        ends: the two ends, by the names of their parties, which differ.
+        ends: the two ends, by the names of their parties. The names differ.
 
     Attributes:
-        ways: messages of each direction, by the party that gets them.
-        patience: moment at which an end gives up, by its party.
-        is_open: whether no party has left.
-        is_dead: whether its messages are lost without notice.
+        ways: messages in each direction, by the receiving party.
+        patience: time at which an end gives up, by its party.
+        is_open: whether neither party has closed the connection.
+        is_dead: whether all messages are lost without notice.
     """
 
     def __init__(self, ends: dict[str, End]) -> None:
@@ -59,7 +59,7 @@ class Connection:
         self.is_dead = False
 
     def send(self, party: str, message: msgspec.Struct) -> None:
-        """Send a message to the other party. Over a closed or dead connection it is lost.
+        """Send a message to the other party. A closed or dead connection loses the message.
 
         Args:
             party: the sender.
@@ -73,14 +73,14 @@ class Connection:
 
 
 class Network:
-    """All connections.
+    """All connections of a simulated pair.
 
     Args:
-        runs: returns whether a party can take a message now.
-        exists: returns whether a party can take a message now or later.
+        runs: returns whether a party can receive a message now.
+        exists: returns whether a party can receive a message now or after it continues.
 
     Attributes:
-        broken_count: how many connections have broken.
+        broken_count: number of connections that have broken.
     """
 
     def __init__(self, runs: Callable[[str], bool], exists: Callable[[str], bool]) -> None:
@@ -95,7 +95,7 @@ class Network:
         return connection
 
     def deliverable(self) -> list[tuple[Connection, str]]:
-        """Directions over which a message could arrive.
+        """Return the directions in which a message could arrive now.
 
         Returns:
             Pairs of the connection and the receiving party.
@@ -116,11 +116,14 @@ class Network:
             connection.ends[party].take(connection, message)
 
     def close(self, connection: Connection, party: str) -> None:
-        """Close a connection. The other party sees it after the messages sent before, unless the connection is dead.
+        """Close a connection.
+
+        The other party is notified after it has received the messages that were sent before. If the connection is dead,
+        it is not notified.
 
         Args:
             connection: the connection.
-            party: the party that leaves.
+            party: the party that closes the connection.
         """
         if not connection.is_open:
             return
@@ -134,7 +137,9 @@ class Network:
             connection.ways[other].append(Closed())
 
     def cut(self, connection: Connection, why: str) -> None:
-        """Break a connection. Parties that have not left see it, and a stopped party sees it when it continues.
+        """Break a connection.
+
+        Each party that has not closed the connection is notified. A stopped party is notified when it continues.
 
         Args:
             connection: the connection.
@@ -193,11 +198,11 @@ class Network:
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """The other end has left."""
+    """Message: the other party has closed the connection."""
 
 
 class Timers:
-    """Calls of one party at given moments. The calls of a stopped party wait for it."""
+    """Timers of one party. The timers of a stopped party expire after it continues."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], Any]]] = []
@@ -213,13 +218,13 @@ class Timers:
         return self._due[0][0] if self._due else None
 
     def ring(self, now: float) -> bool:
-        """Do the first call that is due.
+        """Call the function of the first timer that has expired.
 
         Args:
             now: the current time.
 
         Returns:
-            False if none was due.
+            False if no timer has expired.
         """
         if not self._due or self._due[0][0] > now:
             return False
@@ -237,10 +242,10 @@ Slots = tuple[tuple[int, str | None] | None, ...]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A reader requests the KV of these positions.
+    """Message: a reader requests the KV of `count` positions from `start` on.
 
     Attributes:
-        first: index of the first piece that the reader still needs.
+        first: index of the first chunk that the reader still needs.
     """
 
     engine_id: str
@@ -257,15 +262,15 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class AllSent(msgspec.Struct, frozen=True):
-    """All pieces were sent, and the hold still existed when the last was read."""
+    """Message: all chunks were sent, and the blocks were still held when the last chunk was read."""
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """There is nothing to read, or no more.
+    """Message: the engine cannot send the requested KV, or cannot send more of it.
 
     Attributes:
         message: the reason.
-        is_another: whether the engine at this address is not the requested one.
+        is_another: whether another engine than the requested one listens at this address.
     """
 
     message: str
@@ -273,10 +278,10 @@ class Aborted(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """A notice for a holder.
+    """Message: a reader notifies an engine which of its held blocks are still needed, and which may be released.
 
     Attributes:
-        engine_id: the engine that it is meant for.
+        engine_id: id of the engine that holds the blocks.
         tell: the notice.
     """
 
@@ -285,13 +290,13 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """Requests of a notice whose blocks are not held."""
+    """Message: the requests of a notice for which the engine holds no blocks."""
 
     request_ids: tuple[str, ...]
 
 
 class NoPages:
-    """Pages without blocks. The policy uses only their layout."""
+    """KV pages without blocks, for a policy that uses only their layout."""
 
     block_count = 0
 
@@ -315,15 +320,15 @@ class PairTransport:
         name: the engine's name.
         engine_id: the engine's id.
         executor: the engine's executor.
-        chunk_tokens: tokens per piece.
+        chunk_tokens: number of tokens per chunk.
         network: the network.
         timers: timers of the engine.
         clock: returns the simulated time.
-        listener_at: returns the listener of an engine, or None if it has none.
+        listener_at: returns the listener of an engine, or None if the engine does not listen.
 
     Attributes:
-        policy: the connector's policy, for the core.
-        servings: transfers that other engines have requested and that are not complete.
+        policy: the connector's policy, which the core uses as its connector.
+        servings: incomplete transfers that other engines have requested.
     """
 
     def __init__(
@@ -358,7 +363,7 @@ class PairTransport:
         self._tellers: dict[Source, Teller] = {}
 
     def work(self) -> None:
-        """Begin the pending work of the policy, as the transport's task does whenever it is woken."""
+        """Begin the pending work of the policy. A real transport's task does this whenever it is woken."""
         for load in self.policy.loads.take_new():
             self.policy.loads.begun(load, self.now())
             self.bring(load)
@@ -369,7 +374,7 @@ class PairTransport:
             teller.tell_now()
 
     def bring(self, load: Load) -> None:
-        """Try once to load the missing part of a load.
+        """Make one attempt to load the missing chunks of a load.
 
         Args:
             load: the load.
@@ -407,7 +412,7 @@ class PairTransport:
         """Handle a message from another engine.
 
         Args:
-            connection: its connection.
+            connection: the connection of the message.
             message: the message.
         """
         if isinstance(message, Asked):
@@ -436,7 +441,7 @@ class PairTransport:
 
 
 class Holding:
-    """The holder's end of a connection. It passes all messages to the transport.
+    """The end of a connection at the engine that holds blocks. It passes all messages to the transport.
 
     Args:
         transport: the transport.
@@ -454,13 +459,13 @@ class Holding:
 
 
 class Serving:
-    """A transfer that one reader has requested.
+    """A transfer of KV that one reader has requested.
 
     Args:
-        transport: the holder's transport.
+        transport: the transport of the engine that holds the blocks.
         connection: the reader's connection.
-        send: the hold.
-        asked: the request.
+        send: the held blocks.
+        asked: the reader's message.
     """
 
     def __init__(self, transport: PairTransport, connection: Connection, send: Send, asked: Asked) -> None:
@@ -473,7 +478,7 @@ class Serving:
         transport.servings.append(self)
 
     def proceed(self) -> None:
-        """Read the next piece and send it, or report that all pieces were sent."""
+        """Read the next chunk and send it, or report that all chunks were sent."""
         name, send = self._transport.name, self._send
         if not send.is_alive:
             self._stop()
@@ -499,7 +504,7 @@ class Serving:
 
 
 class Bringing:
-    """The reader's end of a connection: one attempt at a load.
+    """The reader's end of a connection that makes one attempt at a load.
 
     Args:
         transport: the reader's transport.
@@ -546,11 +551,11 @@ class Bringing:
 
 
 class Teller:
-    """Notifies a holder which blocks are still needed, and which not, and repeats that.
+    """Repeatedly notifies an engine which of its held blocks are still needed, and which may be released.
 
     Args:
         transport: the reader's transport.
-        source: the holder.
+        source: address and id of the engine that holds the blocks.
     """
 
     def __init__(self, transport: PairTransport, source: Source) -> None:
@@ -614,7 +619,7 @@ class Teller:
         self._transport.timers.at(self._transport.now() + seconds, partial(self._tell_again, self._turn))
 
     def _tell_again(self, turn: int) -> None:
-        if turn == self._turn:  # otherwise a newer notice was sent meanwhile
+        if turn == self._turn:  # If the turn has changed, a newer notice was sent meanwhile.
             self.tell_now()
 
     def _leave(self) -> None:

@@ -1,7 +1,7 @@
-"""Plans for a simulation of an engine whose model runs in ranks: what clients request, and what happens to which rank.
+"""Plans for a simulation of an engine with ranks: requests of clients, acts of operators, and harm to ranks.
 
-A plan is drawn from a seed in advance. Harm does not come at a time but at a moment of a rank's work, so that it hits
-every kind of work.
+A plan is drawn from a seed before the run. Harm has no fixed time. It happens at a moment of a rank's work, so that it
+hits every kind of work.
 """
 
 from __future__ import annotations
@@ -40,29 +40,33 @@ Moment = Literal[
 LOADING: tuple[Moment, ...] = ("setup", "allocate", "warm_up")
 WORKING: tuple[Moment, ...] = ("step", "step", "masks", "met", "met", "answered", "answered", "claim", "adapter")
 REPLACING: tuple[Moment, ...] = ("look", "write", "write")
-SWAPS_IN_ONE_OF = 6  # stages: those whose seed modulo this is 1, so that the draws of the others stay as they were
+# One stage in this many has swaps: a stage whose seed modulo this number is 1. So the draws of other stages are the
+# same as before this module could draw swaps.
+SWAPS_IN_ONE_OF = 6
 SUDDEN: tuple[HarmKind, ...] = ("kill", "kill", "end", "garble", "stop")
 
 
 class RanksStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ranks"):
-    """The engine, its ranks, and the order of tasks. For `overlaps`, `draft_tokens`, `vocab_size` and `schedule_seed`,
-    see the stack's stage.
+    """Settings of the engine, of its ranks, and of the order of tasks.
+
+    `overlaps`, `draft_tokens`, `vocab_size` and `schedule_seed` are as in the Stage of the stack's plan.
 
     Attributes:
-        far_count: how many of the ranks, the last ones, are on another machine.
-        step_seconds: durations of the steps, in turn.
-        mask_seconds: duration of computing masks.
+        far_count: number of ranks on another machine. These are the last ranks.
+        step_seconds: durations of the steps, which are used in turn.
+        mask_seconds: seconds to compute the token masks of a step.
         answer_seconds_max: the step timeout.
         restarts_max: how often the engine may restart.
-        claim_count: how often there is memory to claim while nothing is computed.
-        adapters_max: how many adapters a rank has memory for.
-        pipe_bytes: most bytes on their way to a rank.
-        piece_bytes: most bytes read from a rank at a time.
-        notice_seconds: seconds after which the other ranks notice by themselves that a rank is gone, and fail; None if
-            they never do.
-        ending_seconds: seconds from a rank's end until its connection ends, and from then until its process ends.
-        write_seconds: duration of writing new weights.
-        leaves_at: when everything is cancelled, or None.
+        claim_count: how often a rank reports, while no step runs, that it can claim more memory.
+        adapters_max: number of adapters that fit into the memory of a rank.
+        pipe_bytes: capacity of a connection in bytes, from the server to a rank.
+        piece_bytes: maximum number of bytes that the server reads from a rank at a time.
+        notice_seconds: seconds after which the other ranks notice by themselves that a rank is gone, and fail. None:
+            they never notice it.
+        ending_seconds: seconds from a rank's end until its connection ends, and again from that time until its process
+            ends.
+        write_seconds: seconds to write new weights.
+        leaves_at: time at which the server's scope is cancelled, or None.
     """
 
     schedule_seed: int
@@ -89,10 +93,13 @@ class RanksStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="client"):
-    """A task with one request. For `pause`, `leaves_after`, `patience`, `timeout` and `form`, see the stack's client.
+    """A task with one request.
+
+    `pause`, `leaves_after`, `patience`, `timeout` and `form` are as in the Client of the stack's plan.
 
     Attributes:
-        logprobs: how many alternatives get log probabilities, for the prompt too, or None.
+        logprobs: number of top log probabilities of each output token and each prompt token. None: they are not
+            requested.
         adapter: name of the requested adapter, or "".
     """
 
@@ -125,14 +132,14 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
-    """The operator loads an adapter. Its name is unique."""
+    """The operator loads an adapter. Every load of a plan has a different adapter name."""
 
     name: str
     at: float
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="unload"):
-    """The operator removes an adapter, and waits until nothing of it is left."""
+    """The operator unloads an adapter, and waits until no request uses it."""
 
     name: str
     at: float
@@ -141,12 +148,12 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="swap"):
     """The operator replaces the weights.
 
-    Every number stands for other weights that give the same tokens, so the expected response does not depend on the
-    time of the swap.
+    Different weights give the same tokens in this simulation, so the expected response does not depend on the time of
+    the swap.
 
     Attributes:
         number: the number of the weights.
-        refused_by: ranks that the weights do not fit.
+        refused_by: ranks that refuse the weights, because these do not fit.
         patience: seconds until the operator's scope is cancelled.
     """
 
@@ -158,25 +165,25 @@ class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class Harm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="harm"):
-    """Something that happens to a rank.
+    """Harm that a plan does to a rank.
 
     Kinds:
 
-    - kill: its process is killed.
-    - end: it ends without a message.
-    - break: it reports an error, and ends.
-    - garble: it sends an invalid message.
-    - stop: it does nothing any more, but is not gone.
-    - hang: the same, but it answers pings.
-    - slow: it takes `seconds` longer, which is allowed.
-    - stray: it has chosen other tokens.
-    - refuse: it cannot load the model.
+    - kill: the rank's process is killed.
+    - end: the rank ends without a message.
+    - break: the rank reports an error, and ends.
+    - garble: the rank sends an invalid message.
+    - stop: the rank stops working and answering, but its process and its connection stay.
+    - hang: the rank stops working, but still answers pings.
+    - slow: the rank takes `seconds` longer, which is allowed.
+    - stray: the rank chooses other tokens than the other ranks.
+    - refuse: the rank cannot load the model.
 
     Attributes:
-        moment: what the rank has just reached.
-        opening: during which opening of the engine.
-        count: at which occurrence of the moment.
-        after: seconds after the moment.
+        moment: point of the rank's work at which the harm happens.
+        opening: index of the opening of the engine during which the harm happens.
+        count: the harm happens when the rank reaches the moment for this many times.
+        after: seconds between the moment and the harm.
     """
 
     kind: HarmKind
@@ -226,8 +233,8 @@ def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
         stage = msgspec.structs.replace(
             stage,
             write_seconds=swaps.choice((0.0, 0.01, 0.05)),
-            # What a rank reports about another one would come before the other's own report, which waits behind its
-            # results.
+            # With 0 seconds, another rank would report the failure earlier than the failed rank, whose report waits
+            # behind its results.
             notice_seconds=stage.notice_seconds or None,
         )
         parts += _Draws(swaps, stage).swaps()
@@ -235,9 +242,9 @@ def drawn_ranks_plan(rng: Random, client_count: int) -> RanksPlan:
 
 
 def _slow_twice(harm: Harm, stage: RanksStage) -> list[Harm]:
-    """Slow down two consecutive steps, which may overlap. Each has its own timeout.
+    """Replace the slowing of one step by that of two consecutive steps in half of the stages, chosen by their seed.
 
-    This applies to every second stage, chosen by its seed.
+    The two steps may overlap. Each step has its own timeout.
     """
     if stage.schedule_seed % 2:
         return [harm]
@@ -274,10 +281,10 @@ def _drawn_stage(rng: Random) -> RanksStage:
 
 
 class _Draws:
-    """Random choices that the parts of one plan share.
+    """Draws of values that several parts of one plan use.
 
     Attributes:
-        span: seconds in which everything begins.
+        span: all parts of the plan begin within this many seconds.
     """
 
     def __init__(self, rng: Random, stage: RanksStage) -> None:
@@ -317,7 +324,7 @@ class _Draws:
         )
 
     def swaps(self) -> list[Part]:
-        """Draw some swaps, and harm to ranks meanwhile."""
+        """Draw some swaps, and harm that happens to ranks during these swaps."""
         rng, stage = self._rng, self._stage
         parts: list[Part] = [
             Swap(
@@ -338,7 +345,7 @@ class _Draws:
                 opening=rng.choice((0, 0, 1)),
                 count=rng.choice((1, 1, 2)),
                 after=rng.choice((0.0, 0.0, 0.003)) if kind != "slow" else 0.0,
-                # More than a step may take: reading weights has no time limit.
+                # The delay is longer than the step timeout, because reading weights has no time limit.
                 seconds=round(1.5 * stage.answer_seconds_max, 3) if kind == "slow" else 0.0,
             )
             parts.append(harm)
@@ -348,8 +355,9 @@ class _Draws:
         """Draw one harm.
 
         Args:
-            opening: during which opening of the engine.
-            slow_share: share of the step timeout that a slow rank takes. Several together must not use it up.
+            opening: index of the opening of the engine during which the harm happens.
+            slow_share: fraction of the step timeout that a slow rank takes. Several slow ranks together must stay below
+                the timeout.
         """
         rng, stage = self._rng, self._stage
         rank = rng.randrange(stage.rank_count)
@@ -359,7 +367,8 @@ class _Draws:
             return Harm(kind=kind, rank=rank, moment=rng.choice(LOADING), opening=opening, after=after)
         kind = rng.choice((*SUDDEN, "break", "hang", "hang", "slow", "slow", "stray"))
         if kind == "stray":
-            # the output of rank 0 is the response, and no check can find an error in it at that moment
+            # The output of rank 0 is the response, so no check could detect at that moment that rank 0 is the wrong
+            # one.
             rank = max(1, rank)
         return Harm(
             kind=kind,

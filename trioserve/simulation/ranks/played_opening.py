@@ -1,4 +1,4 @@
-"""The ranks of one opening of the engine: what happens to them, and how the group must react, and by when."""
+"""The simulated ranks of one opening of the engine, the harm to them, and checks of how their group reacts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["PlayedOpening"]
 
-# Promised times: from the first sign of an end until it is judged; the wait for the process of a connection that has
-# ended; from the step timeout until a hanging rank is named. START_SECONDS is the minimum timeout until a rank has
-# loaded.
+# Time limits of the group. SIGNS_SECONDS: from the first sign of a rank's end until the group judges it. EXIT_SECONDS:
+# the wait for the process after its connection has ended. HANG_SECONDS: from the step timeout until the group names a
+# hanging rank. START_SECONDS is the minimum timeout for a rank that loads.
 SIGNS_SECONDS, EXIT_SECONDS, HANG_SECONDS, START_SECONDS = 0.02, 0.05, 1.0, 60.0
 MOMENT_SECONDS = 1e-6
 PIDS_OF_ONE = 100
@@ -31,7 +31,7 @@ class _Harmed:
     """Harm that ends the group.
 
     Attributes:
-        by: when the engine must have noticed it.
+        by: time by which the engine must have noticed the harm.
     """
 
     def __init__(self, harm: Harm, rank: PlayedRank, stage: RanksStage) -> None:
@@ -58,24 +58,24 @@ class _Harmed:
 
 
 class PlayedOpening:
-    """A PlayedGroup.
+    """The group of simulated ranks during one opening of the engine. It implements PlayedGroup.
 
     Args:
         index: the index of the opening.
-        stage: the settings.
-        harms: the harm in this opening.
-        refused_by: ranks that weights do not fit, by the path of the weights.
-        nursery: nursery of the ranks, which run until something ends them.
-        tell: the simulation's trace.
-        count: the simulation's counts.
-        check: the simulation's check.
-        noting: context manager that records failed checks.
+        stage: settings of the engine and the ranks.
+        harms: the harm that the plan does during this opening.
+        refused_by: ranks that refuse weights, by the path of the weights.
+        nursery: nursery in which the ranks run until harm, the server or the simulation ends them.
+        tell: receives trace lines of the simulation.
+        count: counts occurrences in the simulation.
+        check: checks the rules of the simulation that must hold at any time.
+        noting: returns a context manager that records failed checks.
 
     Attributes:
-        is_open: whether an engine computes with the ranks.
+        is_open: whether an engine uses the ranks.
         failure: the error that the group has reported.
-        failed_at: when it reported the error.
-        closed_at: when the engine closed the group.
+        failed_at: time at which the group reported the error.
+        closed_at: time at which the engine closed the group.
     """
 
     def __init__(
@@ -105,17 +105,18 @@ class PlayedOpening:
         self._come: Counter[tuple[int, Moment]] = Counter()
         self._pending: dict[int, list[Harm]] = {}
         self._arrivals: Counter[int] = Counter()
-        self._views: dict[int, dict[int, bool]] = {}  # by the serial of the step: what each rank has brought
-        # by the serial of the step: since when, and which ranks know
+        # for each step, by its serial: for each rank, whether it knew that the step is abandoned
+        self._views: dict[int, dict[int, bool]] = {}
+        # For each abandoned step, by its serial: the time at which it was abandoned, and the ranks that were notified.
         self._abandoned: dict[int, tuple[float, set[int]]] = {}
-        self._step_weights: dict[int, str | None] = {}  # by the serial of the step
+        self._step_weights: dict[int, str | None] = {}  # for each step, by its serial: the path of the weights
         self._refused_by = refused_by
-        self._digests: dict[int, dict[int, int]] = {}  # by the serial of the step: what each rank has chosen
+        self._digests: dict[int, dict[int, int]] = {}  # for each step, by its serial: the digest of each rank's tokens
         self._strayed: dict[int, Harm] = {}
         self._has_come_apart = False
         self._changed = trio.Event()
 
-    # --- for the group ---
+    # --- Interface for the RankGroup ---
 
     def make_links(
         self, on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]
@@ -136,20 +137,21 @@ class PlayedOpening:
             await rank.run()
 
     def find_missing(self) -> Sequence[int]:
-        """Ranks that have not arrived at the latest step, as shared memory shows them.
+        """Return the ranks that have not arrived at the latest step, as a real group reads them from shared memory.
 
-        Ranks on several machines have none.
+        Ranks on several machines have no shared memory, so the result is empty.
         """
         if self.stage.far_count:
             return ()
         most = max(self._arrivals.values(), default=0)
         return [rank.number for rank in self.ranks if self._arrivals[rank.number] < most]
 
-    # --- for the ranks ---
+    # --- Interface for the ranks ---
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
         self._come[rank.number, moment] += 1
-        # Reading weights has no time limit, so pending harm that must be noticed soon waits for another moment.
+        # Reading weights has no time limit, so the group would notice pending harm too late. That harm waits for
+        # another moment.
         due = [] if moment in REPLACING else self._pending.pop(rank.number, [])
         for harm in self._harms:
             if (harm.rank, harm.moment, harm.count) != (rank.number, moment, self._come[rank.number, moment]):
@@ -198,7 +200,8 @@ class PlayedOpening:
         if rank.stray is not None:
             strayed = self._strayed[serial] = rank.stray
             rank.stray = None
-        if strayed is not None and len(set(digests.values())) > 1:  # both digests are on their way by now
+        # Two different digests have been sent, so the group can notice the difference.
+        if strayed is not None and len(set(digests.values())) > 1:
             del self._strayed[serial]
             self._note_harmed(strayed, self.ranks[strayed.rank])
 
@@ -210,7 +213,7 @@ class PlayedOpening:
         self._tell(f"{rank.name} writes {path}")
 
     def note_end(self) -> None:
-        """Note that a rank is gone, which others may notice."""
+        """Record that a rank is gone. After `notice_seconds`, the other ranks notice it."""
         seconds = self.stage.notice_seconds
         if seconds is not None:
             self._nursery.start_soon(self._come_apart, seconds)
@@ -218,7 +221,7 @@ class PlayedOpening:
     def check(self) -> None:
         self._check()
 
-    # --- what happens to them ---
+    # --- Harm ---
 
     async def _harm_later(self, harm: Harm, rank: PlayedRank) -> None:
         await trio.sleep(harm.after)
@@ -226,10 +229,10 @@ class PlayedOpening:
             self._pending.setdefault(rank.number, []).append(harm)
 
     def _strike(self, harm: Harm, rank: PlayedRank) -> bool:
-        """Do harm that can happen at any moment.
+        """Do harm that may happen at any time.
 
         Returns:
-            False if this harm needs the rank to reach a moment.
+            False if this kind of harm must wait until the rank reaches the next moment of its work.
         """
         if rank.is_over:
             return True
@@ -278,7 +281,7 @@ class PlayedOpening:
         self._changed.set()
         self._changed = trio.Event()
 
-    # --- what has to come of it ---
+    # --- Rules ---
 
     def note_failure(self, error: Exception) -> None:
         self.failure, self.failed_at = error, trio.current_time()
@@ -296,7 +299,7 @@ class PlayedOpening:
             return False
         if harm.kind == "stray":
             return "have chosen different tokens" in message and str(harm.rank) in message.partition(" have ")[0]
-        # Several ranks may be named: across machines it is unknown which rank waits for which.
+        # The error may name several ranks, because across machines the group cannot see which rank waits for which.
         if harm.kind in ("hang", "stop") and (self.stage.far_count or len(self.harmed) > 1):
             return name in message and "has not answered for" in message
         is_gone = harmed.rank.process is None
@@ -310,7 +313,7 @@ class PlayedOpening:
         return message.startswith(tuple(f"{name} {one}" for one in how))
 
     def check_reported(self, *, is_engine_over: bool) -> None:
-        """Check that harm was noticed in time, and that all ranks know of each abandoned step.
+        """Check that the group noticed all harm in time, and notified all ranks of each abandoned step.
 
         Args:
             is_engine_over: whether the engine has ended.
@@ -330,7 +333,7 @@ class PlayedOpening:
             )
 
     def check_closed(self) -> None:
-        """Check that nothing of the group is left after it was closed."""
+        """Check that a closed group has left no open connection and no process."""
         self.closed_at = trio.current_time()
         for rank in self.ranks:
             assert rank.connection.is_closed, f"the connection of {rank.name} is open, and its group is closed"

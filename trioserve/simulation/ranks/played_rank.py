@@ -1,9 +1,9 @@
-"""A simulated rank. It obeys orders one after another, and receives others meanwhile, like a real one.
+"""A simulated rank. Like a real rank, it executes one order at a time, and receives further orders meanwhile.
 
-Its group decides what happens to it, and at which moment.
+The rank's group decides which harm happens to the rank, and when.
 
-Its connection is in memory, and its process is an object. Its model computes from a plan as a rank receives it, and
-uses everything from the message that a real model uses. So missing or wrong content gives other tokens.
+The rank's connection is in memory, and its process is an object. Its model computes from the message that the rank
+receives, and uses all fields that a real model uses. So missing or wrong fields give different tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 
 
 class LookingModel(FakeModel):
-    """A model whose penalties depend on tokens, and where every sampling parameter changes the output."""
+    """A model whose next token depends on every sampling parameter and, with penalties, on the tokens so far."""
 
     def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
         sampling = request.sampling
@@ -93,7 +93,7 @@ class LookingModel(FakeModel):
 
 
 class WireExecutor(FakeExecutor):
-    """An executor that trusts the content of its slots. It does not know the tokens before a chunk."""
+    """An executor of a rank. It has no tokens from before a chunk, so it cannot check the content of its slots."""
 
     def _check_plan(self, plan: StepPlan, chunks: Iterable[ScheduledChunk]) -> None:
         assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
@@ -125,14 +125,14 @@ PEER_HOST = "10.0.0.2"
 
 
 class MemoryConnection:
-    """Both ends of a connection. The server's end is a Connection. The rank's end are the methods below it.
+    """A connection in memory between the server and a rank. One object has the methods of both ends.
 
     Args:
-        pipe_bytes: most bytes on their way to the rank.
-        piece_bytes: most bytes that the server gets at a time.
+        pipe_bytes: capacity of the connection to the rank, in bytes.
+        piece_bytes: maximum number of bytes that the server receives at a time.
 
     Attributes:
-        is_closed: whether the server has closed it.
+        is_closed: whether the server has closed the connection.
     """
 
     def __init__(self, pipe_bytes: int, piece_bytes: int) -> None:
@@ -143,7 +143,7 @@ class MemoryConnection:
         self.peer_host = PEER_HOST
         self._changed = trio.Event()
 
-    # --- the server's end ---
+    # --- Methods of the server's end ---
 
     async def wait_readable(self) -> None:
         await self._until(lambda: bool(self._from_rank) or self._is_ended)
@@ -159,7 +159,7 @@ class MemoryConnection:
             return piece
         if not self._is_ended:
             raise BlockingIOError
-        if self._to_rank:  # like the kernel, if something was not read
+        if self._to_rank:  # The kernel reports a reset too if the rank has ended with unread bytes.
             raise OSError(errno.ECONNRESET, "Connection reset by peer")
         return b""
 
@@ -178,13 +178,13 @@ class MemoryConnection:
         self.is_closed = True
         self._note()
 
-    # --- the rank's end ---
+    # --- Methods of the rank's end ---
 
     async def take(self) -> bytes:
-        """Wait for content from the server.
+        """Wait for bytes from the server.
 
         Returns:
-            All received bytes, or none when the server has closed the connection.
+            All received bytes, or b"" after the server has closed the connection.
         """
         await self._until(lambda: bool(self._to_rank) or self.is_closed)
         taken = bytes(self._to_rank)
@@ -197,7 +197,7 @@ class MemoryConnection:
         self._note()
 
     def end(self) -> None:
-        """End the rank's side, as when its process is gone."""
+        """Close the rank's end, as the kernel does when a process ends."""
         self._is_ended = True
         self._note()
 
@@ -212,7 +212,7 @@ class MemoryConnection:
 
 
 class MemoryProcess:
-    """A Process.
+    """The process of a simulated rank, with the interface of Process.
 
     Args:
         pid: the process id.
@@ -240,10 +240,10 @@ class MemoryProcess:
         self.kill()
 
     def end(self, how: str) -> None:
-        """Note how the process ended, in the kernel's words.
+        """Record that the process has ended.
 
         Args:
-            how: how it ended.
+            how: how the process ended, in the kernel's words.
         """
         self._how = self._how or how
         self._ended.set()
@@ -256,35 +256,35 @@ CAUSE = "this is what broke"
 
 
 class CameApart(Exception):
-    """Another rank is gone, and this one has noticed."""
+    """Raised in a rank that notices the end of another rank."""
 
 
 class Refused(Exception):
-    """The rank reports that it cannot load."""
+    """Raised in a rank that cannot load the model."""
 
 
 class PlayedGroup(Protocol):
-    """The interface between a rank and the others."""
+    """The interface of a simulated group for its ranks."""
 
     stage: RanksStage
 
     async def come_to(self, rank: PlayedRank, moment: Moment) -> None:
-        """Let happen what happens to the rank at this moment.
+        """Do the harm that the plan has for a rank at a moment of its work.
 
         Args:
             rank: the rank.
-            moment: what it has reached.
+            moment: the moment that the rank has reached.
 
         Raises:
             Exception: the error that breaks the rank.
         """
 
     async def meet(self, rank: PlayedRank, serial: int, view: bool) -> bool:
-        """Wait for all ranks.
+        """Wait until all ranks have arrived at a step.
 
         Args:
             rank: the rank.
-            serial: the step.
+            serial: serial of the step.
             view: whether this rank knows that the step is abandoned.
 
         Returns:
@@ -295,7 +295,7 @@ class PlayedGroup(Protocol):
         """
 
     def take_step(self, rank: PlayedRank, plan: StepPlan) -> None:
-        """Note that a rank begins a step.
+        """Record that a rank begins a step.
 
         Args:
             rank: the rank.
@@ -303,46 +303,46 @@ class PlayedGroup(Protocol):
         """
 
     def take_digest(self, rank: PlayedRank, serial: int, digest: int | None) -> None:
-        """Note which tokens a rank has chosen.
+        """Record which tokens a rank has chosen.
 
         Args:
             rank: the rank.
-            serial: the step.
+            serial: serial of the step.
             digest: digest of the tokens, or None if the step was abandoned.
         """
 
     def note_abandoned(self, rank: PlayedRank, serial: int) -> None:
-        """Note that a rank was notified of an abandoned step.
+        """Record that a rank was notified of an abandoned step.
 
         Args:
             rank: the rank.
-            serial: the step.
+            serial: serial of the step.
         """
 
     def note_end(self) -> None:
-        """Note that a rank is gone, which others may notice."""
+        """Record that a rank is gone. Other ranks may notice it later."""
 
     def refusal(self, rank: PlayedRank, path: str) -> str | None:
-        """Reason why a rank cannot use weights.
+        """Return the reason why a rank refuses weights.
 
         Args:
             rank: the rank.
-            path: where the weights are.
+            path: path of the weights.
 
         Returns:
-            None if it can use them.
+            The error text, or None if the weights fit the rank.
         """
 
     def take_weights(self, rank: PlayedRank, path: str) -> None:
-        """Note that a rank is about to write weights.
+        """Record that a rank is about to write weights.
 
         Args:
             rank: the rank.
-            path: where the weights are.
+            path: path of the weights.
         """
 
     def check(self) -> None:
-        """Check what must hold at any moment."""
+        """Check the rules that must hold at any time."""
 
 
 class _Masks:
@@ -373,18 +373,18 @@ class _Step:
 
 
 class PlayedRank:
-    """One rank.
+    """A simulated rank.
 
     Args:
-        group: the other ranks.
-        number: its rank.
-        pid: its process id, or None if it is on another machine.
+        group: the group of all ranks.
+        number: number of the rank.
+        pid: process id of the rank. None: the rank is on another machine.
 
     Attributes:
-        process: its process, or None if it is on another machine.
-        stray: harm that changes its next digest.
-        is_over: whether it does nothing any more.
-        weights: where its weights came from. None for those that it was loaded with, and while new ones are written.
+        process: the rank's process. None: the rank is on another machine.
+        stray: harm that changes the rank's next digest, or None.
+        is_over: whether the rank has stopped working for good.
+        weights: path of the rank's weights. None: the weights from the start, or weights that are being written.
     """
 
     def __init__(self, group: PlayedGroup, number: int, pid: int | None) -> None:
@@ -398,29 +398,29 @@ class PlayedRank:
         self.stray: Harm | None = None
         self.is_over = False
         self.weights: str | None = None
-        self._checked: tuple[int, str] | None = None  # serial of the offer that it has checked, and its path
+        self._checked: tuple[int, str] | None = None  # serial and path of the weights that this rank has checked
         self.doing = "while it loaded"
         self._scope = trio.CancelScope()
         self._claims_left = stage.claim_count
         self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
         self._has_orders, self._orders = trio.Event(), deque[Order | _Step]()
 
-    # --- how it ends ---
+    # --- Start and end ---
 
     async def run(self) -> None:
-        """Run until the rank ends, or does nothing any more."""
+        """Run until the rank ends or is stopped."""
         with self._scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read)
                 await self._faulting(self._work(nursery))
 
     def stop(self) -> None:
-        """Do nothing any more."""
+        """Stop all work of the rank. Its process and its connection stay."""
         self.is_over = True
         self._scope.cancel()
 
     async def end(self, how: str | None) -> None:
-        """End the rank. The server sees it later.
+        """End the rank. The server notices the end of the connection and of the process later.
 
         Args:
             how: how the process ended, in the kernel's words, or None for SIGKILL.
@@ -441,7 +441,7 @@ class PlayedRank:
     def garble(self) -> None:
         self.connection.send_to_server(framed(b"\xc1"))
 
-    # --- what it hears ---
+    # --- Received messages ---
 
     async def _read(self) -> None:
         reader = FrameReader()
@@ -449,7 +449,7 @@ class PlayedRank:
             for message in reader.feed(received):
                 self._receive(decode_order(message))
             self._group.check()
-        self.stop()  # it ends with its server
+        self.stop()  # A rank ends when its server has closed the connection.
 
     def _receive(self, order: Order) -> None:
         if isinstance(order, Ping):
@@ -476,7 +476,7 @@ class PlayedRank:
     def _send(self, report: Report) -> None:
         self.connection.send_to_server(framed(encode(report)))
 
-    # --- what it does ---
+    # --- Execution of orders ---
 
     async def _work(self, nursery: trio.Nursery) -> None:
         while True:
@@ -485,7 +485,7 @@ class PlayedRank:
                 await self._has_orders.wait()
             order = self._orders.popleft()
             if isinstance(order, CheckWeights):
-                nursery.start_soon(self._faulting, self._check_weights(order))  # beside the steps
+                nursery.start_soon(self._faulting, self._check_weights(order))  # runs concurrently with steps
             else:
                 await self._obey(order)
 
@@ -540,7 +540,7 @@ class PlayedRank:
             await trio.sleep(LOADING_SECONDS / 3)
             self._send(Progress("", done + 1, 3))
         stage = self._group.stage
-        spare = 0 if self.number == stage.rank_count - 1 else 1 + self.number  # the last rank has the least memory
+        spare = 0 if self.number == stage.rank_count - 1 else 1 + self.number  # The last rank has the least memory.
         self._send(
             Loaded(
                 device="cpu",

@@ -1,9 +1,8 @@
-"""Runs an engine whose model runs in ranks, in virtual time: the real engine, and the real RankGroup and its links.
-Only the ranks are simulated, in memory.
+"""Runs an engine with ranks in virtual time. The engine, the RankGroup and its links are real. The ranks are simulated.
 
-The ranks compute from the plan as they receive it, and can fail at any moment. The simulation knows what was done to
-which rank and when, the reference response of each client, and how often the engine may restart. From that follows
-which rank must be named, and by when, and that nothing of any request is left.
+The ranks compute from the messages that they receive, and can fail at any time. The simulation records the harm to each
+rank, the reference response of each client, and the restarts of the engine. From these records follows which rank the
+engine must blame, and by when. At the end, the engine must have no request left.
 """
 
 from __future__ import annotations
@@ -78,28 +77,31 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["RanksSimulation"]
 
-SECONDS_MAX = 1_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
-LOOK_SECONDS = 0.1  # between two checks of what must have been reported
-BACKOFF_SECONDS_MAX = 4.0  # before an engine restarts
-FRUITLESS_MAX = 3  # consecutive openings without a step, after which the engine ends
+# Limit in virtual seconds. A task that has not ended by then waits for an event that never comes.
+SECONDS_MAX = 1_000.0
+LOOK_SECONDS = 0.1  # seconds between two periodic checks
+BACKOFF_SECONDS_MAX = 4.0  # maximum number of seconds before a broken engine restarts
+FRUITLESS_MAX = 3  # number of consecutive openings without a step after which the engine ends
 WAITING_MAX = 40
 ADAPTERS_MAX = 8
 ADAPTER_SECONDS = 0.01
 READ = "read to the end"
 
 
-IDLE_JUMPS_MAX = 1_000  # jumps without progress: results from outside the run arrive within them
+# number of clock jumps without progress. Results from other threads always arrive earlier.
+IDLE_JUMPS_MAX = 1_000
 
 
 def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClock:
-    """Create a clock that jumps as soon as no task can run.
+    """Create a clock that jumps to the next deadline as soon as no task can run.
 
-    While is_bounded returns true, no task may wait for a real thread. The clock then raises an AssertionError out of
-    the run, as the cause of a TrioInternalError, when there is nothing to jump to, or too much time has passed.
+    While is_bounded returns True, no task may wait for a real thread. If there is then no deadline to jump to, or too
+    much virtual time has passed, the clock raises AssertionError. It leaves trio.run as the cause of a
+    TrioInternalError.
 
     Args:
-        seconds_max: most virtual seconds.
-        is_bounded: returns whether the bound applies.
+        seconds_max: limit of the virtual time, in seconds.
+        is_bounded: returns whether the clock checks its limits now.
     """
     clock = MockClock(autojump_threshold=0)
     jump, fruitless = clock._autojump, 0
@@ -131,9 +133,9 @@ class RanksSimulation(TracedRun):
         super().__init__(trace)
         self.plan = plan
         self._openings: list[PlayedOpening] = []
-        self._streams: dict[int, RequestStream] = {}  # of the clients that are inside, by number
-        self._aborted: set[int] = set()  # clients
-        self._named: dict[str, AdapterId] = {}  # adapters that may be requested
+        self._streams: dict[int, RequestStream] = {}  # streams of the clients inside, by number of the client
+        self._aborted: set[int] = set()  # numbers of aborted clients
+        self._named: dict[str, AdapterId] = {}  # loaded adapters, by name
         self._core: EngineCore | None = None
         self._engine: Engine | None = None
         self._is_live = self._was_open = False
@@ -144,13 +146,13 @@ class RanksSimulation(TracedRun):
         """Run the plan.
 
         Raises:
-            AssertionError: something is not as it must be. Exceptions of the engine pass through too.
+            AssertionError: a rule is broken. Exceptions of the engine pass through too.
         """
         with seeded_schedule(self.plan.stage.schedule_seed):
             try:
                 trio.run(self._main, clock=bounded_clock(2 * SECONDS_MAX, lambda: self._is_live))
             except trio.TrioInternalError as error:
-                # The first violation may be the reason why no task could run.
+                # The first failed check may be the reason why no task could run, so it is reported first.
                 raise next(iter(self._violations), error.__cause__ or error) from None
 
     async def _main(self) -> None:
@@ -165,7 +167,7 @@ class RanksSimulation(TracedRun):
         """Run the server.
 
         Args:
-            world: nursery of the ranks, which no scope of the engine ends.
+            world: nursery of the ranks. No scope of the engine cancels this nursery.
         """
         stage = self.plan.stage
         leaves_at = math.inf if stage.leaves_at is None else stage.leaves_at
@@ -184,7 +186,7 @@ class RanksSimulation(TracedRun):
         assert not self._streams, f"clients {sorted(self._streams)} have not left"
 
     def _check_left_in_time(self, seconds: float) -> None:
-        """Check that the engine has waited only for the steps in flight."""
+        """Check that a cancelled engine has waited only for its steps in flight."""
         stage = self.plan.stage
         harm = max((part.seconds for part in self.plan.parts if isinstance(part, Harm)), default=0.0)
         is_harmed = any(opening.harmed for opening in self._openings)
@@ -194,12 +196,12 @@ class RanksSimulation(TracedRun):
         self.count("left while it ran")
 
     def _check_over(self, error: Exception) -> None:
-        """Check that an engine that has ended by itself had a reason."""
+        """Check that an engine that ended by itself had a reason to end."""
         self._check_reported()
         last = self._openings[-1]
         failures = [opening for opening in self._openings if opening.failure is not None]
         if last.failure is None:
-            raise error  # nothing has happened to the ranks, so another error has ended the engine
+            raise error  # No harm was done to the ranks, so another error has ended the engine.
         assert str(last.failure) in str(error), f"the engine ended with {error}, and broke with {last.failure}"
         restarts_max = self.plan.stage.restarts_max
         if isinstance(error, EngineFault):
@@ -210,7 +212,7 @@ class RanksSimulation(TracedRun):
             assert not self._was_open, f"an engine that once ran ended with {error!r}"
             self.count("engines that never opened")
 
-    # --- the engine ---
+    # --- Engine ---
 
     @asynccontextmanager
     async def _open_engine(self, texts: TextThreads, world: trio.Nursery) -> AsyncIterator[Engine]:
@@ -245,7 +247,7 @@ class RanksSimulation(TracedRun):
                 weights=parts.weights,
             )
             self._engine = engine
-            engine.on_fault = engine.wait_until_idle  # clients get time to finish
+            engine.on_fault = engine.wait_until_idle  # After a fault, clients get time to finish.
             return engine
 
         with errors_unwrapped():
@@ -255,7 +257,8 @@ class RanksSimulation(TracedRun):
                 @asynccontextmanager
                 async def open_parts() -> AsyncIterator[EngineParts]:
                     self._note_opening()
-                    with self._noting():  # the engine would treat a failed check as a fault of its executor
+                    # Without this record, the engine would treat a failed check as a fault of its executor.
+                    with self._noting():
                         async with self._open_parts(adapters, world) as parts:
                             yield parts
 
@@ -318,7 +321,7 @@ class RanksSimulation(TracedRun):
         return opening
 
     async def _watch(self, opening: PlayedOpening, group: RankGroup) -> None:
-        """Note the moment at which the group breaks."""
+        """Record the time and the error at which the group breaks."""
         try:
             await group.guard()
         except (RankLost, ModelLoadError) as error:
@@ -326,7 +329,7 @@ class RanksSimulation(TracedRun):
                 opening.note_failure(error)
 
     def _note_opening(self) -> None:
-        """Note that the engine is about to open, or to restart."""
+        """Check, when the engine opens again, that it may restart."""
         with suppress(AssertionError), self._noting():
             self._check_opening()
 
@@ -344,7 +347,7 @@ class RanksSimulation(TracedRun):
         assert not is_fruitless, f"the engine restarts after {FRUITLESS_MAX} openings that computed nothing"
         self.count("engines opened anew")
 
-    # --- what tasks do ---
+    # --- Tasks of clients and operators ---
 
     async def _live(self, engine: Engine) -> None:
         async with trio.open_nursery() as nursery:
@@ -360,7 +363,7 @@ class RanksSimulation(TracedRun):
                 elif isinstance(part, Swap):
                     nursery.start_soon(self._swap, engine, part)
         await engine.wait_until_idle()
-        # After that, everything that has happened is known, and the engine is open again or stays closed.
+        # After this time, the group has noticed all harm, and the engine is open again or stays closed.
         await trio.sleep(self.plan.stage.answer_seconds_max + 2.0)
         while not engine.ready:  # noqa: ASYNC110  # no event reports it
             await trio.sleep(LOOK_SECONDS)
@@ -424,10 +427,10 @@ class RanksSimulation(TracedRun):
         assert str(failure) in str(fault), f"client {client.number} got {fault}, but the failure is {failure}"
 
     async def _read(self, client: Client, stream: RequestStream, openings_before: int) -> bool:
-        """Read the stream.
+        """Read the stream of a client.
 
         Returns:
-            True if it was read to the end.
+            True if the client has read the whole stream.
         """
         responses = [self._expected.response(_sequence(client, index)) for index in range(client.choices)]
         counts, ends = [0] * client.choices, [0] * client.choices
@@ -479,7 +482,7 @@ class RanksSimulation(TracedRun):
         elif reason is FinishReason.DEADLINE:
             assert client.timeout is not None, f"{name} has no deadline"
         elif "adapter of this request is not loaded" in str(delta.message):
-            # An adapter loaded during a restart, which had no memory for it.
+            # The adapter was loaded during a restart, and the new ranks had no memory for it.
             assert self.plan.stage.adapters_max < ADAPTERS_MAX, f"{name} ended with {delta.message}"
             assert len(self._openings) > 1, f"{name} ended with {delta.message}"
         else:
@@ -553,7 +556,8 @@ class RanksSimulation(TracedRun):
                 outcome = part.in_flight
         except (InvalidRequest, WeightsLost, EngineReopening, EngineFault) as error:
             last = self._openings[-1]
-            await trio.lowlevel.checkpoint()  # the task that notes the failure was woken at the same time
+            # The task that records the failure was woken at the same time, and must run first.
+            await trio.lowlevel.checkpoint()
             with self._noting():
                 outcome = self._why_kept(part, error, is_over=last is not since or self._is_over(last))
         self.tell(f"weights {part.number}: {outcome}")
@@ -565,15 +569,15 @@ class RanksSimulation(TracedRun):
         return opening.failure is not None or not opening.is_open
 
     def _why_kept(self, part: Swap, error: Exception, *, is_over: bool) -> str:
-        """Check the reason why weights were not replaced.
+        """Check that there was a reason not to replace the weights.
 
         Args:
             part: the swap.
-            error: what it raised.
+            error: the exception that the swap raised.
             is_over: whether an opening of the engine ended during the swap.
 
         Returns:
-            The outcome.
+            The outcome for the trace.
         """
         if isinstance(error, InvalidRequest):
             assert part.refused_by, f"weights {part.number} fit every rank: {error}"
@@ -590,7 +594,7 @@ class RanksSimulation(TracedRun):
         return "told of a fault"
 
     def _check_weights(self, engine: Engine, part: Swap, outcome: str) -> None:
-        """Check that all ranks have the same weights, and that the engine reports those."""
+        """Check that all ranks have the same weights, and that the engine reports the version of these weights."""
         assert not engine.has_half_weights, f"weights {part.number} are written in part, which ranks never do"
         path, opening = source_of(part.number), self._openings[-1]
         has_version = engine.weight_version == version_of(part.number)
@@ -604,10 +608,10 @@ class RanksSimulation(TracedRun):
             for rank in opening.ranks:
                 assert (rank.weights == path) == has_version, f"{rank.name} has {rank.weights}, and {path}: {outcome}"
 
-    # --- what has to hold ---
+    # --- Rules ---
 
     async def _look(self) -> None:
-        """Check periodically, even if no task does anything."""
+        """Check the rules periodically, even while no task runs."""
         while True:
             await trio.sleep(LOOK_SECONDS)
             self._check_reported()
@@ -624,7 +628,7 @@ class RanksSimulation(TracedRun):
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Record a failed check. The first one is reported, since tasks that it ends may hang."""
+        """Record a failed check. The simulation reports the first record, since later failures may be its effects."""
         try:
             yield
         except AssertionError as violation:
@@ -652,7 +656,7 @@ class RanksSimulation(TracedRun):
                 assert rank.executor.adapters == {*self._named.values()}, f"{rank.name} has {rank.executor.adapters}"
 
     def _forget_given_up(self, engine: Engine) -> None:
-        """Forget adapters that were loaded while the engine broke, and for which the new ranks have no memory."""
+        """Forget adapters for which the ranks of a restarted engine have no memory."""
         if len(self._openings) > 1 and self.plan.stage.adapters_max < ADAPTERS_MAX:
             self._named = {name: id for name, id in self._named.items() if name in engine.adapters.names}
 
@@ -661,12 +665,14 @@ class RanksSimulation(TracedRun):
 
 
 class _CheckedSteps:
-    """A StepRunner that checks its contract: no result is missing without a reason, and no step follows one that
-    failed.
+    """A StepRunner that checks the contract of step runners.
+
+    A result may be missing only for a reason, and no step may be computed after a failed step.
 
     Args:
-        steps: the real one.
-        violate: called with each violation. Raising it would make the engine treat it as a fault of its own.
+        steps: the real StepRunner.
+        violate: called with each violation. If the violation were raised, the engine would treat it as a fault of a
+            step.
     """
 
     def __init__(self, steps: StepRunner, violate: Callable[[str], None]) -> None:
@@ -695,7 +701,7 @@ class _CheckedSteps:
 
 
 class _LateMasks:
-    """A MaskMaker whose masks take time, on the virtual clock."""
+    """A MaskMaker that needs virtual time to fill masks."""
 
     def __init__(self, seconds: float, nursery: trio.Nursery) -> None:
         self._buffers = MaskBuffers(BYTE_VOCAB_SIZE)
@@ -806,7 +812,7 @@ def _sampling(client: Client) -> SamplingParams:
 
 
 def _sequence(client: Client, index: int) -> EngineRequest:
-    """The engine's request for one choice, as far as the response depends on it."""
+    """Return the engine's request for one choice, with the fields that affect the response."""
     adapter = AdapterRef(AdapterId(1), fake_adapter_digest(f"/{client.adapter}")) if client.adapter else None
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),

@@ -1,8 +1,8 @@
-"""Records of a simulated router: requests in the queue, leases, and what follows from them.
+"""Independent records of a simulated router: its queues, leases, limits and retries.
 
-The records use only requests and reports, never the router's own state. This file has queues, limits and retries.
-endpoint_book.py has the capacity of an endpoint, queue_rules.py the order of the queue, and continued_book.py the
-stages of a request.
+The records use only requests and reports, never the router's own state. endpoint_book.py has the records of an
+endpoint's capacity. queue_rules.py has the rules for the order of the queue. continued_book.py has the records of
+streams that are resumed, and the rules for the stages of a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOST = frozenset({"unreachable", "broke", "hung", "leaving"})
 
 
 class RouterBooks:
-    """Records of a simulated router.
+    """Records of a simulated router, which also check its decisions.
 
     Args:
         world: the router's settings.
@@ -36,13 +36,13 @@ class RouterBooks:
     Attributes:
         live: requests that have not ended, in order of arrival.
         live_peak: maximum number of live requests so far.
-        endpoints: endpoints that are not gone.
-        gone: endpoints that have gone since the list was emptied.
-        checks_of_gone: maximum number of successful health checks of a gone endpoint.
+        endpoints: endpoints that the router has, by id.
+        gone: endpoints that the router has removed since this list was last emptied.
+        checks_of_gone: maximum number of successful health checks of a removed endpoint.
         is_draining: True if the router drains.
-        entering: request that is entering now, or None.
-        pairs: outcomes of disaggregated requests.
-        continued: records of streams that break off or move.
+        entering: request that is being passed to the router's `enter` now, or None.
+        pairs: number of disaggregated requests by outcome.
+        continued: records of streams that break off or are moved.
     """
 
     def __init__(self, world: RouterWorld, now: float) -> None:
@@ -66,7 +66,7 @@ class RouterBooks:
         self._tries_max = self._tries
         self._tries_at: float | None = None
 
-    # --- queries ---
+    # --- Queries ---
 
     @property
     def waiting(self) -> list[ExpectedRequest]:
@@ -74,11 +74,11 @@ class RouterBooks:
 
     @property
     def moving(self) -> list[ExpectedRequest]:
-        """Running streams that wait for a lease elsewhere."""
+        """Running streams that wait for a lease at another endpoint."""
         return [entry for entry in self.live.values() if entry.is_moving]
 
     def to_leave(self, id: str) -> set[str]:
-        """Return the requests that must leave an endpoint at its deadline without a lease elsewhere.
+        """Return the requests that must leave an endpoint at its deadline, because they have no lease at another one.
 
         Args:
             id: the endpoint.
@@ -91,7 +91,7 @@ class RouterBooks:
         }
 
     def serving(self, entry: ExpectedRequest) -> list[EndpointBook]:
-        """Return the endpoints that a request may ever get, whether it failed there or not.
+        """Return the endpoints that serve a request's model, including endpoints at which the request has failed.
 
         Args:
             entry: the request.
@@ -100,12 +100,12 @@ class RouterBooks:
         return [book for book in self.endpoints.values() if book.serves(model) and pinned in (None, book.id)]
 
     def taking(self, entry: ExpectedRequest, now: float, *, sequences: int = 1) -> list[str]:
-        """Return the endpoints that must accept a number of a request's sequences.
+        """Return the endpoints that must accept a request now.
 
         Args:
             entry: the request.
             now: the time.
-            sequences: number of sequences. A request goes where one of its sequences finds a slot.
+            sequences: number of sequences for which an endpoint must have slots. One is enough for a lease.
         """
         return [
             book.id
@@ -115,7 +115,7 @@ class RouterBooks:
         ]
 
     def is_queue_full(self, entry: ExpectedRequest) -> bool:
-        """Return True if the queue has no place for a new request.
+        """Return True if the queue is too full for a new request.
 
         Args:
             entry: the request.
@@ -126,9 +126,10 @@ class RouterBooks:
         return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
 
     def is_most_in_queue(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
-        """Return True if a request is the newest one of the tenant with the most requests in a queue.
+        """Return True if a request may be removed from the queue in favour of an entering request.
 
-        The tenant must still have more than the tenant of the entering request after the exchange.
+        It must be the newest request of the tenant with the most requests in the queue. After the exchange, that tenant
+        must have at least as many requests in the queue as the tenant of the entering request.
 
         Args:
             entry: a request in the queue.
@@ -146,7 +147,7 @@ class RouterBooks:
         )
 
     def frees_place(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
-        """Return True if an entering request has a place in the queue without another one.
+        """Return True if the queue has room for an entering request once `entry` is removed.
 
         Args:
             entry: a request in the queue.
@@ -157,10 +158,10 @@ class RouterBooks:
         tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
         return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
 
-    # --- events ---
+    # --- Events ---
 
     def enter(self, entry: ExpectedRequest) -> None:
-        """Note that the router has accepted a request.
+        """Record that the router has accepted a request.
 
         Args:
             entry: the request.
@@ -171,7 +172,7 @@ class RouterBooks:
         self.live_peak = max(self.live_peak, len(self.live))
 
     def join(self, entry: ExpectedRequest) -> None:
-        """Note that a request joins a queue.
+        """Record that a request joins a queue.
 
         Args:
             entry: the request.
@@ -181,7 +182,7 @@ class RouterBooks:
         self._fairness_of(entry).join(entry)
 
     def serve(self, entry: ExpectedRequest, id: str) -> None:
-        """Note that a request gets a lease from the queue. Assert that it is its turn.
+        """Record that a request from the queue gets a lease. Assert that it is the request's turn.
 
         Args:
             entry: the request.
@@ -202,7 +203,7 @@ class RouterBooks:
             self.continued.note_ahead(entry, self._are_newcomers_waiting(entry))
 
     def give(self, entry: ExpectedRequest, id: str) -> None:
-        """Note that a request gets a lease. Assert that it may.
+        """Record that a request gets a lease. Assert that the lease is allowed.
 
         Args:
             entry: the request.
@@ -215,7 +216,7 @@ class RouterBooks:
         entry.leased_at = self.now
 
     def give_next(self, entry: ExpectedRequest, id: str) -> None:
-        """Note that a stream gets a second lease to move to. Assert that it may.
+        """Record that a stream gets a second lease, to move to another endpoint. Assert that the lease is allowed.
 
         Args:
             entry: the request.
@@ -228,7 +229,7 @@ class RouterBooks:
         entry.next = id
 
     def take_up_next(self, entry: ExpectedRequest) -> None:
-        """Note that a stream uses its second lease. Its first one has been returned.
+        """Record that a stream uses its second lease. Its first lease has been returned before.
 
         Args:
             entry: the request.
@@ -245,7 +246,7 @@ class RouterBooks:
         self.endpoints[id].moved_to += 1
 
     def drop_next(self, entry: ExpectedRequest) -> None:
-        """Note that a stream does not move, and return its second lease.
+        """Return the second lease of a stream that is not moved.
 
         Args:
             entry: the request.
@@ -281,7 +282,9 @@ class RouterBooks:
             assert is_alike or not alike, (
                 f"{name} is resumed at {id}, but {alike} have the fingerprint of its beginning"
             )
-            if is_alike:  # This endpoint may be the only one, and need not have accepted it.
+            # `id` may be the only endpoint with this fingerprint, and may be chosen although it need not accept the
+            # request.
+            if is_alike:
                 taking = alike
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
@@ -289,7 +292,7 @@ class RouterBooks:
         book.give(name, request.sequences, is_suspect=bool(entry.broken))
 
     def fail(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> bool:
-        """Note that an endpoint, which already knows it, failed a request without a token.
+        """Record that an endpoint failed a request before its first token. Call this after the endpoint's own record.
 
         Args:
             entry: the request.
@@ -298,7 +301,7 @@ class RouterBooks:
             is_certain: True if the endpoint reported this request as the cause.
 
         Returns:
-            True if it must wait again, or must be ended as the cause.
+            True if the request waits again. False if it has ended.
         """
         assert entry.endpoint is not None
         served_seconds = self.now - entry.leased_at
@@ -323,7 +326,7 @@ class RouterBooks:
         return True
 
     def note_tried(self, entry: ExpectedRequest, book: EndpointBook) -> None:
-        """Note that an endpoint failed a request.
+        """Record that an endpoint failed a request.
 
         Args:
             entry: the request.
@@ -332,7 +335,7 @@ class RouterBooks:
         entry.tried = {**entry.tried, book.id: book.checks}
 
     def break_off(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> str | None:
-        """Note that a stream broke off at an endpoint, which already knows it.
+        """Record that a stream broke off at an endpoint. Call this after the endpoint's own record.
 
         Args:
             entry: the request.
@@ -341,7 +344,7 @@ class RouterBooks:
             is_certain: True if the endpoint reported this request as the cause.
 
         Returns:
-            Why it is not resumed. None: it waits again.
+            The reason why the stream is not resumed. None: it is resumed, or waits to be resumed.
         """
         self.continued.note_break(entry, fault, book, is_certain=is_certain)
         reason = self.continued.refusal(entry, self.endpoints, is_served=bool(self.serving(entry)))
@@ -360,7 +363,9 @@ class RouterBooks:
         return None
 
     def judge(self) -> None:
-        """Decide which trials are over, after a report of an endpoint, or when an endpoint will report no more."""
+        """Decide for each request on trial whether its trial is over.
+
+        Call this method after a report of an endpoint, and when an endpoint is removed."""
         on_trial = [entry for entry in self.waiting if entry.is_on_trial]
         for entry in sorted(on_trial, key=lambda entry: entry.failed_index or 0):
             self.continued.judge(entry, self.endpoints)
@@ -369,7 +374,7 @@ class RouterBooks:
                 entry.failed_index = self._failure_count
 
     def wait_again(self, entry: ExpectedRequest) -> None:
-        """Note that a request waits again. Its lease has been returned.
+        """Record that a request waits again after its lease has been returned.
 
         Args:
             entry: the request.
@@ -381,11 +386,11 @@ class RouterBooks:
         entry.failed_index = self._failure_count
 
     def prefilled(self, entry: ExpectedRequest, outcome: PairOutcome | None) -> None:
-        """Note that the prompt of a disaggregated request is computed. Its lease has been returned.
+        """Record that the prompt of a disaggregated request is computed. Its lease for the prompt has been returned.
 
         Args:
             entry: the request.
-            outcome: why one endpoint must do the rest. None: it need not.
+            outcome: reason why one endpoint must compute the whole request. None: another endpoint may decode.
         """
         served_seconds = self.now - entry.leased_at
         entry.own_deadline += served_seconds
@@ -403,7 +408,7 @@ class RouterBooks:
         self.continued.forget_all_but(served | {entry.request.model for entry in self.live.values()})
 
     def make_whole(self) -> None:
-        """Let requests that wait for a stage without an endpoint wait for an endpoint that does everything."""
+        """Let each request whose stage no endpoint offers wait for an endpoint that computes the whole request."""
         for stage in Stage:
             waiting = [entry for entry in self.waiting if entry.stage is stage]
             again = sorted(
@@ -411,7 +416,7 @@ class RouterBooks:
             )
             queued = sorted((entry for entry in waiting if entry.is_queued), key=lambda entry: entry.index)
             for entry in (*again, *queued):
-                # A request without any endpoint is refused instead.
+                # The router refuses a request that has no endpoint left at all.
                 if self._is_any_left(entry) and not is_next_stage_there(entry, self.serving(entry)):
                     self._make_whole(entry)
 
@@ -431,7 +436,7 @@ class RouterBooks:
             self.pairs[outcome] += 1
 
     def release(self, entry: ExpectedRequest) -> None:
-        """Return the lease of a request, or remove it from its queue. A second lease stays.
+        """Return the lease of a request, or remove the request from its queue. The request keeps its second lease.
 
         Args:
             entry: the request.
@@ -461,10 +466,10 @@ class RouterBooks:
             self.continued.deadlines.pop(book.id, None)
             self.gone.append(book.id)
 
-    # --- rules ---
+    # --- Rules ---
 
     def check_nobody_waits_for_ever(self, now: float) -> None:
-        """Check progress: every waiting request waits because all of its endpoints are full.
+        """Check that no request waits although an endpoint must accept it.
 
         Args:
             now: the time.
@@ -483,7 +488,7 @@ class RouterBooks:
             assert self._is_any_left(entry), f"{entry.name} waits, but no endpoint can ever accept it"
 
     def check_class(self, entry: ExpectedRequest, id: str) -> None:
-        """Check that no request that goes before this one could have had its endpoint.
+        """Check that a request gets no endpoint that must accept another request of a higher rank.
 
         Args:
             entry: the request.
@@ -497,7 +502,7 @@ class RouterBooks:
                 )
 
     def _are_newcomers_waiting(self, entry: ExpectedRequest) -> bool:
-        """Return True if newcomers wait for its model."""
+        """Return True if newcomers wait for the request's model."""
         entering, model = self.entering, entry.request.model
         if entering is not None and entering.is_behind and entering.request.model == model:
             return True
@@ -506,8 +511,8 @@ class RouterBooks:
     def _check_least_loaded(self, entry: ExpectedRequest, book: EndpointBook, taking: list[str]) -> None:
         """Check the choice of the policy least_loaded.
 
-        A single router finds the endpoint with the lowest load. Beside other routers, it compares at least two
-        endpoints, so it never gets the one with the highest load.
+        A single router chooses the endpoint with the lowest load. If there are other routers, a router compares only
+        some endpoints. These are at least two, so it never chooses the endpoint with the highest load.
         """
         beside = [self.endpoints[other] for other in taking if other != book.id]
         if entry.stage is None and book.role != "prefill":
@@ -526,7 +531,8 @@ class RouterBooks:
         if entry.request.pinned is not None:
             return False
         left = [book for book in self.serving(entry) if book.id not in entry.failed_by]
-        if fault in LOST:  # An accepted request is never lost while an endpoint exists or may come back.
+        # The router never fails an accepted request while an endpoint is left that exists or may come back.
+        if fault in LOST:
             return bool(left)
         if self.now >= entry.deadline:
             return False
@@ -566,7 +572,7 @@ RETRY_SECONDS_MAX = 60.0
 
 
 def check_refused_at_the_door(books: RouterBooks, entry: ExpectedRequest, refusal: Overloaded) -> None:
-    """Check the error that `enter` raised.
+    """Check the error with which the router's `enter` refused a request.
 
     Args:
         books: the records.
@@ -602,12 +608,12 @@ def check_refused_at_the_door(books: RouterBooks, entry: ExpectedRequest, refusa
 
 
 def check_taken_into_queue(books: RouterBooks, entry: ExpectedRequest, *, is_served: bool) -> None:
-    """Check a request that `enter` has put into the queue.
+    """Check that the router had a reason to put a request into the queue.
 
     Args:
         books: the records.
         entry: the request.
-        is_served: True if it has already left the queue with a lease.
+        is_served: True if the request has already left the queue with a lease.
     """
     assert is_served or not books.is_queue_full(entry), f"{entry.name} was put into a full queue"
     usable = [book for book in books.serving(entry) if book.health != "ejected"]
@@ -615,7 +621,7 @@ def check_taken_into_queue(books: RouterBooks, entry: ExpectedRequest, *, is_ser
 
 
 def check_refused_in_queue(books: RouterBooks, entry: ExpectedRequest, refusal: TrioserveError | None) -> None:
-    """Check the refusal of a request that was in the queue, or had a lease and was not sent.
+    """Check the error with which the router refused a request that it had accepted and not sent.
 
     Args:
         books: the records.

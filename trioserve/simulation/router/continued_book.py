@@ -1,10 +1,11 @@
-"""Records of streams that break off or are moved in a simulated router: which may be resumed, when, and before which.
+"""Records of streams that break off or are moved in a simulated router, and the rules for resuming them.
 
-The records use only requests and reports. A stream, or a request that lost its endpoint before its first token, comes
-before newcomers of its priority, but only a limited number in a row while newcomers wait. Streams that broke off come
-before streams that must move. Within both kinds, the earliest one comes first.
+The records use only requests and reports. A stream, or a request that lost its endpoint before its first token, is
+served before newcomers of its priority. While newcomers wait, only a limited number of such requests in a row may do
+so. Streams that broke off are served before streams that must move. Within each of the two groups, the order is that of
+the breaks or moves.
 
-The other records decide which endpoint may do which stage of a disaggregated request.
+Functions of this module also decide which endpoint may compute which stage of a disaggregated request.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from trioserve.simulation.router.queue_rules import ExpectedRequest
 
 __all__ = ["ContinuedBook", "check_place", "is_next_stage_there", "is_pair_there", "may_do", "may_try"]
 
-# Shares of a turn: above the first, a turn is certainly whole. Below the second, it certainly is not. The sums of times
-# on both sides differ by far less.
+# Fractions of a turn. From CERTAIN on, a turn is certainly available. Below POSSIBLE, it certainly is not. Between
+# them, rounding errors decide, because the router and these records add times in different orders.
 CERTAIN, POSSIBLE = 1 - 5e-10, 1 - 2e-9
 
 
@@ -35,8 +36,8 @@ class ContinuedBook:
     Attributes:
         total: number of resumed streams.
         refused: number of streams that may not be resumed, by reason.
-        deadlines: deadlines of endpoints whose streams must move. None: the deadline has passed.
-        on_the_way: streams that move and have not arrived.
+        deadlines: deadlines of the endpoints whose streams must move. None: the deadline has passed.
+        on_the_way: streams that are being moved and have not arrived.
         moves: number of moves so far.
     """
 
@@ -48,14 +49,14 @@ class ContinuedBook:
         self.moves = 0
         self._moving_count = 0
         self._world = world
-        # for each model: streams that were resumed since the last newcomer began, while some waited
+        # For each model: the number of requests in a row that were served before waiting newcomers.
         self._rows: Counter[str] = Counter()
         self._turns_max = max(1.0, world.continuations_per_second_max)
         self._turns = self._turns_max
         self._turns_at = now
 
     def must_have_turn(self, now: float) -> bool:
-        """Return True if the limit of resumed streams per second allows one more.
+        """Return True if the limit of resumed streams per second certainly allows one more stream.
 
         Args:
             now: the time.
@@ -63,7 +64,7 @@ class ContinuedBook:
         return self._turns_left(now) >= CERTAIN
 
     def is_before(self, other: ExpectedRequest, entry: ExpectedRequest, now: float) -> bool:
-        """Return True if `other` waits, and must get a lease that both could have. Both have the same model.
+        """Return True if `other` must be served before `entry`. Both requests wait for the same model.
 
         Args:
             other: a request.
@@ -99,7 +100,7 @@ class ContinuedBook:
         return (entry.request.priority, 0 if is_newcomers_turn else 3, 0)
 
     def note_answered(self, entry: ExpectedRequest) -> None:
-        """Note that the endpoint of its lease has begun or resumed the response.
+        """Record that a request's endpoint has begun or resumed the response.
 
         Args:
             entry: the request.
@@ -108,7 +109,7 @@ class ContinuedBook:
         self.note_movable(entry)
 
     def note_movable(self, entry: ExpectedRequest) -> None:
-        """Check if a stream has become one that must move.
+        """Mark a stream that must move from now on, if its endpoint empties and its response can be resumed.
 
         Args:
             entry: the request.
@@ -120,11 +121,11 @@ class ContinuedBook:
             entry.is_moving, entry.stage = True, None
 
     def note_next(self, entry: ExpectedRequest, has_newcomers: bool) -> None:
-        """Note that a stream gets a second lease to move to. Assert that it may.
+        """Record that a stream gets a second lease, to move to another endpoint. Assert that the lease is allowed.
 
         Args:
             entry: the request.
-            has_newcomers: True if newcomers wait for its model.
+            has_newcomers: True if newcomers wait for the request's model.
         """
         assert entry.is_moving, f"{entry.name} gets a second lease, but need not move"
         assert self.may_move, f"{entry.name} moves, although {len(self.on_the_way)} streams already do"
@@ -134,7 +135,7 @@ class ContinuedBook:
         self.moves += 1
 
     def note_newcomer(self, entry: ExpectedRequest) -> None:
-        """Note that a newcomer gets a lease from a queue.
+        """Record that a newcomer gets a lease from a queue.
 
         Args:
             entry: the request.
@@ -142,7 +143,7 @@ class ContinuedBook:
         self._rows[entry.request.model] = 0
 
     def note_turn(self, entry: ExpectedRequest, now: float) -> None:
-        """Note that a stream is resumed after a break, with a lease that it already had.
+        """Record that a stream is resumed after a break.
 
         Args:
             entry: the request.
@@ -153,20 +154,20 @@ class ContinuedBook:
         self.total += 1
 
     def note_ahead(self, entry: ExpectedRequest, has_newcomers: bool) -> None:
-        """Note that a request without a token that waits again gets an endpoint, possibly before newcomers.
+        """Record that a request that lost its endpoint before its first token gets another endpoint.
 
         Args:
             entry: the request.
-            has_newcomers: True if newcomers wait for its model.
+            has_newcomers: True if newcomers wait for the request's model.
         """
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
     def note_granted(self, entry: ExpectedRequest, has_newcomers: bool, now: float) -> None:
-        """Note that a stream gets a lease to be resumed. Assert that it may.
+        """Record that a stream that broke off gets a lease. Assert that the limit per second allows it.
 
         Args:
             entry: the request.
-            has_newcomers: True if newcomers wait for its model.
+            has_newcomers: True if newcomers wait for the request's model.
             now: the time.
         """
         left = self._turns_left(now)
@@ -175,7 +176,7 @@ class ContinuedBook:
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
     def note_break(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> None:
-        """Note that an endpoint broke a response off, or never began it.
+        """Record that an endpoint broke off a response, or failed before its first token.
 
         Args:
             entry: the request.
@@ -191,7 +192,7 @@ class ContinuedBook:
         entry.tokens_at_break = entry.tokens
 
     def judge(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook]) -> None:
-        """Decide if a request is on trial, or counts as the cause of broken endpoints.
+        """Decide whether a request is on trial, and whether it counts as the cause of broken endpoints.
 
         Args:
             entry: the request.
@@ -220,12 +221,14 @@ class ContinuedBook:
                 self.refused["poisoned"] += 1
 
     def refusal(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook], *, is_served: bool) -> str | None:
-        """Return why a stream that broke off may not be resumed. None: it may be, or it is on trial.
+        """Return the reason why a stream that broke off may not be resumed.
+
+        The result is None if the stream may be resumed or is on trial.
 
         Args:
             entry: the request.
             endpoints: the endpoints.
-            is_served: True if an endpoint serves its model.
+            is_served: True if an endpoint serves the stream's model.
         """
         world = self._world
         self.judge(entry, endpoints)
@@ -241,11 +244,10 @@ class ContinuedBook:
         return reason
 
     def forget_all_but(self, models: Collection[str]) -> None:
-        """Forget all other models. They have no requests, so the next request for them finds no resumed streams before
-        it.
+        """Forget how many requests were served before newcomers, for all models except those in `models`.
 
         Args:
-            models: the models to keep.
+            models: models that an endpoint serves or a live request needs.
         """
         for model in [model for model in self._rows if model not in models]:
             del self._rows[model]
@@ -256,7 +258,7 @@ class ContinuedBook:
 
 
 def may_try(book: EndpointBook, entry: ExpectedRequest) -> bool:
-    """Return True if a request may use an endpoint, as far as its earlier failures there are concerned.
+    """Return True if the earlier failures of a request do not forbid an endpoint.
 
     Args:
         book: the endpoint.
@@ -268,7 +270,7 @@ def may_try(book: EndpointBook, entry: ExpectedRequest) -> bool:
 
 
 def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
-    """Return True if an endpoint may do the next stage of a request.
+    """Return True if an endpoint may compute the next stage of a request.
 
     Args:
         book: the endpoint.
@@ -278,10 +280,10 @@ def may_do(book: EndpointBook, entry: ExpectedRequest) -> bool:
 
 
 def is_pair_there(serving: Iterable[EndpointBook], tried: Collection[str] = ()) -> bool:
-    """Return True if one endpoint may compute a prompt and another one the response.
+    """Return True if one endpoint may prefill and another endpoint may decode.
 
     Args:
-        serving: endpoints with the model.
+        serving: endpoints that serve the model.
         tried: endpoints that must not be used.
     """
     available = [book for book in serving if book.is_given and book.id not in tried]
@@ -293,11 +295,11 @@ def is_pair_there(serving: Iterable[EndpointBook], tried: Collection[str] = ()) 
 
 
 def is_next_stage_there(entry: ExpectedRequest, serving: Iterable[EndpointBook]) -> bool:
-    """Return True if a request that waits for a stage can still get it.
+    """Return True if an endpoint can still compute the stage for which a request waits.
 
     Args:
         entry: the request.
-        serving: endpoints with its model.
+        serving: endpoints that serve the request's model.
     """
     if entry.stage is Stage.PREFILL:
         return is_pair_there(serving, entry.tried)
@@ -307,12 +309,12 @@ def is_next_stage_there(entry: ExpectedRequest, serving: Iterable[EndpointBook])
 
 
 def check_place(entry: ExpectedRequest, book: EndpointBook, taking: Iterable[EndpointBook]) -> None:
-    """Check the endpoint that a request is about to get.
+    """Check that a request may get a lease at an endpoint.
 
     Args:
         entry: the request.
         book: the endpoint.
-        taking: all endpoints that must accept it.
+        taking: all endpoints that must accept the request.
     """
     assert may_do(book, entry), f"{entry.name} is in stage {entry.stage}, but gets {book.id}, which is for {book.role}"
     if entry.stage is not None:

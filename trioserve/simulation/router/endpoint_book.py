@@ -1,16 +1,15 @@
-"""One endpoint of a simulated router: its true state, the router's knowledge of it, and what the router may therefore
-do.
+"""Records of one endpoint of a simulated router: its real state, the router's knowledge, and the resulting limits.
 
-The records use only events. If a time or a share is within rounding errors, both results are allowed: the router must
-not exceed the limits of `objection`, and must use the capacity of `must_take`.
+The records use only events. The router must not exceed the limits of `objection`, and must use the capacity of
+`must_take`. If rounding errors decide whether a limit is reached, the router may decide either way.
 
-Rules of its connections, of which some go silent without being closed:
+Some connections go silent without being closed. Rules for connections:
 
-- A response with a working connection is not given up. If the server sends no heartbeats, a stalled response may count
-  as lost.
-- A response with a silent connection is given up within its time limit. Only the time in which the router checks
-  counts.
-- When the router learns of another process at the address, it gives up the responses of the former process at once.
+- The router does not give up a response on a working connection. If the server sends no heartbeats, a stalled response
+  may count as lost.
+- The router gives up a response on a silent connection within a time limit. Only time in which the router checks its
+  connections counts.
+- When the router learns that another process has the address, it soon gives up the responses of the former process.
 """
 
 from __future__ import annotations
@@ -28,22 +27,23 @@ from trioserve.simulation.router.history import Add, RouterWorld
 
 __all__ = ["EndpointBook", "EndpointConnections"]
 
-LOOKED_SECONDS_MAX = 2 * LOOK_SECONDS  # Of the time between two checks, the router counts at most this as silence.
-CLOSE_SECONDS = 1e-6  # Two times that are nearer than this count as equal.
-STEP_SECONDS = 1e-9  # between two times that are never equal in reality
+# The router counts at most this much of the time between two checks as silence.
+LOOKED_SECONDS_MAX = 2 * LOOK_SECONDS
+CLOSE_SECONDS = 1e-6  # Two times count as equal if their difference is smaller.
+STEP_SECONDS = 1e-9  # Two events that are never simultaneous in reality are this far apart.
 
 
 class _Connection:
-    """One response that is being read.
+    """The connection of one response that the router reads.
 
     Attributes:
         awaited: the router's record of the response.
-        process: number of the endpoint's process that has it.
-        has_told: True if the router knows that process.
-        is_silent: True if nothing more will come.
-        heard_at: time of the last bytes.
-        quiet_seconds: time without bytes, as far as the router checked.
-        replaced_at: time at which the router learned of another process, or None.
+        process: number of the endpoint's process that computes the response.
+        has_told: True if the router knows this process.
+        is_silent: True if no more bytes will arrive.
+        heard_at: time at which the last bytes arrived.
+        quiet_seconds: time without bytes, as the router counts it in its checks.
+        replaced_at: time at which the router learned that another process has the address, or None.
     """
 
     def __init__(self, sent_at: float, process: int) -> None:
@@ -58,12 +58,13 @@ class _Connection:
 
 
 class EndpointConnections:
-    """All connections of one endpoint, and the watch that judges them.
+    """All connections of one endpoint, and the router's SilenceWatch for them.
 
     Args:
         id: the endpoint.
-        settings: settings for connections. None: the router does not check connections, and none goes silent.
-        sends_beats: True if the endpoint sends heartbeats and names its process, as trioserve does.
+        settings: limits for silent connections. None: the router does not check connections, and no connection goes
+            silent.
+        sends_beats: True if the endpoint sends heartbeats and the name of its process, as trioserve does.
         count: counts occurrences.
 
     Attributes:
@@ -95,7 +96,7 @@ class EndpointConnections:
         return connection is not None and connection.is_silent
 
     def former(self) -> set[str]:
-        """Return the requests that a former process has."""
+        """Return the requests whose connections belong to a former process."""
         return {name for name, connection in self._open.items() if connection.process != self.process}
 
     def instance(self) -> str:
@@ -103,7 +104,7 @@ class EndpointConnections:
         return f"{self._id} {self.process}"
 
     def moment(self, now: float) -> float:
-        """Return a time that no other call returns.
+        """Return a time that is at least `now` and later than all times returned before.
 
         Args:
             now: the time.
@@ -111,10 +112,10 @@ class EndpointConnections:
         self._moment = max(now, self._moment + STEP_SECONDS)
         return self._moment
 
-    # --- events ---
+    # --- Events ---
 
     def open(self, name: str, now: float) -> None:
-        """Note that a request is sent.
+        """Record that a request is sent.
 
         Args:
             name: the request.
@@ -133,7 +134,7 @@ class EndpointConnections:
             self._watch.forget(connection.awaited)
 
     def hear(self, name: str, now: float) -> None:
-        """Note that bytes of a response arrive.
+        """Record that bytes of a response arrive.
 
         Args:
             name: the request.
@@ -145,7 +146,7 @@ class EndpointConnections:
         self._hear(connection, now)
 
     def silence(self, name: str) -> None:
-        """Make a connection silent. Ignored if the router could never notice it.
+        """Make a connection silent. The call does nothing if the router could never notice the silence.
 
         Args:
             name: the request.
@@ -158,7 +159,7 @@ class EndpointConnections:
             self._count("connections: silent")
 
     def replace(self) -> None:
-        """Let another process take over the address. All connections to the former process go silent."""
+        """Let a new process take over the address. All connections to the former process go silent."""
         if self._is_watched and self._sends_beats:
             for connection in self._open.values():
                 connection.is_silent = True
@@ -166,11 +167,11 @@ class EndpointConnections:
             self._count("addresses taken by another process")
 
     def note_load(self, load: EndpointLoad, asked_at: float, now: float) -> None:
-        """Note that the router gets a load report.
+        """Record that a load report arrives at the router.
 
         Args:
             load: the report.
-            asked_at: time of the question.
+            asked_at: time at which the router sent its question.
             now: the time.
         """
         if self._is_watched:
@@ -219,14 +220,14 @@ class EndpointConnections:
             self._note_process(connection.process, now)
 
     def _note_process(self, process: int, now: float) -> None:
-        """Note that the router learns the process at the address."""
+        """Record that the router learns which process has the address."""
         if process > self._known_process:
             self._known_process = process
             for connection in self._open.values():
                 if connection.process < process and connection.has_told:
                     connection.replaced_at = now
 
-    # --- the rules ---
+    # --- Rules for connections ---
 
     def _check_lost(self, name: str, connection: _Connection, reason: str) -> None:
         has_stalled = connection.quiet_seconds >= self._settings.stalled_seconds_max - CLOSE_SECONDS
@@ -238,7 +239,8 @@ class EndpointConnections:
             return
         settings = self._settings
         seconds_max = settings.silent_seconds_max if self._sends_beats else settings.stalled_seconds_max
-        # Counting begins at the first check after the last byte, and the last check may come just before the limit.
+        # The router begins to count at the first check after the last byte, and may check just before the limit is
+        # reached.
         seconds_max += 2 * LOOKED_SECONDS_MAX
         seconds = connection.quiet_seconds
         assert seconds <= seconds_max, (
@@ -255,14 +257,14 @@ GIVEN = ("healthy", "probing")
 
 
 class Question(msgspec.Struct):
-    """A question for the load of an endpoint.
+    """A request of the router for the load of an endpoint.
 
     Attributes:
-        there: requests that were at the endpoint at the time of the question.
-        sent_total: the router's count of sent requests at that time.
-        asked_at: time of the question.
-        response: the answer. None: the endpoint has not answered.
-        is_lie: True if the answer is false.
+        there: requests that were at the endpoint when the router asked.
+        sent_total: the router's count of sent requests when it asked.
+        asked_at: time at which the router asked.
+        response: the endpoint's report. None: the endpoint has not answered.
+        is_lie: True if the report is false.
     """
 
     there: frozenset[str]
@@ -277,10 +279,10 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         load: the report.
-        noted_at: time of its arrival.
-        known: sequences in flight at that time that the report certainly includes.
-        in_flight: all sequences in flight at that time.
-        is_lie: True if it is false.
+        noted_at: time at which the report arrived.
+        known: number of sequences that were in flight at that time and that the report certainly includes.
+        in_flight: number of all sequences that were in flight at that time.
+        is_lie: True if the report is false.
     """
 
     load: EndpointLoad
@@ -294,27 +296,27 @@ class EndpointBook:
     """Records of one endpoint.
 
     Args:
-        event: the event that added it.
+        event: the event that added the endpoint.
         world: the router's settings.
-        starts_slowly: True if its leases grow slowly at first.
-        checks: number of earlier successful health checks.
+        starts_slowly: True if the number of leases may only grow slowly at first.
+        checks: number of successful health checks before the endpoint was added.
         count: counts occurrences.
 
     Attributes:
-        leased: sequences of requests with a lease here, running or waiting inside.
-        running: sequences of requests whose lease was returned, but which still run.
-        there: sequences of the requests of both kinds that were sent.
-        claims: sequences with a lease.
-        probe: request that serves as a probe, or None.
+        leased: number of sequences of each request with a lease at this endpoint.
+        running: number of sequences of each request that still runs after its lease was returned.
+        there: number of sequences of each request that was sent to this endpoint and has not ended.
+        claims: total number of sequences with a lease.
+        probe: request that the router uses as a probe, or None.
         checks: number of successful health checks.
-        health: name of its EndpointHealth.
-        suspects: requests here that broke another endpoint before.
+        health: name of the endpoint's EndpointHealth.
+        suspects: requests at this endpoint that broke another endpoint before.
         suspects_seen: maximum number of suspects since the last successful health check.
-        clock: process name in its last report, or None.
-        clock_checks: number of successful health checks at that time.
-        moved_from: streams that left it and were resumed elsewhere.
-        moved_to: streams that were moved here.
-        question: the open question, or None.
+        clock: process name in the endpoint's last report, or None.
+        clock_checks: number of successful health checks before that report.
+        moved_from: streams that were moved to another endpoint.
+        moved_to: streams that were moved to this endpoint.
+        question: the router's open question, or None.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class EndpointBook:
         return self.claims + sum(self.running.values())
 
     def load(self, now: float) -> float:
-        """Return the load by this router, with its recent failures here.
+        """Return the fraction of the leases that this router uses. Recent failures count as uses.
 
         Args:
             now: the time.
@@ -385,12 +387,12 @@ class EndpointBook:
 
     @property
     def others(self) -> int:
-        """Sequences of other routers, according to its last report."""
+        """Number of sequences from other routers, according to the endpoint's last report."""
         report = self._report
         return 0 if report is None else max(0, report.load.running + report.load.waiting - report.known)
 
     def load_most(self, now: float) -> float:
-        """Return the load with the sequences of other routers, if the last report is still used.
+        """Return the load that results if the router still uses the last report about sequences of other routers.
 
         Args:
             now: the time.
@@ -403,7 +405,7 @@ class EndpointBook:
 
     @property
     def ejection_ends_at(self) -> float | None:
-        """Time at which its ejection ends. None: it is not ejected, or a check or a probe must succeed first."""
+        """Time at which the ejection ends. None: not ejected, or a check or a probe must succeed first."""
         if self.health != "ejected" or self.waits_for_probe or self._ejected_until == math.inf:
             return None
         return self._ejected_until
@@ -414,13 +416,13 @@ class EndpointBook:
     def is_meant_for(self, stage: Stage | None) -> bool:
         return stage is None or self.role in ("both", stage.value)
 
-    # --- capacity ---
+    # --- Capacity ---
 
     def objection(self, sequences: int, now: float) -> str | None:
-        """Return why a number of sequences, which the router has just sent here, find no slot. None: they may be sent.
+        """Return the reason why the router must not send more sequences to this endpoint. None: it may.
 
         Args:
-            sequences: number of sequences, which these records do not include yet.
+            sequences: number of sequences that the router sends. These records do not include them yet.
             now: the time.
         """
         if not self.is_given:
@@ -443,7 +445,7 @@ class EndpointBook:
         load = report.load
         reported_count = (
             load.running + load.waiting + self.in_flight - report.in_flight
-        )  # At least this many are there.
+        )  # The endpoint certainly has this many sequences.
         seats = load.max_num_seqs if load.max_num_seqs is not None else load.running
         if (
             (load.max_num_seqs is not None or load.waiting)
@@ -454,7 +456,7 @@ class EndpointBook:
         return None
 
     def must_take(self, sequences: int, now: float) -> bool:
-        """Return True if the endpoint must get a number of sequences, since nothing prevents it.
+        """Return True if the router must send sequences to this endpoint when requests wait.
 
         Args:
             sequences: number of sequences.
@@ -480,7 +482,7 @@ class EndpointBook:
             return self.leases_max
         return max(1, int(self.leases_max * max(0.0, now - self._slow_since) / seconds))
 
-    # --- requests ---
+    # --- Requests ---
 
     def give(self, name: str, sequences: int, *, is_suspect: bool) -> None:
         if is_suspect:
@@ -502,12 +504,13 @@ class EndpointBook:
         self.connections.close(name)
         self.suspects.discard(name)
         if self.question is not None:
-            self.question.there -= {name}  # If it returns before the answer, that is another request.
+            # If the same name is sent again before the report comes, it counts as a new request.
+            self.question.there -= {name}
         if self.probe == name:
             self.probe = None
 
     def take_token(self, name: str, now: float, *, is_lease_over: bool) -> None:
-        """Note that the endpoint begins to answer a request.
+        """Record the first token of a request.
 
         Args:
             name: the request.
@@ -520,7 +523,7 @@ class EndpointBook:
         if is_lease_over:
             self.running[name] = self.leased.pop(name)
 
-    # --- reports and checks ---
+    # --- Reports and health checks ---
 
     def ask(self, sent_total: int, now: float) -> None:
         self.question = Question(frozenset(self.there), sent_total, self.connections.moment(now))
@@ -528,7 +531,8 @@ class EndpointBook:
     def response(self, lie: tuple[int, int] | None) -> None:
         if self.question is None:
             return
-        former = self.connections.former()  # A new process does not know them, so it reports less than is in flight.
+        # A new process does not have the former requests, so its report is lower than the number in flight.
+        former = self.connections.former()
         count = self._strangers + sum(count for name, count in self.there.items() if name not in former)
         if former and lie is None:
             lie = (min(count, self._seats), max(0, count - self._seats))
@@ -543,7 +547,7 @@ class EndpointBook:
         self.question.is_lie = lie is not None
 
     def note(self, now: float) -> None:
-        """Note that the answer has arrived at the router.
+        """Record that a load report has arrived at the router.
 
         Args:
             now: the time.
@@ -560,7 +564,7 @@ class EndpointBook:
         self._report = Report(question.response, now, known, self.in_flight, question.is_lie)
 
     def begin_process(self) -> None:
-        """Note that a new process has replaced the former one."""
+        """Record that a new process has replaced the former one."""
         self.connections.process += 1
 
     def note_check(self, is_well: bool, now: float) -> None:
@@ -619,7 +623,7 @@ class EndpointBook:
             self._eject(now)
 
     def note_left(self, now: float) -> None:
-        """Note that the endpoint hangs or will stop. Only a successful check brings it back, not time.
+        """Record that the endpoint hangs or will stop. Only a successful health check makes it available again.
 
         Args:
             now: the time.

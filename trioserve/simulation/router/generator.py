@@ -1,6 +1,6 @@
-"""Generates histories of a router: settings, endpoints, and event after event, depending on the run.
+"""Generates histories of a router: first settings and endpoints, then events that depend on the run so far.
 
-The generator sees only what clients and endpoints would see: live requests with their progress, and the endpoints.
+The generator reads only the live requests with their progress, and the endpoints. It does not read the router's state.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 
 
 class RouterGenerator:
-    """Generator of one history. All choices are drawn in the order of the calls.
+    """Generator of one history. Each call draws from the same source of randomness, so the order of calls matters.
 
     Args:
         rng: source of randomness.
@@ -78,7 +78,7 @@ class RouterGenerator:
         self._prompts = rng.choice(((0,), (0, 10, 100), (10, 300)))
         self._sequences = rng.choice(((1,), (1,), (1, 1, 2), (1, 2, 3, 5), (1, 1, 1, 8, 20)))
         self._live_max = rng.choice((4, 10, 20, 30, 30))
-        self._pace = rng.choice((0.05, 0.5, 2.0))  # longest pause, in seconds
+        self._pace = rng.choice((0.05, 0.5, 2.0))  # maximum seconds that pass in one event
         wildness = rng.random()
         self._end_share = rng.choice((0.7, 0.3, 0.1))
         self._fault_share = rng.choice((0.0, 0.1, 0.3, 0.7)) * (0.5 + wildness / 2)
@@ -88,9 +88,11 @@ class RouterGenerator:
         )
         self._disaggregated_share = 0.0 if self._roles == (None,) else rng.choice((0.5, 0.8, 1.0))
         self._names = 0
-        self._tenant = self._tenants[0]  # tenant of the last request, since tenants come in bursts
+        # The next request often has the same tenant as the last request, so that tenants come in bursts.
+        self._tenant = self._tenants[0]
         endpoint_count = rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 6, 12))
-        is_upgraded = rng.random() < 0.25  # True: endpoints are emptied one after another, while long streams run
+        # True: a rolling upgrade empties one endpoint after another while long streams run.
+        is_upgraded = rng.random() < 0.25
         if is_upgraded:
             endpoint_count = rng.choice((2, 2, 3, 4))
             self._fault_share *= 0.3
@@ -140,7 +142,7 @@ class RouterGenerator:
             chance -= rate
         return self._step(simulation)
 
-    # --- events ---
+    # --- Drawing of events ---
 
     def _one(self, values: Sequence[Value]) -> Value:
         return values[int(self._chance() * len(values))]
@@ -160,7 +162,7 @@ class RouterGenerator:
         )
 
     def _step(self, simulation: RouterSimulation) -> RouterEvent:
-        """Draw the next step of a request with a lease: to its endpoint, its first token, a failure, or its end."""
+        """Draw the next event of a request with a lease: it is sent, gets its first token, fails, or ends."""
         busy = [entry for entry in simulation.books.live.values() if entry.state != "waiting"]
         if not busy:
             return self._wait(simulation)
@@ -222,7 +224,7 @@ class RouterGenerator:
         )
 
     def _leave(self, simulation: RouterSimulation) -> RouterEvent | None:
-        """Draw the end of any request, or an event for a request that has already ended."""
+        """Draw the end of any request, or a late event for a request that has already ended."""
         if self._chance() < 0.85 and simulation.books.live:
             return Leave(name=self._one(list(simulation.books.live)))
         known = list(simulation.entries)[-10:]
@@ -273,7 +275,7 @@ class RouterGenerator:
         return Remove(id=id)
 
     def _empty(self, simulation: RouterSimulation) -> RouterEvent:
-        """Draw the stop of an endpoint with running requests, or its return."""
+        """Draw an event that stops an endpoint with running requests, or that brings a stopped endpoint back."""
         books = simulation.books.endpoints
         id = self._one(self._ids)
         if id not in books or (books[id].health == "draining" and self._chance() < 0.2):
@@ -316,7 +318,8 @@ class RouterGenerator:
 class _Operator:
     """Loads and unloads adapters in some histories.
 
-    It has its own source of randomness, so that histories without adapters stay equal for each seed.
+    It draws from a separate source of randomness, so each seed of a history without adapters still gives the same
+    history.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -327,9 +330,9 @@ class _Operator:
         self._orders: list[Load | Unload] = []
 
     def next_order(self, ids: Sequence[str]) -> Load | Unload | None:
-        """Return the next order, or None.
+        """Return the next act of the operator, or None.
 
-        An adapter is loaded or unloaded at one endpoint after another, while everything else continues.
+        The operator loads or unloads an adapter at one endpoint after another, while requests continue.
         """
         rng = self._rng
         if not self._adapters:
@@ -343,7 +346,7 @@ class _Operator:
         return None
 
     def asked_for(self, model: str) -> str:
-        """Return the model or an adapter that a request asks for."""
+        """Return the model name of a request, which may be an adapter."""
         rng = self._rng
         return rng.choice(self._adapters) if self._adapters and rng.random() < self._asked_share else model
 
@@ -351,7 +354,7 @@ class _Operator:
 class _Network:
     """Makes connections silent, replaces processes and refuses requests, in some histories.
 
-    It has its own source of randomness.
+    It draws from a separate source of randomness.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -361,7 +364,7 @@ class _Network:
         self._kind_shares = rng.choice(((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 1, 2)))
 
     def of(self, world: RouterWorld) -> RouterWorld:
-        """Return the world with its limits for silence."""
+        """Return the world with limits for silent connections."""
         if not self._is_active:
             return world
         beat_seconds = self._rng.choice((0.25, 0.5, 1.0))
@@ -393,7 +396,7 @@ class _Network:
 
 
 def _broken(simulation: RouterSimulation) -> set[str]:
-    """Return the endpoints about which streams on trial wait for news."""
+    """Return the endpoints that a stream on trial may have broken. Their reports decide the trial."""
     on_trial = (entry for entry in simulation.books.waiting if entry.is_on_trial)
     return {broken.endpoint for entry in on_trial for broken in entry.broken}
 

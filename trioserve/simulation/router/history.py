@@ -1,6 +1,7 @@
-"""The events of a router's simulation as data: its settings, one event after another, and both as readable text.
+"""The history of a router's simulation as data: its settings and its events, with a text format for both.
 
-As in the core's history, an event that has lost its purpose does nothing, or what it would do in reality.
+A history stays valid if any event is removed. An event that does not apply does nothing, or does what it would do in
+reality.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 
     Attributes:
         policy: routing policy.
-        seed: seed of the policy's random choices.
-        beat_seconds: interval of heartbeats, as in SilenceSettings. 0: the router does not check connections, and none
-            goes silent.
+        seed: seed of the routing policy's random choices.
+        beat_seconds: interval of heartbeats, as in SilenceSettings. 0: the router does not check connections, and no
+            connection goes silent.
         silent_seconds_max: as in SilenceSettings.
         stalled_seconds_max: as in SilenceSettings.
     """
@@ -72,7 +73,7 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 
     @property
     def silence(self) -> SilenceSettings | None:
-        """Settings for connections. None: the router does not check connections."""
+        """Limits for silent connections. None: the router does not check connections."""
         if not self.beat_seconds:
             return None
         return SilenceSettings(
@@ -89,12 +90,12 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ad
         id: the endpoint.
         models: its models.
         leases_max: maximum number of leases. None: the router's default.
-        seats: sequences that can run there. Others wait inside of it.
-        strangers: sequences there that the router did not send.
-        tells_seats: True if its load reports contain the seats.
-        role: stages of a disaggregated request that it is for.
-        fingerprint: fingerprint of its model.
-        tells_clock: True if its reports name its process, and it sends heartbeats.
+        seats: number of sequences that can run at the endpoint. Further sequences wait inside the endpoint.
+        strangers: number of sequences at the endpoint that this router did not send.
+        tells_seats: True if the endpoint's load reports contain `seats`.
+        role: stages of a disaggregated request that the endpoint accepts.
+        fingerprint: fingerprint of the endpoint's model.
+        tells_clock: True if the endpoint's reports name its process, and the endpoint sends heartbeats.
     """
 
     id: str
@@ -109,35 +110,35 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ad
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="role"):
-    """An endpoint reports its role."""
+    """An endpoint reports a new role."""
 
     id: str
     role: EngineRole | None = None
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True, tag="models"):
-    """An endpoint reports its models, which include its loaded adapters."""
+    """An endpoint reports its models, including its loaded adapters."""
 
     id: str
     models: tuple[str, ...]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """An endpoint has loaded an adapter and reports it. To a router, an adapter is one more model."""
+    """An endpoint reports that it has loaded an adapter. A router treats an adapter as one more model."""
 
     id: str
     adapter: str
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
-    """An endpoint unloads an adapter: no new requests for it go there. Running requests for it continue."""
+    """An endpoint unloads an adapter. It gets no new requests for the adapter, but running requests continue."""
 
     id: str
     adapter: str
 
 
 class Remove(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="remove"):
-    """An endpoint is drained. If `move_seconds` is not None, its streams are moved elsewhere within that time."""
+    """An endpoint is drained. If `move_seconds` is not None, its streams move to other endpoints within that time."""
 
     id: str
     move_seconds: float | None = None
@@ -151,46 +152,49 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="probe"):
-    """A probe request of the router to an endpoint ends. None: the endpoint is alive but refused the probe."""
+    """The router's probe request to an endpoint ends. None: the endpoint is alive but has refused the probe."""
 
     id: str
     is_well: bool | None = True
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True, tag="hang"):
-    """An endpoint has not answered for so long that its requests leave it at once."""
+    """An endpoint has not answered for so long that the router gives up all of its requests."""
 
     id: str
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stopping"):
-    """An endpoint reports that it will stop. `move_seconds` is as in Remove."""
+    """An endpoint reports that it will stop. If `move_seconds` is not None, its streams move within that time."""
 
     id: str
     move_seconds: float | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
-    """The router asks an endpoint for its load. An unanswered question is dropped."""
+    """The router asks an endpoint for its load. An earlier question without an answer is dropped."""
 
     id: str
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="answer"):
-    """An endpoint answers a question. `lie` has false numbers of running and waiting sequences. None: the true ones."""
+    """An endpoint answers the router's question for its load.
+
+    The answer has the numbers of running and waiting sequences from `lie`, or the true numbers if `lie` is None.
+    """
 
     id: str
     lie: tuple[int, int] | None = None
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, tag="note"):
-    """The answer arrives at the router."""
+    """An endpoint's load report arrives at the router."""
 
     id: str
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="store"):
-    """An endpoint reports that it has blocks, or no longer has them."""
+    """An endpoint reports that it has stored or evicted blocks."""
 
     id: str
     blocks: tuple[str, ...]
@@ -198,20 +202,20 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request.
+    """A request of a client.
 
     Attributes:
-        name: its name.
-        model: its model.
-        tenant: its tenant.
-        priority: its priority.
+        name: name of the request.
+        model: model name.
+        tenant: tenant of the request.
+        priority: priority of the request.
         sequences: number of sequences.
-        prompt_tokens: tokens of its prompt.
-        session: its session, or None.
-        pinned: the only endpoint that it may use, or None.
-        blocks: names of the blocks of its prompt.
-        patience: seconds until its own queue deadline. None: it has none.
-        can_be_disaggregated: True if one endpoint may compute its prompt and another one its response.
+        prompt_tokens: number of prompt tokens.
+        session: session of the request, or None.
+        pinned: the only endpoint that the request may use, or None.
+        blocks: names of the blocks of the prompt.
+        patience: seconds until the request's own queue deadline. None: no deadline.
+        can_be_disaggregated: True if one endpoint may prefill and another endpoint may decode.
     """
 
     name: str
@@ -228,7 +232,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crowd"):
-    """Many requests, each of which leaves before the next one arrives."""
+    """Many requests arrive one after another. Each client disconnects before the next request arrives."""
 
     count: int
     model: str = "m"
@@ -237,7 +241,7 @@ class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
-    """A request is sent to the endpoint of its lease."""
+    """The router sends a request to the endpoint of its lease."""
 
     name: str
 
@@ -247,9 +251,9 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     Attributes:
         name: the request.
-        count: number of tokens.
-        part: share of the next group of events that also arrives, 0 to 1.
-        can_resume: reported with the first token: True if another endpoint can resume the stream.
+        count: number of new tokens.
+        part: fraction of the bytes of the next group of events that also arrives, 0 to 1.
+        can_resume: True if another endpoint can resume the stream. Only the value of the first token is used.
     """
 
     name: str
@@ -259,14 +263,14 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="moved"):
-    """A stream has left its endpoint for that of its next lease. If `is_given` is True, the endpoint handed it over."""
+    """A stream moves to the endpoint of its second lease. If `is_given` is True, its endpoint hands it over."""
 
     name: str
     is_given: bool = False
 
 
 class Stay(msgspec.Struct, frozen=True, kw_only=True, tag="stay"):
-    """A stream cannot leave its endpoint, which becomes known late."""
+    """The router learns that a stream cannot be moved, possibly after it got a second lease for the stream."""
 
     name: str
 
@@ -274,7 +278,7 @@ class Stay(msgspec.Struct, frozen=True, kw_only=True, tag="stay"):
 class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="compute"):
     """An endpoint has computed the prompt of a disaggregated request.
 
-    If `outcome` is not None, one endpoint must do the rest.
+    If `outcome` is not None, one endpoint must compute the whole request.
     """
 
     name: str
@@ -282,21 +286,21 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class Lose(msgspec.Struct, frozen=True, kw_only=True, tag="lose"):
-    """The endpoint that computed the prompt no longer holds its blocks."""
+    """The endpoint that computed a prompt no longer holds the prompt's blocks."""
 
     name: str
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The scope of a request ends, since it is served or at any other moment, possibly again."""
+    """The scope of a request ends, after its response or at any other time. This event may be repeated."""
 
     name: str
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail"):
-    """An endpoint fails a request, before its first token or during its stream.
+    """An endpoint fails a request before its first token or during its stream.
 
-    If `is_certain` is True, the endpoint reports that this request broke it.
+    If `is_certain` is True, the endpoint reports that this request caused the fault.
     """
 
     name: str
@@ -308,7 +312,7 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="f
 class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crash"):
     """An endpoint fails all of its requests, one after another.
 
-    If `is_over` is True, its process has ended and a new one begins.
+    If `is_over` is True, the endpoint's process has ended, and a new process begins.
     """
 
     id: str
@@ -317,13 +321,13 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True, tag="silence"):
-    """The connection of a response goes silent, although its endpoint works. The connection is not closed."""
+    """The connection of a response goes silent without being closed, although the endpoint works."""
 
     name: str
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True, tag="replace"):
-    """Another process takes over the address of an endpoint.
+    """A new process takes over the address of an endpoint.
 
     Connections to the former process go silent but stay open.
     """
@@ -332,14 +336,14 @@ class Replace(msgspec.Struct, frozen=True, kw_only=True, tag="replace"):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wait"):
-    """Time passes. If `is_late` is True, `tick` is not called before the next wait."""
+    """Time passes. If `is_late` is True, the router's `tick` is not called before the next Wait."""
 
     seconds: float
     is_late: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """The router accepts no new requests, and refuses all requests that were not sent."""
+    """The router begins to drain: it accepts no new requests, and refuses all requests that it has not sent."""
 
 
 RouterEvent = (

@@ -1,20 +1,21 @@
-"""Rules of the queue: which request may get a lease before which, with independent records.
+"""Rules for the order in which a simulated router serves waiting requests, and a simulated stream of responses.
 
-Within a model and a priority, streams that broke off, requests that lost an endpoint, and requests whose prompt is
-computed come before newcomers, but only a limited number in a row while newcomers wait. Requests whose prompt is
-computed separately and whole requests have separate queues. In each queue, a better priority comes first. Within a
-priority, tenants take turns. Within a tenant, requests go in order of arrival.
+Within a model and a priority, three groups are served before newcomers: streams that broke off, requests that lost an
+endpoint, and requests whose prompt is already computed. While newcomers wait, only a limited number of them in a row
+are served. Requests whose prompt is computed separately have a queue, and whole requests have another one. Each queue
+is served by priority. Within a priority, tenants take turns. Within a tenant, requests are served in order of arrival.
 
-Turns are fair as in start-time fair queueing (Goyal, Vin and Cheng, 1996): over any time in which a tenant has a
-request in the queue, every other tenant gets at most as much service as this tenant, plus the largest cost of either.
+Turns are fair as in start-time fair queueing (Goyal, Vin and Cheng, 1996). Consider any time in which tenant A has a
+request in the queue. Another tenant B then gets at most as much service as A, plus the largest cost of one request of A
+and the largest cost of one request of B.
 
-The number of a request's sequences does not matter: it gets its lease in its turn if one of its sequences finds a slot.
-So no request blocks others because it does not fit, and none must be overtaken.
+The number of a request's sequences does not matter. A request gets its lease in its turn if one of its sequences finds
+a slot. So no request blocks others because it does not fit, and no request must be overtaken.
 
-The streams have another rule. An endpoint is a function: the next token depends only on the seed and the tokens before,
-and the visible text only on the tokens so far. So the undisturbed stream is known. Wherever an endpoint breaks off, the
-client must have a beginning of it, with each token, each text and usage exactly once. Streams are resumed with the real
-code of the proxy.
+Streams have a separate rule. A simulated endpoint is a function: the next token depends only on the seed and on the
+tokens before, and the visible text depends only on the tokens so far. So the undisturbed stream can be computed.
+Wherever an endpoint breaks off, the client must have received a beginning of the undisturbed stream, without repeated
+or missing events. Streams are resumed with the real code of the proxy.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ def _length(seed: int, choice: int) -> int:
 
 
 def _shown(tokens: Sequence[int], *, is_finished: bool) -> str:
-    """Return the visible text.
+    """Return the text that an endpoint shows for some tokens.
 
-    The text of some tokens is only visible after the next token, as at a possible stop string.
+    The text of some tokens becomes visible only after the next token, as with text that may begin a stop string.
     """
     is_held = bool(tokens) and tokens[-1] % 3 == 0 and not is_finished
     return "".join(f" {token}" for token in (tokens[:-1] if is_held else tokens))
 
 
 class _Endpoint:
-    """One response at one endpoint: groups of events after the known tokens."""
+    """One response at one endpoint. It yields groups of events after the known tokens."""
 
     def __init__(self, seed: int, choice_count: int, resume: Mapping[str, object] | None) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(choice_count)]
@@ -79,7 +80,7 @@ class _Endpoint:
         return json.dumps({"prompt_digest": "d", "seed": self._seed})
 
     def next_group(self) -> tuple[bytes, int]:
-        """Return the bytes of the next group and the number of its tokens.
+        """Return the bytes of the next group of events and the number of its tokens.
 
         After the last group, the bytes are empty.
         """
@@ -114,15 +115,15 @@ class _Endpoint:
 
 
 class SimulatedStream:
-    """One stream, from one or several endpoints.
+    """One stream of a client, which one or several endpoints produce.
 
     Args:
-        seed: seed of the stream, from which all of it follows.
+        seed: seed that determines all tokens and texts of the stream.
         choice_count: number of choices.
         count: counts occurrences.
 
     Attributes:
-        token_count: tokens that the client has in whole groups.
+        token_count: number of tokens in the complete groups that the client has received.
     """
 
     def __init__(self, seed: int, choice_count: int, *, count: Callable[[str], None]) -> None:
@@ -132,7 +133,7 @@ class SimulatedStream:
         self._count = count
         self._kept = ContinuedStream(choice_count=choice_count, bytes_max=IDS_BYTES_MAX)
         self._endpoint: _Endpoint | None = None
-        self._group, self._group_tokens = b"", 0  # rest of a group that has not come whole
+        self._group, self._group_tokens = b"", 0  # rest of a group of which only a part has arrived
         self._resume: Mapping[str, object] | None = None
         self._texts = [""] * choice_count
         self._number = 0
@@ -153,11 +154,11 @@ class SimulatedStream:
         self._kept.begin(self._endpoint.resume_header())
 
     def come(self, token_count: int, part: float) -> None:
-        """Let tokens arrive, in whole groups, and then a part of the next group.
+        """Let complete groups of events arrive, and then a part of the next group.
 
         Args:
-            token_count: minimum number of tokens.
-            part: share of the next group, 0 to 1.
+            token_count: minimum number of tokens in the complete groups.
+            part: fraction of the bytes of the next group, 0 to 1.
         """
         endpoint = self._endpoint
         assert endpoint is not None
@@ -180,14 +181,14 @@ class SimulatedStream:
         self._group = self._group[byte_count:]
 
     def give_away(self) -> None:
-        """Let the endpoint hand the stream over, after the groups that have come whole."""
+        """Let the endpoint hand over the stream after the last complete group."""
         if not self._group or self._group_tokens == 0:
             self._pass_on(b'data: {"object":"hand_over","kv_transfer_params":null}\nid: >\n\n')
 
     def break_off(self) -> None:
-        """Lose the group that has not come whole.
+        """Lose the group of which only a part has arrived.
 
-        Assert that the next endpoint gets exactly the tokens that the client has.
+        Assert that the next endpoint gets exactly the tokens that the client has received.
         """
         if not self.token_count and not self._kept.is_answered and self._resume is None:
             return
@@ -202,7 +203,7 @@ class SimulatedStream:
         self._count("streams that go on from their ids")
 
     def _pass_on(self, piece: bytes) -> None:
-        """Pass bytes through the proxy. The client reads the result: whole events without ids."""
+        """Pass bytes through the proxy. The client must get complete events without ids."""
         passed = self._kept.feed(piece) if piece else b""
         assert not passed or passed.endswith(b"\n\n"), f"the client gets half an event: {passed!r}"
         for event in passed.split(b"\n\n"):
@@ -226,7 +227,7 @@ class SimulatedStream:
         self._texts[choice] += str(text)
 
     def _check(self) -> None:
-        """Assert that the client has a beginning of the undisturbed stream."""
+        """Assert that the client has received a beginning of the undisturbed stream."""
         for choice, (tokens, is_finished) in enumerate(zip(*self._delivered, strict=True)):
             expected: list[int] = []
             while len(expected) < len(tokens):
@@ -246,39 +247,41 @@ class SimulatedStream:
 
 
 class ExpectedRequest:
-    """One request of a simulated router, with all that was requested and reported.
+    """Expected state of one request of a simulated router, from the request and the reports about it.
 
     The attributes stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, broken,
-    is_on_trial, continuations, fingerprint, can_resume and is_moving are as in Ticket.
+    is_on_trial, continuations, fingerprint, can_resume and is_moving have the meaning that they have in Ticket.
 
     Args:
         name: name of the request.
         request: the request.
         index: number of the arrival.
-        wait_ends_at: the router's deadline for its wait.
+        wait_ends_at: time at which the router ends the request's wait.
 
     Attributes:
-        own_deadline: its own deadline for its wait.
-        leased_at: time of its last lease.
-        queue_index: its number in the order of joining a queue.
-        state: name of its TicketState.
-        failed_index: number of the failure, or of the end of its prefill, after which it waits again. None: it waits
-            for the first time.
-        endpoint: endpoint of its lease, or None.
-        left: endpoint before it waited again.
-        tried: endpoints at which it failed, each with the number of successful health checks before.
-        failed_by: endpoints that answered it with an error, before its first token.
-        refused_by: those of them whose refusal another endpoint has to confirm.
-        is_lost: True if it lost an endpoint before its first token.
-        is_sent: True if it is at its endpoint.
-        has_token: True after its first token.
-        is_behind: True if its queue was not empty when it arrived.
-        tokens: tokens that its client has.
-        stream: its stream, or None.
-        tokens_at_break: tokens at the last break of its stream.
-        is_condemned: True if its trial is over and it must be ended.
-        moving_index: its number in the order of requests that must move.
-        next: endpoint of its next lease, or None.
+        own_deadline: time of the request's own deadline for its wait.
+        leased_at: time at which the request got its last lease.
+        queue_index: number of the request in the order of joining a queue.
+        state: name of the request's TicketState.
+        failed_index: number of the event after which the request waits again: a failure or the end of its prefill.
+            None:
+            the request waits for the first time.
+        endpoint: endpoint of the request's lease, or None.
+        left: last endpoint of a request that waits again.
+        tried: endpoints at which the request failed, each with its number of successful health checks before the
+            failure.
+        failed_by: endpoints that answered the request with an error before its first token.
+        refused_by: endpoints of `failed_by` whose refusal another endpoint must confirm.
+        is_lost: True if the request lost an endpoint before its first token.
+        is_sent: True if the request was sent to its endpoint.
+        has_token: True after the request's first token.
+        is_behind: True if the queue was not empty when the request arrived.
+        tokens: number of tokens that the client has received.
+        stream: stream of the request, or None.
+        tokens_at_break: value of `tokens` when the stream last broke off.
+        is_condemned: True if the trial is over and the router must end the request.
+        moving_index: number of the stream in the order of streams that must move.
+        next: endpoint of the request's second lease, or None.
     """
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
@@ -335,17 +338,17 @@ class ExpectedRequest:
 
     @property
     def is_continuing(self) -> bool:
-        """True if its stream broke off and waits to be resumed."""
+        """True if the request's stream broke off and waits to be resumed."""
         return self.state == "waiting" and self.has_token
 
     @property
     def is_again(self) -> bool:
-        """True if it lost an endpoint before its first token. It then goes before newcomers."""
+        """True if the request lost an endpoint before its first token. It is served before newcomers."""
         return self.state == "waiting" and self.failed_index is not None and not self.has_token
 
     @property
     def moment(self) -> str:
-        """Name of its progress, for the counts."""
+        """Name of the request's progress, for the counts."""
         if self.stage is not None and self.state != "ended":
             where = "in the queue for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
             return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
@@ -368,13 +371,13 @@ class ExpectedRequest:
 
 
 class Fairness:
-    """Fairness among the tenants of one model and priority."""
+    """Checks fairness among the tenants of one model and priority."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}
         self._cost_max: dict[str, int] = {}
-        # For each tenant with a request in the queue and each other tenant: how much more service the other has had
-        # since then, and the lowest value of that difference.
+        # For each tenant A with a request in the queue and each other tenant B: how much more service than A tenant B
+        # has received since A began to wait, and the lowest value of this difference so far.
         self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
 
     def join(self, entry: ExpectedRequest) -> None:
@@ -386,7 +389,7 @@ class Fairness:
         self._waiting[tenant] += 1
 
     def serve(self, entry: ExpectedRequest) -> None:
-        """Note that a request gets a lease. Call it before the request leaves the queue.
+        """Record that a request gets a lease. Call this method before the request leaves the queue.
 
         Args:
             entry: the request.
@@ -414,7 +417,7 @@ class Fairness:
 
 
 def check_turn(entry: ExpectedRequest, live: Iterable[ExpectedRequest]) -> None:
-    """Assert that a request that gets a lease from the queue has no request before it.
+    """Assert that no other request of the queue must be served before a request that gets a lease.
 
     Args:
         entry: the request.

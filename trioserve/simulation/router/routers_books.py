@@ -1,18 +1,18 @@
-"""Checks several routers that share no state: which router has leases for which requests at which endpoint.
+"""Checks the leases of several routers that share no state.
 
-The books note what a router has when it reports a lease and when the request leaves. What it may have follows from
-which routers are alive and which of them can know it. The rules:
+The books record when a router grants and takes back each lease. The leases that a router may have follow from the
+routers that are alive and from the routers that can know it. The rules:
 
-- A router gives no lease beyond its share. It keeps the leases that it gave before its share became smaller.
-- When nothing has changed for long enough, the shares of an endpoint add up to its limit, or to one per router if that
-  is more. Every live router counts, even if others cannot see it, and no dead router counts. So the live routers get
-  the share of a dead one.
-- A router that has just begun gives one lease at a time, as long as another router exists that may not know it.
-- No lease is given where, by the last report, others have the rest of the limit. And no request waits at a router that
-  has just learned of room: for a moment of more than its part of the room, then of any room.
-- Every request is served or refused once. At the end no lease is left, and no request is at an endpoint.
-- Routers that see the same idle endpoints at the same moment do not all choose the same one. The exception is
-  round_robin, where each router begins with the first endpoint and they soon diverge.
+- A router grants no lease beyond its share. It keeps the leases that it granted before its share became smaller.
+- If no router has begun, died or become invisible for long enough, the shares of an endpoint add up to its limit, or to
+  one lease per router if that is more. Every live router counts, even if other routers cannot see it. No dead router
+  counts, so the live routers get the share of a dead router.
+- A router that has just begun grants one lease at a time, as long as another router exists that may not know it.
+- A router grants no lease at an endpoint where, by its last report, other routers use the rest of the limit. And no
+  request waits at a router whose last report shows room: at first more room than the router's part, and later any room.
+- Every request is served or refused exactly once. At the end, no lease is left, and no request is at an endpoint.
+- Routers that see the same idle endpoints at the same time do not all choose the same endpoint. The exception is
+  round_robin, where each router begins with the first endpoint.
 """
 
 from __future__ import annotations
@@ -36,21 +36,26 @@ __all__ = [
     "rows_as_table",
 ]
 
-BEGIN_SECONDS = 3.0  # while a new router gives little; after it, all others know the router
-GONE_SECONDS = 7.0  # after which the others have its share: it was missed, and no endpoint has heard from it recently
+# seconds in which a new router grants few leases. After that, all other routers know the new router.
+BEGIN_SECONDS = 3.0
+# seconds after a router's death until the other routers have its share. By then, other routers have failed to reach it,
+# and no endpoint has heard from it recently.
+GONE_SECONDS = 7.0
 LITTLE_SECONDS = 2.0
-REPORT_SECONDS_MAX = 3.0  # an older report is ignored
-DIVIDED_SECONDS = 0.61  # while each router takes at most its part of the room that a report shows
+REPORT_SECONDS_MAX = 3.0  # A router ignores a report that is older.
+# seconds after a report during which each router uses at most its part of the room that the report shows
+DIVIDED_SECONDS = 0.61
 
 
 class _Report:
-    """Report of an endpoint, as one router uses it.
+    """Load report of an endpoint, as one router uses it.
 
     Attributes:
-        others: requests at the endpoint beyond this router's leases. Negative if some of those had ended.
-        known: how many of this router's leases the report includes.
-        part: this router's minimum part of the room that the report shows, or None for all of it.
-        at: when the router got the report.
+        others: number of requests at the endpoint beyond this router's leases. The number is negative if some leased
+            requests had ended.
+        known: number of this router's leases that the report includes.
+        part: number of requests of the room in the report that this router may use at least. None: the whole room.
+        at: time at which the router got the report.
     """
 
     def __init__(self, others: int, known: int, part: int | None, at: float) -> None:
@@ -68,31 +73,31 @@ class RoutersBooks:
         now: the current time.
 
     Attributes:
-        settled_at: when nothing will have changed for long enough.
-        overshoot_most: the most leases at one endpoint beyond its limit.
+        settled_at: time from which the shares must add up, if no router begins, dies or becomes invisible before.
+        overshoot_most: maximum number of leases at one endpoint beyond its limit.
     """
 
     def __init__(self, world: RoutersWorld, now: float) -> None:
         self.world = world
         self.settled_at = now + BEGIN_SECONDS
         self.overshoot_most = 0
-        self._began_at = dict.fromkeys(range(world.routers), now)  # of live routers
+        self._began_at = dict.fromkeys(range(world.routers), now)  # start times of the live routers
         self._has_changed = False
-        self._leases: dict[tuple[int, str], dict[int, float]] = {}  # time of each lease, by the request's number
+        self._leases: dict[tuple[int, str], dict[int, float]] = {}  # times of the leases, by the request's number
         self._at_endpoint: Counter[str] = Counter()
         self._reports: dict[tuple[int, str], _Report] = {}
         self._shares: dict[tuple[int, str], int] = {}
         self._ended: set[int] = set()
         self._first_choices: dict[int, str] = {}
 
-    # --- who is there ---
+    # --- Routers ---
 
     def note_begins(self, router: int, now: float) -> None:
         self._began_at[router] = now
         self._change(now + BEGIN_SECONDS)
 
     def note_gone(self, router: int, now: float) -> None:
-        """Note that a router is gone. Its leases were taken back before.
+        """Record that a router is gone, after its leases were taken back.
 
         Args:
             router: the router.
@@ -105,7 +110,7 @@ class RoutersBooks:
         self._change(now + GONE_SECONDS)
 
     def note_sight(self, now: float) -> None:
-        """Note that two routers can see each other again, or cannot any more.
+        """Record that two routers can see each other again, or can no longer see each other.
 
         Args:
             now: the current time.
@@ -116,21 +121,21 @@ class RoutersBooks:
         self._has_changed = True
         self.settled_at = max(self.settled_at, settled_at)
 
-    # --- shares ---
+    # --- Shares ---
 
     def set_share(self, router: int, endpoint: str, share: int, now: float) -> None:
-        """Note a share that a router has computed.
+        """Record a share that a router has computed.
 
         Args:
             router: the router.
             endpoint: the endpoint.
-            share: how many leases the router may give there.
+            share: number of leases that the router may grant at this endpoint.
             now: the current time.
         """
         assert share >= 1, f"router {router} may give nothing at {endpoint}"
         others = len(self._began_at) - 1
         is_new = now < self._began_at[router] + LITTLE_SECONDS
-        # A router that has found all others gone may give all leases at once.
+        # A new router that has found all other routers gone may grant all leases at once.
         is_little = share == 1 or share == self.world.leases_max
         assert not (is_new and others) or is_little, (
             f"router {router} has begun, and its share of {endpoint} is {share}"
@@ -138,7 +143,7 @@ class RoutersBooks:
         self._shares[router, endpoint] = share
 
     def check_shares(self, endpoint: str, now: float) -> None:
-        """Check that the shares of an endpoint add up, if nothing has changed for long enough.
+        """Check that the shares of an endpoint add up to its limit, once the routers are settled.
 
         Args:
             endpoint: the endpoint.
@@ -151,16 +156,16 @@ class RoutersBooks:
         assert total == promised, f"the shares of {endpoint} are {shares}, {total} of {promised}"
         assert max(shares.values()) - min(shares.values()) <= 1, f"the shares of {endpoint} are {shares}"
 
-    # --- leases ---
+    # --- Leases ---
 
     def note_report(self, router: int, endpoint: str, count: int, *, sent_before: float, now: float) -> None:
-        """Note a report that a router got.
+        """Record a load report that a router got.
 
         Args:
             router: the router.
             endpoint: the endpoint.
-            count: requests at the endpoint.
-            sent_before: requests that this router sent there by then are included in `count`.
+            count: number of requests at the endpoint.
+            sent_before: time up to which the requests that this router sent are included in `count`.
             now: the current time.
         """
         mine = self._leases.get((router, endpoint), {})
@@ -171,10 +176,10 @@ class RoutersBooks:
         self._reports[router, endpoint] = _Report(count - known, known, part, now)
 
     def give(self, router: int, endpoint: str, number: int, now: float) -> None:
-        """Note one more lease.
+        """Record a lease that a router grants.
 
         Args:
-            router: the router that gives it.
+            router: the router.
             endpoint: the endpoint.
             number: the request.
             now: the current time.
@@ -200,7 +205,7 @@ class RoutersBooks:
             )
 
     def check_waits(self, router: int, endpoint: str, now: float) -> None:
-        """Check that a request waits at the router for a reason. The router has just got news of this endpoint.
+        """Check that a request has a reason to wait at a router that has just got news of an endpoint.
 
         Args:
             router: the router.
@@ -231,8 +236,9 @@ class RoutersBooks:
         self._ended.add(number)
 
     def note_first_choice(self, router: int, endpoint: str) -> None:
-        """Note the endpoint of a router's first request, which comes at the same moment as all others, while all is
-        idle.
+        """Record the endpoint of a router's first request.
+
+        The first requests of all routers arrive at the same time, while all endpoints are idle.
 
         Args:
             router: the router.
@@ -250,19 +256,19 @@ class RoutersBooks:
 
 
 class SimulatedEndpoint:
-    """An endpoint. Requests are known by their numbers.
+    """A simulated endpoint. It identifies requests by their numbers.
 
     Args:
         id: the endpoint's id.
-        seats: how many requests can run.
+        seats: number of requests that can run at the same time.
 
     Attributes:
         running: requests with a seat.
-        waiting: the other requests, in order of arrival.
-        most: the most requests that were here at the same time.
-        heard_at: when each router last asked for a report.
-        reported_at: when the endpoint last reported its load.
-        reports_at: when it reports its load next.
+        waiting: requests without a seat, in order of arrival.
+        most: maximum number of requests that were at the endpoint at the same time.
+        heard_at: time at which each router last asked for a report.
+        reported_at: time at which the endpoint last reported its load.
+        reports_at: time at which the endpoint will report its load next.
     """
 
     def __init__(self, id: EndpointId, seats: int) -> None:
@@ -286,7 +292,7 @@ class SimulatedEndpoint:
             number: the request.
 
         Returns:
-            True if it runs at once.
+            True if the request runs at once.
         """
         if len(self.running) < self._seats:
             self.running.add(number)
@@ -296,13 +302,13 @@ class SimulatedEndpoint:
         return number in self.running
 
     def go(self, number: int) -> int | None:
-        """Remove a request that was served, or whose router or client is gone. It may not have arrived yet.
+        """Remove a request that was served, or whose router or client is gone. The request may not have arrived yet.
 
         Args:
             number: the request.
 
         Returns:
-            The request that gets its seat, if any.
+            The request that gets the free seat, or None.
         """
         self.waiting.pop(number, None)
         if number not in self.running:
@@ -318,7 +324,7 @@ class SimulatedEndpoint:
         return EndpointLoad(running=len(self.running), waiting=len(self.waiting), max_num_seqs=self._seats)
 
     def routers_heard(self, now: float) -> dict[str, float]:
-        """Seconds since each router last asked.
+        """Return the seconds since each router last asked for a report.
 
         Args:
             now: the current time.
@@ -327,20 +333,20 @@ class SimulatedEndpoint:
 
 
 class RoutersRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one history.
+    """Results of one history, as a row of a table.
 
     Attributes:
-        dies: whether one router dies, and comes back.
-        requests: requests that got a seat.
-        wait_p50: median seconds from arrival to a seat, at a router and inside an endpoint.
-        wait_p99: 99th percentile of the same.
-        router_p99: `wait_p99` of the router with the worst one.
+        dies: whether one router dies and comes back.
+        requests: number of requests that got a seat.
+        wait_p50: median seconds from arrival at a router to a seat at an endpoint.
+        wait_p99: 99th percentile of the seconds from arrival to a seat.
+        router_p99: highest `wait_p99` of a single router.
         little_p99: `wait_p99` of the tenant that sends a fifth of the requests.
-        beyond: most sequences at one endpoint beyond its seats and its allowed queue.
-        beyond_share: share of the requests that arrived at an endpoint with that many already there.
-        idle_share: share of all seats that were empty while requests waited at a router.
-        refused: refused requests.
-        little_refused: refused requests of the small tenant.
+        beyond: maximum number of sequences at one endpoint beyond its seats and its allowed queue.
+        beyond_share: fraction of the requests that arrived at an endpoint whose seats and allowed queue were full.
+        idle_share: fraction of all seats that were empty while requests waited at a router.
+        refused: number of refused requests.
+        little_refused: number of refused requests of the tenant that sends a fifth of the requests.
     """
 
     world: RoutersWorld
@@ -373,10 +379,10 @@ class Figures:
         self._most = 0
 
     def pass_time(self, seconds: float) -> None:
-        """Add a period without changes.
+        """Add a period without changes to the averages.
 
         Args:
-            seconds: its length.
+            seconds: length of the period.
         """
         if self._waiting:
             self._waiting_seconds += seconds
@@ -386,21 +392,21 @@ class Figures:
         self._waiting += by
 
     def note_came(self, count: int) -> None:
-        """Note a request that has arrived at an endpoint.
+        """Record the arrival of a request at an endpoint.
 
         Args:
-            count: requests at the endpoint now.
+            count: number of requests at the endpoint, including the new one.
         """
         self._came += 1
         self._came_beyond += count > self._world.seats + self._world.waiting_depth_max
 
     def note_began(self, router: int, tenant: str, wait: float) -> None:
-        """Note a request that got a seat.
+        """Record a request that got a seat.
 
         Args:
-            router: its router.
-            tenant: its tenant.
-            wait: seconds that it waited.
+            router: router of the request.
+            tenant: tenant of the request.
+            wait: seconds for which the request waited.
         """
         self._running += 1
         self._waits.append(wait)
@@ -436,7 +442,7 @@ class Figures:
 
 
 def _percentile(values: list[float], percent: int) -> float:
-    """Percentile of values, or 0 if there are none."""
+    """Return a percentile of values, or 0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
 

@@ -1,7 +1,7 @@
 """Generates histories of several routers.
 
-Wild histories have few routers that die, come back and lose sight of each other. Steady traffic has many, and is
-measured.
+Wild histories have a few routers, which die, come back and lose sight of each other. Histories with steady traffic have
+many routers, and serve for measurements.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from trioserve.simulation.router.routers_simulator import RoutersSimulation
 
 __all__ = ["SETTLED_SECONDS", "RoutersGenerator", "Traffic", "drawn_traffic"]
 
-SETTLED_SECONDS = 3.0  # by then all routers that began together know each other, and each has its share
-LITTLE_SHARE = 0.2  # of the requests are of one tenant, which fair queueing should keep from waiting for the other one
-BACK_AFTER = 0.3  # of the whole time
+# After this time, all routers that began together know each other, and each router has its share.
+SETTLED_SECONDS = 3.0
+# fraction of the requests from the smaller tenant, which fair queueing should keep from waiting for the larger tenant
+LITTLE_SHARE = 0.2
+BACK_AFTER = 0.3  # fraction of the whole time until a dead router comes back
 
 
 class RoutersGenerator:
@@ -39,7 +41,8 @@ class RoutersGenerator:
         self._patience_share = rng.choice((0.0, 0.1, 0.4))
         self._number = 0
         self._at = rng.choice((0.0, 0.5, SETTLED_SECONDS))
-        self._at_once = world.routers if rng.random() < 0.5 else 0  # requests at the first moment, while all is idle
+        # number of requests that arrive at the same time at the start
+        self._at_once = world.routers if rng.random() < 0.5 else 0
 
     def next_event(self, simulation: RoutersSimulation) -> RoutersEvent:
         rng = self._rng
@@ -47,7 +50,7 @@ class RoutersGenerator:
             return self._come(self._number)
         if rng.random() < self._wildness:
             return self._incident()
-        # Now and then nothing happens for so long that all routers must know the current state.
+        # Sometimes there is no event for so long that all routers must know the current state.
         self._at = round(self._at + (8.0 if rng.random() < 0.02 else rng.expovariate(1 / self._gap_seconds)), 3)
         return self._come(rng.randrange(self.world.routers))
 
@@ -97,13 +100,13 @@ def _drawn_world(rng: Random) -> RoutersWorld:
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Steady traffic.
+    """Settings of steady traffic.
 
     Attributes:
-        load: request rate, relative to the capacity of all seats.
-        service_seconds: average duration of a request. Durations are exponential.
-        seconds: how long requests arrive.
-        busy_weight: request rate of the first router, relative to another one.
+        load: request rate as a fraction of the capacity of all seats.
+        service_seconds: mean duration of a request. Durations have an exponential distribution.
+        seconds: duration of the traffic.
+        busy_weight: request rate of the first router, as a multiple of the rate of each other router.
         dies: whether one router dies in the middle, and comes back later.
     """
 
@@ -114,7 +117,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     dies: bool = False
 
     def rate(self, world: RoutersWorld) -> float:
-        """Requests per second.
+        """Return the request rate in requests per second.
 
         Args:
             world: the settings.
@@ -123,7 +126,9 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def drawn_traffic(rng: Random, world: RoutersWorld, traffic: Traffic) -> Iterator[RoutersEvent]:
-    """Draw one request for every router at the same moment, once all have settled, then steady traffic.
+    """Draw a history with steady traffic.
+
+    It begins with one request for every router at the same time, after the routers have settled.
 
     Args:
         rng: source of random choices.

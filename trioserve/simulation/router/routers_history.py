@@ -1,11 +1,11 @@
-"""A history of several routers as data: its settings, then the events from outside.
+"""A history of several routers as data: its settings, then the acts of clients and the faults of routers.
 
     routers endpoints=2 leases_max=4 shares=true
     come number=1 at=3.0 router=0 seconds=1.5
     die at=3.5 router=0
 
-Times are seconds since the routers began. A history stays valid when events are removed or moved: an event with an
-earlier time than the one before happens at once, and an event that does not apply does nothing.
+Times are seconds since the routers began. A history stays valid when events are removed or moved. If an event has an
+earlier time than the event before it, it happens at once. An event that does not apply does nothing.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class RoutersWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         routers: number of routers.
         endpoints: number of endpoints.
-        seats: sequences that run at an endpoint. Others wait inside it.
-        leases_max: lease limit of an endpoint, for all routers together if they share it, else for each.
-        shares: whether the routers know each other and share limits.
-        reports: "asked" if each router gets a load every `report_seconds`; "pushed" if the endpoint sends its load when
-            it has changed, as often as a real endpoint does.
-        wire_seconds: duration of one way.
-        queue_requests_max: most requests that wait at each router.
+        seats: number of sequences that can run at an endpoint. Further sequences wait inside the endpoint.
+        leases_max: maximum number of leases at an endpoint. The limit holds for all routers together if `shares` is
+            True, and otherwise for each router.
+        shares: whether the routers know each other and share the limits.
+        reports: "asked": each router asks for the load every `report_seconds`. "pushed": an endpoint sends its load
+            when the load has changed, as often as a real endpoint does.
+        wire_seconds: network latency in one direction.
+        queue_requests_max: maximum number of requests that wait at one router.
     """
 
     policy: str = "least_loaded"
@@ -64,12 +65,12 @@ class RoutersWorld(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="come"):
-    """A request arrives at a router, or at another one if that is gone.
+    """A request arrives at a router, or at another router if the first one is gone.
 
     Attributes:
         number: the request's number. A second request with the same number is ignored.
-        seconds: how long it has a seat at its endpoint.
-        patience: seconds until its client leaves, or None if it stays to the end.
+        seconds: how long the request runs at its endpoint.
+        patience: seconds until the client disconnects. None: it stays until the end.
     """
 
     number: int
@@ -81,21 +82,21 @@ class Come(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="c
 
 
 class Die(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="die"):
-    """A router dies: its requests at endpoints end, and its clients ask another router."""
+    """A router dies. Its requests at endpoints end, and its clients send their requests to another router."""
 
     at: float = 0.0
     router: int = 0
 
 
 class Back(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="back"):
-    """A dead router begins again."""
+    """A dead router starts again."""
 
     at: float = 0.0
     router: int = 0
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="part"):
-    """Two routers cannot see each other any more."""
+    """Two routers can no longer see each other."""
 
     at: float = 0.0
     router: int = 0

@@ -1,8 +1,9 @@
-"""Runs several router cores with the same endpoints, in virtual time. Only the cores and the computation of their
-shares are real.
+"""Runs several router cores with the same endpoints in virtual time.
 
-Each router knows the requests of its own clients and the reports of endpoints. If the routers share limits, it also
-knows which other routers it sees. It gets no other information, and must find out itself which router is gone.
+The cores and the code that computes their shares are real. Everything else is simulated.
+
+A router gets the requests of its own clients and the reports of endpoints. If the routers share limits, a router also
+finds out which other routers it can see. No router is notified when another router is gone.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from trioserve.simulation.script import EventSimulation, Trace
 __all__ = ["RoutersSimulation"]
 
 BEGAN_AT = 1000.0
-RETRY_SECONDS = 0.1  # until a client whose router has died asks another one
+RETRY_SECONDS = 0.1  # A client whose router has died sends its request to another router after this time.
 END_SECONDS_MAX = 300.0
-LOOK_SECONDS = 0.5  # between two looks at the other routers
-FAILED_LOOKS_MAX = 3  # failed looks after which a router counts as gone
-SIGN_OF_LIFE_SECONDS = 2.0  # each endpoint hears from each router that often
-PUSH_SECONDS_MIN = 0.1  # between two loads that an endpoint pushes
+LOOK_SECONDS = 0.5  # seconds between two looks of a router at the other routers
+FAILED_LOOKS_MAX = 3  # number of failed looks after which a router counts as gone
+SIGN_OF_LIFE_SECONDS = 2.0  # seconds between two questions of a router to the same endpoint
+PUSH_SECONDS_MIN = 0.1  # minimum seconds between two loads that an endpoint pushes
 PUSH_SECONDS_MAX = 1.0
-ANCHOR_SECONDS = 30.0  # between two requests to an endpoint that pushes its load, if the routers have no peers
-CLOCK_DRIFT = 0.001  # share of the time since the last request, by which a router may misjudge the time of a load
+# seconds between two questions of a router without peers to an endpoint that pushes its load
+ANCHOR_SECONDS = 30.0
+# error of the time that a router assigns to a pushed load, as a fraction of the time since its last question
+CLOCK_DRIFT = 0.001
 
 
 class _Request:
@@ -49,17 +52,17 @@ class _Request:
         self.router: _Router | None = None
         self.ticket: Ticket | None = None
         self.endpoint: EndpointId | None = None
-        self.turn = 0  # counts its attempts: events of an earlier attempt are ignored
+        self.turn = 0  # number of attempts. Events of an earlier attempt are ignored.
 
 
 class _Router:
-    """One router.
+    """One simulated router.
 
     Attributes:
-        life: how often it has begun.
-        unseen: other routers that it cannot see.
-        failed_looks: consecutive failed looks at each other router.
-        asked_at: when each endpoint last heard from it.
+        life: how often the router has started.
+        unseen: other routers that this router cannot see.
+        failed_looks: number of consecutive failed looks at each other router.
+        asked_at: time at which this router last asked each endpoint.
     """
 
     def __init__(self, number: int) -> None:
@@ -75,7 +78,7 @@ class _Router:
         self.asked_at: dict[EndpointId, float] = {}
         self.by_ticket: dict[int, _Request] = {}
         self.waiting_count = 0
-        self.sent_at: list[float] = []  # time of each request that was sent anywhere, in order
+        self.sent_at: list[float] = []  # times at which this router sent requests to endpoints, in order
         self.ticks_at = math.inf
 
 
@@ -85,7 +88,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
     Args:
         world: the settings.
         trace: called with a line for each effect.
-        core_of: creates the core of a router. A bench passes one that measures its own time.
+        core_of: creates the core of a router. A benchmark passes a function whose cores measure their own time.
 
     Attributes:
         figures: results.
@@ -110,10 +113,10 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._event_count = 0
         self._numbers: set[int] = set()
-        self._requests: dict[int, _Request] = {}  # requests that have not ended
-        self._undecided: set[int] = set()  # those of them that are at no endpoint, and on the way to none
+        self._requests: dict[int, _Request] = {}  # requests that have not ended, by number
+        self._undecided: set[int] = set()  # numbers of requests that are at no endpoint and are not being sent to one
         self._is_ending = False
-        self._first_at: float | None = None  # when the first requests arrived
+        self._first_at: float | None = None  # time at which the first requests arrived
         self._endpoints = {
             EndpointId(f"e{index}"): SimulatedEndpoint(EndpointId(f"e{index}"), world.seats)
             for index in range(world.endpoints)
@@ -122,7 +125,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         for router in self._routers:
             self._at(0.0, lambda router=router: self._begin(router))  # type: ignore[misc]
         for endpoint in self._endpoints.values():
-            # Not all endpoints report at the same moment.
+            # The first reports have random times, so that not all endpoints report at the same time.
             self._report_at(endpoint, self.now + self._rng(endpoint.id).random() * self._report_seconds_max)
         if world.shares:
             self._at(1.0, self._check_shares)
@@ -140,14 +143,14 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
                 self._part(event)
 
     def run_to_end(self) -> None:
-        """Run until every request has ended, and until all routers must know the final state."""
+        """Run until every request has ended and all routers must know the final state."""
         self._pass_to(self.now)
         if not any(router.is_alive for router in self._routers):
             self._come_back(self._routers[0])
         self._is_ending = True
         end = self.now + END_SECONDS_MAX
         while self._events:
-            is_over = not self._requests  # the events left then are checks that no request needs any more
+            is_over = not self._requests  # Without requests, the remaining events are only periodic checks.
             assert is_over or self._events[0][0] < end, f"{len(self._requests)} requests did not end"
             self._next()
         self.books.check_end(len(self._numbers))
@@ -163,7 +166,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
                 )
         self.figures.end(self._endpoints.values())
 
-    # --- clients ---
+    # --- Clients ---
 
     def _come(self, come: Come) -> None:
         if come.number in self._numbers:
@@ -183,9 +186,9 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
             self.books.note_first_choice(router.number, request.endpoint)
 
     def _ask(self, request: _Request, router: _Router) -> None:
-        """Send a request to this router, or to another one if it is gone. If all are gone, try again later."""
+        """Send a request to a router, or to another router if this one is gone. If all are gone, try again later."""
         if request.number not in self._requests:
-            return  # its client has left
+            return  # The client of the request has disconnected.
         alive = [other for other in self._routers if other.is_alive]
         if not alive:
             self._at(RETRY_SECONDS, lambda: self._ask(request, router))
@@ -209,7 +212,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         self._retime(router)
 
     def _leave(self, request: _Request) -> None:
-        """Let the client of a request leave."""
+        """Let the client of a request disconnect."""
         if self._requests.get(request.number) is not request:
             return
         self._count("clients that left")
@@ -243,10 +246,10 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         del self._requests[request.number]
         self._undecided.discard(request.number)
 
-    # --- routers ---
+    # --- Routers ---
 
     def _begin(self, router: _Router) -> None:
-        """Start a router. It knows its own name and those of the others, and nothing else."""
+        """Start a router. At first, it knows only its own name and the names of the other routers."""
         world = self.world
         router.life += 1
         router.is_alive = True
@@ -297,7 +300,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         self._at(self.world.wire_seconds, lambda: self._arrive(request, turn))
 
     def _served(self, request: _Request, turn: int) -> None:
-        """Take the response."""
+        """Handle the end of a response at its router."""
         router, ticket = request.router, request.ticket
         if request.turn != turn or router is None or ticket is None:
             return
@@ -324,10 +327,10 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
             if self._requests:
                 self._retime(router)
 
-    # --- routers that die, come back, and lose sight of each other ---
+    # --- Faults of routers ---
 
     def _die(self, router: _Router) -> None:
-        """Stop a router and break its connections: its requests at endpoints end, and its clients ask other routers."""
+        """Stop a router. Its requests at endpoints end, and its clients send their requests to other routers."""
         if not router.is_alive:
             return
         self._count("routers that died")
@@ -364,7 +367,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         self.books.note_sight(self.now)
 
     def _look(self, router: _Router, core: RouterCore) -> None:
-        """Look at the other routers, as a router does periodically."""
+        """Let a router check which other routers it can see, as a router does periodically."""
         if router.core is not core or not router.is_alive:
             return
         for other in self._routers:
@@ -402,7 +405,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         if self._needs_reports:
             self._at(1.0, self._check_shares)
 
-    # --- endpoints ---
+    # --- Endpoints ---
 
     def _arrive(self, request: _Request, turn: int) -> None:
         if request.turn != turn:
@@ -447,12 +450,12 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         return self.world.report_seconds if self.world.reports == "asked" else PUSH_SECONDS_MAX
 
     def _note_changed(self, endpoint: SimulatedEndpoint) -> None:
-        """Note that an endpoint has more or fewer requests."""
+        """Let an endpoint that pushes its load report a changed number of requests soon."""
         if self.world.reports == "pushed":
             self._report_at(endpoint, max(self.now, endpoint.reported_at + PUSH_SECONDS_MIN))
 
     def _report_at(self, endpoint: SimulatedEndpoint, moment: float) -> None:
-        """Report the load of an endpoint at a moment, unless it does so earlier."""
+        """Schedule a load report of an endpoint, unless it reports earlier anyway."""
         if moment < endpoint.reports_at:
             endpoint.reports_at = moment
             self._at(moment - self.now, lambda: self._report_in_time(endpoint, moment))
@@ -464,8 +467,8 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
     def _report(self, endpoint: SimulatedEndpoint) -> None:
         """Report the load of an endpoint to every router.
 
-        Requests that a router sent less than one way ago are not included, as in the response to a request made at that
-        moment. Now and then a router asks, and then learns from which routers the endpoint has heard.
+        The report does not include requests that are still on the network. From time to time, a router asks for the
+        report, and then also learns from which routers the endpoint has heard.
         """
         asking = [router for router in self._routers if self.world.shares and self._is_asking(router, endpoint.id)]
         for router in asking:
@@ -501,18 +504,18 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
 
     @property
     def _doubt_seconds(self) -> float:
-        """Most seconds by which a router dates a pushed load too early."""
+        """Maximum seconds by which the time that a router assigns to a pushed load is too early."""
         if self.world.reports == "asked":
             return 0.0
         return CLOCK_DRIFT * (SIGN_OF_LIFE_SECONDS if self.world.shares else ANCHOR_SECONDS)
 
-    # --- time ---
+    # --- Time ---
 
     @property
     def _needs_reports(self) -> bool:
         """True while endpoints and routers need more reports.
 
-        Running requests end without them: once every request has its endpoint, a report changes nothing.
+        Running requests end without reports. Once every request has its endpoint, a report has no effect.
         """
         return not self._is_ending or bool(self._undecided) or self._is_unsettled
 
@@ -537,7 +540,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         heapq.heappush(self._events, (self.now + seconds, self._event_count, happens))
 
     def _rng(self, name: str) -> Random:
-        """Source of random choices of one router or endpoint, independent of how many others there are."""
+        """Return the source of randomness of one router or endpoint. It does not depend on the number of others."""
         return Random(f"{self.world.seed} {name}")
 
     def _tell(self, line: str) -> None:

@@ -1,6 +1,6 @@
 """Runs one history with one router core. After every event, all rules are checked.
 
-The verdict comes from independent records (books.py), with which the core's counts are compared.
+Independent records (books.py) decide whether a rule is broken. The core's counts are compared with these records.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ from trioserve.simulation.script import EventSimulation, Trace
 __all__ = ["RouterSimulation"]
 
 BLOCK_TOKENS = 16
-BEGAN_AT = 1000.1  # not a round number: in reality, too, sums of times have rounding errors
+BEGAN_AT = 1000.1  # With this fraction, sums of times have rounding errors, as in reality.
 ROUNDS_TO_END_MAX = 1_000
 TICKS_IN_A_WAIT_MAX = 1_000
 PROBE_COUNTS = {True: "well", False: "unwell", None: "refused"}
-TOKENS_TO_END = 10_000  # more than any stream has
+TOKENS_TO_END = 10_000  # more tokens than any stream has
 
 
 class RouterSimulation(EventSimulation[RouterWorld]):
-    """A history of a router that is run step by step.
+    """Runs one history of a router, one event at a time.
 
     Args:
         world: the router's settings.
-        trace: receives every effect as a line. None: no trace.
+        trace: receives a line of text for each effect. None: no trace.
 
     Attributes:
         books: independent records of requests and endpoints.
@@ -99,13 +99,13 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         )
         self._entering: ExpectedRequest | None = None
         self._looked_at = BEGAN_AT
-        self._is_tick_late = False  # True if the time of next_tick has passed without a tick
+        self._is_tick_late = False  # True if the core's `next_tick` has passed and `tick` was not called
         self._reported_gone: list[str] = []
         self._asked_to_leave: set[str] = set()
         self._refusals: dict[str, int] = {}
 
     def apply(self, event: RouterEvent) -> None:
-        """Apply one event. Raises the core's errors, and AssertionError if a rule is broken.
+        """Apply one event. Raise AssertionError if a rule is broken. Errors of the core pass through.
 
         Args:
             event: the event.
@@ -115,7 +115,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Serve or refuse every request, then check that nothing is left."""
+        """Run until every request is served or refused, then check that the router is empty."""
         books = self.books
         for _ in range(ROUNDS_TO_END_MAX):
             for entry in list(books.live.values()):
@@ -145,7 +145,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             "no request and no endpoint is left, but there is a next tick"
         )
 
-    # --- requests ---
+    # --- Requests ---
 
     def _arrive(self, event: Arrive) -> None:
         if event.name not in self.entries:
@@ -265,7 +265,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             return
         assert entry.ticket is not None
         if self._is_silent(entry):
-            return  # Its endpoint does not get the request to hand it over, or its answer is lost.
+            return  # The connection is silent, so the endpoint cannot be asked to hand over the stream.
         if entry.next is not None:
             self._count("moves")
             assert entry.stream is not None
@@ -334,7 +334,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         assert entry.ticket is not None
         fault, now = Fault(event.fault), self.books.now
         if entry.state in ("leased", "running_free") and entry.stream is not None:
-            if entry.stream.is_over:  # The stream is complete, so nothing can be resumed.
+            if entry.stream.is_over:  # A complete stream need not be resumed.
                 self._leave_now(entry)
                 return
             entry.stream.break_off()
@@ -403,12 +403,12 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             book.begin_process()
 
     def _note_refused_wrongly(self, entry: ExpectedRequest) -> None:
-        """Note that an endpoint serves a request that other endpoints have refused."""
+        """Record that an endpoint serves a request that other endpoints have refused."""
         for id in entry.refused_by & self.books.endpoints.keys():
             self.books.endpoints[id].note_broke(self.books.now)
             self._count("refusals that were wrong")
 
-    # --- connections ---
+    # --- Connections ---
 
     def _silence(self, event: Silence) -> None:
         entry = self.books.live.get(event.name)
@@ -425,12 +425,12 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         return is_there and self._endpoint_of(entry).connections.is_silent(entry.name)
 
     def _next_look(self) -> float:
-        """Return the time at which the router checks its connections. math.inf if it reads none."""
+        """Return the time at which the router next checks its connections, or math.inf if it reads no response."""
         is_any_read = any(book.connections.is_any_read for book in self.books.endpoints.values())
         return self._looked_at + LOOK_SECONDS if is_any_read else math.inf
 
     def _look(self) -> None:
-        """Let the router check its connections. Requests with lost connections wait again or end."""
+        """Let the router check its connections. Requests whose connection is given up wait again or end."""
         self._looked_at = self.books.now
         lost = [
             (id, name) for id, book in self.books.endpoints.items() for name in book.connections.look(self.books.now)
@@ -440,13 +440,13 @@ class RouterSimulation(EventSimulation[RouterWorld]):
                 self._fail(Fail(name=name, fault="hung"))
                 self._check()
 
-    # --- endpoints ---
+    # --- Endpoints ---
 
     def _add(self, event: Add) -> None:
         endpoints = self.books.endpoints
         book = endpoints.get(event.id)
         if book is not None and book.health != "draining":
-            return  # The caller knows the existing endpoints.
+            return  # The router's caller never adds an endpoint that the router already has.
         if book is None:
             has_others = any(other.health == "healthy" for other in endpoints.values())
             checks = self.books.checks_of_gone
@@ -581,7 +581,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             if policy.resident_count(id) == 0:
                 policy.note_unknown(id)
 
-    # --- time ---
+    # --- Time ---
 
     def _wait(self, event: Wait) -> None:
         books = self.books
@@ -597,7 +597,8 @@ class RouterSimulation(EventSimulation[RouterWorld]):
             moment = min(tick_moment, self._next_look())
             just_before = min(moment, end) - 2 * CLOSE_SECONDS
             if just_before > books.now:
-                books.check_nobody_waits_for_ever(just_before)  # Until then, time alone must not free anything.
+                # Between two ticks, the passing of time alone must not make capacity available for a waiting request.
+                books.check_nobody_waits_for_ever(just_before)
             if moment > end:
                 books.now = end
                 return
@@ -639,7 +640,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         unsent = [entry.name for entry in live if entry.name not in begun]
         assert not unsent, f"the router drains, but {', '.join(unsent)} were not refused"
 
-    # --- callbacks of the core ---
+    # --- Callbacks of the core ---
 
     def _changed(self, ticket: Ticket) -> None:
         books, entering = self.books, self._entering
@@ -703,7 +704,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         self._count(f"refused: {reason}")
         self._tell(f"  {entry.name} refused: {reason}")
 
-    # --- rules after every event ---
+    # --- Rules after every event ---
 
     def _check(self) -> None:
         self._count("checks of every promise")
@@ -790,7 +791,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         served = {name for book in books.endpoints.values() for name in book.models}
         names = set(self.core.model_names())
         assert names == served, f"{sorted(names)} are listed, but {sorted(served)} are served"
-        # This is the only look at private state: ended requests must not stay in memory for long, which no count shows.
+        # No public count shows if ended requests stay in memory for too long, so this check reads private state.
         known = set(self.core._queues.models)
         left = known - served - {entry.request.model for entry in books.live.values()}
         assert not left, f"there are queues for {sorted(left)}, which no endpoint serves and no request needs"

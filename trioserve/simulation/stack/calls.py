@@ -1,6 +1,7 @@
-"""Tool calls in a simulation of the stack: the output of its model, and the part that clients see.
+"""Tool calls in a simulation of the stack: the output of its model, and the tool calls that a client must receive.
 
-The texts are stored in parts. So the expected view of a client follows from the number of characters, without parsing.
+Each text is stored as a list of contents and calls. So the expected deltas of a client follow from the number of
+characters so far, without a parser.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ __all__ = [
 ]
 
 STAGE_SHARE, ASK_SHARE = 0.25, 0.6
-TOKENS_MAX = 150  # more than the longest text has
-CALL_BLOCKS = 36  # additional blocks of a stage, so that such a text fits
+TOKENS_MAX = 150  # more tokens than the longest text has
+CALL_BLOCKS = 36  # number of additional blocks of a stage, so that the longest text fits
 CALL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 _PROMPT = re.compile(rb"f g text ([0-9]{1,4})")
 
 
 class _Call(NamedTuple):
-    """One call. If `is_whole` is False, the model stops inside of the arguments."""
+    """One tool call in a text. If `is_whole` is False, the model stops inside of the arguments."""
 
     name: str
     arguments: str
@@ -59,12 +60,12 @@ TEXTS: tuple[tuple[str | _Call, ...], ...] = (
 
 
 class _Family(NamedTuple):
-    """Text around the arguments of a call. `opening` shows that a call follows."""
+    """Text before, between and after the name and the arguments of a call in one format of tool calls."""
 
     opening: str
     before_name: str
     behind_name: str
-    closing: str  # The call is complete after this.
+    closing: str  # After this text, the call is complete.
     behind: str
 
 
@@ -75,7 +76,7 @@ FAMILIES = {
 
 
 def drawn_family(rng: Random) -> str:
-    """Draw the format of the stage's tool calls. Mostly it is "": no request has tools.
+    """Draw the format of the stage's tool calls. In most stages, no request has tools, and the format is "".
 
     Args:
         rng: source of randomness.
@@ -85,29 +86,29 @@ def drawn_family(rng: Random) -> str:
 
 
 def drawn_question(rng: Random) -> tuple[tuple[int, ...], int] | None:
-    """Draw a prompt whose response is one of the texts, a different one for each choice.
+    """Draw a prompt for which the model writes one of the texts. Different choices get different texts.
 
     Args:
         rng: source of randomness.
 
     Returns:
-        The prompt after the template, and the maximum number of tokens. None: this client has no tools.
+        The prompt as the template renders it, and the maximum number of tokens. None: the client has no tools.
     """
     number, tokens_max = rng.randrange(len(TEXTS)), rng.choice((rng.randint(1, TOKENS_MAX), TOKENS_MAX))
     return (tuple(b"f g text %d" % number), tokens_max) if rng.random() < ASK_SHARE else None
 
 
 def message_of(prompt: tuple[int, ...]) -> str:
-    """Return the message that a client writes for a prompt.
+    """Return the user message from which the template makes a prompt.
 
     Args:
-        prompt: the prompt after the template.
+        prompt: the prompt as the template renders it.
     """
     return bytes(prompt).decode().removeprefix("f g ")
 
 
 class CallingModel(FakeModel):
-    """A model that writes the text of a prompt, and then ends. For other prompts, it is a FakeModel.
+    """A model that writes the text that a prompt names, and then ends. For other prompts, it behaves as a FakeModel.
 
     Args:
         family: format of tool calls.
@@ -129,11 +130,11 @@ class CallingModel(FakeModel):
 
 
 class Shown(NamedTuple):
-    """The part of a text that a client must see.
+    """The content and the tool calls that a client must have received so far.
 
     Attributes:
         content: the content.
-        calls: name and arguments of the calls. The last one may be partial.
+        calls: name and arguments of each call. The last call may be partial.
         is_partial: True if the last call is partial.
     """
 
@@ -147,13 +148,13 @@ class Shown(NamedTuple):
 
 
 def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_over: bool) -> Shown:
-    """Return the part of a text that a client must see.
+    """Return the content and the tool calls that a client must have received.
 
     Args:
         family: format of tool calls.
         prompt: the prompt.
         seed: seed of the choice.
-        said: output so far. Half a character at its end counts as one.
+        said: output so far. An incomplete character at its end counts as one character.
         is_over: True if no more output comes.
     """
     asked = _PROMPT.fullmatch(bytes(prompt))
@@ -166,8 +167,9 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
             content += said[at : at + len(part)]
             at += len(part)
             continue
-        if is_over and not calls and at < len(said) < at + len(marks.opening):  # no part shows that it is a call
-            content += said[at:]  # after another call, it is the beginning of the next call, which is left out
+        # The output ends inside of an incomplete opening, so it counts as content.
+        if is_over and not calls and at < len(said) < at + len(marks.opening):
+            content += said[at:]  # After another call, an incomplete opening is left out.
         at += len(marks.opening) + len(marks.before_name + part.name + marks.behind_name)
         arguments = said[at : at + len(part.arguments)]
         at += len(part.arguments) + len(marks.closing)
@@ -179,7 +181,7 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
 
 
 def _index_of(number: int, seed: int) -> int:
-    """Return the index of a text. The seed of a first choice is small, and those of the others are large."""
+    """Return the index of the text that a choice writes."""
     return (number + (seed >> 40)) % len(TEXTS)
 
 
@@ -196,7 +198,7 @@ def _written(family: str, text: tuple[str | _Call, ...]) -> str:
 
 
 class CallChoice:
-    """One choice, as far as it has been received.
+    """The part of one choice that the client has received.
 
     Args:
         name: name for error texts.
@@ -208,9 +210,9 @@ class CallChoice:
 
     Attributes:
         content: received content.
-        calls: name and joined arguments of each received tool call.
-        shown_tokens: received token ids. None: none were requested.
-        finish_reason: why the choice ended. None: it has not.
+        calls: name and arguments of each received tool call.
+        shown_tokens: received token ids. None: the request does not ask for token ids.
+        finish_reason: finish reason of the choice. None: the choice has not ended.
     """
 
     def __init__(
@@ -272,11 +274,11 @@ class CallChoice:
         assert shown_tokens is None or tuple(shown_tokens) == self.tokens[: len(shown_tokens)], (
             f"{self.name}: {shown_tokens} of {self.tokens}"
         )
-        # An aborted client gets the text that was held back, and then the error.
+        # The client of an aborted request gets the text that was held back, and then the error.
         counts = range(len(self.tokens) + 1)
         shown = [self._shown(count, is_over=is_over) for count in counts for is_over in (False, True)]
         beginnings = {(one.content, one.calls) for one in shown}
-        # A name is sent alone, before the arguments begin.
+        # A delta may contain only the name of a call, before any arguments.
         beginnings |= {
             (one.content, (*one.calls[:-1], (one.calls[-1][0], "")))
             for one in shown

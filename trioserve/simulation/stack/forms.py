@@ -1,10 +1,11 @@
 """Features of requests in a simulation of the stack: grammars, stop strings, known tokens, adapters and images.
 
-A grammar is one of a few texts, as the automaton that a response follows. Tokens are bytes of the text.
+A grammar is a list of allowed texts. It becomes an automaton that defines the allowed tokens. Tokens are bytes of UTF-8
+text.
 
-The draws of adapters and images are not part of plan.py on purpose. A line leaves out a value that is the same object
-as the default of its field, and Python shares equal numbers within a file. Lines are seeds of further draws, so in one
-file with Stage, every seed would give another plan.
+Do not move the draws of adapters and images to plan.py, where Stage is. The line of a stage omits a value that is the
+same object as its field's default, and Python shares equal constants within one file. Such a line is the seed of
+further draws. So the move would change the plan of every seed.
 """
 
 from __future__ import annotations
@@ -40,29 +41,31 @@ __all__ = [
     "text_of",
 ]
 
-# BITS is for models that write only two tokens.
+# BITS has the texts for models that write only two different tokens.
 LETTERS = (("left", "right"), ("a", "ab", "abc"), ("no",), ("yes, indeed", "yes, perhaps"))
 BITS = (("\x00\x01", "\x01"), ("\x00\x00\x00\x00",), ("\x01\x00\x01", "\x01\x00\x00"))
 SHARE = 0.3
 
 
 def drawn_form(rng: Random, vocab_size: int, *, share: float = SHARE) -> tuple[str, ...]:
-    """Draw allowed texts, or () for free text.
+    """Draw the allowed texts of a request, or () for free text.
 
     Args:
         rng: source of randomness.
-        vocab_size: tokens that the model writes. With too few, there is no grammar.
-        share: share of the requests with a grammar.
+        vocab_size: number of different tokens that the model writes. If it is 1, no request has a grammar.
+        share: fraction of the requests with a grammar.
     """
     forms = LETTERS if vocab_size > 2 else BITS if vocab_size == 2 else ()
     return rng.choice(forms) if forms and rng.random() < share else ()
 
 
 def compile_forms(forms: Iterable[Sequence[str]]) -> None:
-    """Compile grammars, so that no request waits for them, whichever plan of this process used them first.
+    """Compile grammars before a run, so that no request waits for them.
+
+    Then a run does not depend on the plans that this process ran before.
 
     Args:
-        forms: allowed texts of each request. Empty ones are ignored.
+        forms: allowed texts of each request. Empty entries are ignored.
     """
     for form in filter(None, forms):
         byte_form_compiler().compile(StructuredOutput.choice(form))
@@ -78,7 +81,7 @@ def guide_of(form: Sequence[str]) -> AutomatonGuide | None:
 
 
 def is_whole(form: Sequence[str], token_ids: Sequence[int]) -> bool:
-    """Return True if an output is one of the texts, and no longer text begins with it.
+    """Return True if an output is one of the allowed texts, and no longer allowed text begins with the output.
 
     Args:
         form: the allowed texts.
@@ -89,7 +92,7 @@ def is_whole(form: Sequence[str], token_ids: Sequence[int]) -> bool:
 
 
 def _follow(form: Sequence[str], text: bytes) -> list[int]:
-    """Return the bytes that may follow a beginning."""
+    """Return the bytes that may follow the beginning of a text."""
     wholes = [whole.encode() for whole in form]
     return sorted({whole[len(text)] for whole in wholes if whole.startswith(text) and len(whole) > len(text)})
 
@@ -97,7 +100,7 @@ def _follow(form: Sequence[str], text: bytes) -> list[int]:
 def _automaton(form: Sequence[str]) -> Automaton:
     texts = [b""]
     states = []
-    for text in texts:  # The list grows during the loop.
+    for text in texts:  # The loop appends to this list.
         moves = []
         for token in _follow(form, text):
             moves.append((token, len(texts)))
@@ -107,7 +110,7 @@ def _automaton(form: Sequence[str]) -> Automaton:
 
 
 def text_of(tokens: Sequence[int], *, is_whole: bool) -> str:
-    """Return the text of tokens. Half a character at the end is only shown if its rest will not come.
+    """Return the text of tokens. An incomplete character at the end is left out unless `is_whole` is True.
 
     Args:
         tokens: bytes of the text.
@@ -120,7 +123,7 @@ FORM_SHARE, STOP_SHARE, KNOWN_SHARE = 0.15, 0.6, 0.4
 
 
 def drawn_stops(rng: Random, form: Sequence[str]) -> tuple[str, ...]:
-    """Draw stop strings: pieces of the allowed texts if there is a grammar. Mostly there are none.
+    """Draw the stop strings of a request. Most requests have none. With a grammar, they are pieces of its texts.
 
     Args:
         rng: source of randomness.
@@ -137,7 +140,7 @@ def drawn_stops(rng: Random, form: Sequence[str]) -> tuple[str, ...]:
 
 
 def drawn_known_count(rng: Random, output: int, form: Sequence[str]) -> int:
-    """Draw the number of known tokens of a response. It is mostly 0, and rarely all of them.
+    """Draw the number of known tokens of a response. It is mostly 0, and rarely the length of the whole response.
 
     Args:
         rng: source of randomness.
@@ -150,7 +153,7 @@ def drawn_known_count(rng: Random, output: int, form: Sequence[str]) -> int:
 
 
 def stopped_at(tokens: Sequence[int], stops: Sequence[str]) -> int | None:
-    """Return the number of tokens with which a stop string is complete, or None. Tokens are bytes.
+    """Return the number of tokens after which a stop string is complete, or None. Tokens are bytes.
 
     Args:
         tokens: tokens of a response.
@@ -163,7 +166,9 @@ def stopped_at(tokens: Sequence[int], stops: Sequence[str]) -> int | None:
 
 
 def shown(tokens: Sequence[int], stops: Sequence[str], *, is_whole: bool) -> str:
-    """Return the text that a client has. It has no stop string, and no beginning of one as long as more may come.
+    """Return the text that a client has received.
+
+    The text contains no stop string. It ends before a possible beginning of a stop string, unless `is_whole` is True.
 
     Args:
         tokens: tokens of a response so far.
@@ -181,11 +186,12 @@ def shown(tokens: Sequence[int], stops: Sequence[str], *, is_whole: bool) -> str
 
 
 LENDING_SHARE = 0.5
-LENDING_CLIENTS_MIN = 5  # with fewer clients, requests rarely meet
-IMAGE_BLOCKS = 18  # enough for two images and a short text, in addition to the smallest pool
+LENDING_CLIENTS_MIN = 5  # With fewer clients, requests rarely run at the same time.
+IMAGE_BLOCKS = 18  # number of additional blocks, which is enough for two images and a short text
 NAMES = ("a", "b")
 CONTENTS = ("x", "y", "z")
-ROOMS = (10, 10, 13, 40)  # tiles, of which two images have at most ten
+# numbers of image tiles whose rows are kept. Two images have at most ten tiles.
+ROOMS = (10, 10, 13, 40)
 
 Moment = Callable[[float], float]
 """Draws a time within a number of seconds."""
@@ -210,8 +216,9 @@ def drawn_room(rng: Random) -> dict[str, Any]:
 
 
 def drawn_name(rng: Random) -> str:
-    """Draw the adapter of a client: none, an adapter that is loaded and unloaded, or rarely an adapter that never
-    exists.
+    """Draw the adapter name of a client.
+
+    A client has no adapter, an adapter that operators load and unload, or rarely an adapter that never exists.
 
     Args:
         rng: source of randomness.
@@ -224,12 +231,12 @@ def drawn_images(rng: Random) -> tuple[int, ...]:
 
 
 def drawn_loads(rng: Random, moment: Moment, span: float) -> list[dict[str, Any]]:
-    """Draw loads of adapters: each name at the start, and later more, some of them with a name that is in use.
+    """Draw loads of adapters. Each name is loaded at the start. Later loads may use a name that is in use.
 
     Args:
         rng: source of randomness.
         moment: draws a time within a number of seconds.
-        span: seconds in which everything begins.
+        span: all parts of the plan begin within this many seconds.
     """
     loads = [{"at": 0.0, "name": name, "content": rng.choice(CONTENTS)} for name in NAMES]
     for _ in range(rng.randint(0, 4)):

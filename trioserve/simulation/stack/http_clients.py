@@ -1,7 +1,7 @@
-"""Clients and operators over HTTP in a simulated stack. They know what they may receive.
+"""Clients and operators over HTTP in a simulated stack. They check what they receive.
 
-Leaving takes effect at once: a moment later, the server has no exchange for the request, and no step that begins later
-computes it. A client that does not leave, stall or come too late gets a whole response, or an error with a reason.
+When a client disconnects, the server must end its exchange at once, and no later step may compute its request. A client
+that does not disconnect, stop reading or come too late must get a complete response, or an error with a reason.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class HttpClients:
     ) -> None:
         self._server = server
         self._family = family
-        self._asks: dict[int, list[Ask]] = {}  # requests by connection
+        self._asks: dict[int, list[Ask]] = {}  # requests of each connection, by number of the connection
         for ask in asks:
             self._asks.setdefault(ask.connection, []).append(ask)
         self._connections = {connection.number: connection for connection in connections}
-        self._cut: set[int] = set()  # connections that may end early
+        self._cut: set[int] = set()  # numbers of connections that may end early
         every = [ask for of_connection in self._asks.values() for ask in of_connection]
         server.excused.update(key_of(ask) for ask in every if self._stall_seconds(ask))
 
@@ -87,7 +87,7 @@ class HttpClients:
         self._server.tell(f"delete {order.id}: {outcome.value}")
         self._server.count(f"deletes: {outcome.value}")
 
-    # --- a client ---
+    # --- Tasks of a client ---
 
     async def _be_connection(self, connection: Connection, asks: list[Ask]) -> None:
         await trio.sleep(connection.at)
@@ -119,7 +119,7 @@ class HttpClients:
         await self._await_response(caller, ask, begun)
 
     async def _begin(self, caller: Caller, ask: Ask) -> tuple[Response, float]:
-        """Send the request. Return the response, and the time at which its client gives up."""
+        """Send the request. Return the response, and the time at which the client gives up."""
         response = Response()
         leaves_at = math.inf if ask.patience is None else trio.current_time() + ask.patience
         if caller.is_over:
@@ -223,7 +223,7 @@ class HttpClients:
         self._server.check_all()
 
     async def _hang_up(self, caller: Caller, *, stalls: bool) -> None:
-        """Let the connection end, after all responses have come. The server must also end it in time."""
+        """End the connection after all responses have come. Assert that the server ends its side in time."""
         ends, began_at = caller.connection.ends, trio.current_time()
         if ends == "half-close" or (ends == "goaway" and caller.connection.http == 1):
             await caller.end_sending()
@@ -245,7 +245,7 @@ class HttpClients:
         self._server.count(f"connections: HTTP/{connection.http}")
         return Caller(self._server.connect(connection.number), connection, ask_count=len(asks))
 
-    # --- ends ---
+    # --- Checks after the end ---
 
     def _check_given_up(self, asks: list[Ask]) -> None:
         for ask in asks:
@@ -253,7 +253,7 @@ class HttpClients:
             assert key not in self._server.inside, f"client {key} never reads, but its exchange was not given up"
 
     def _stall_seconds(self, ask: Ask) -> float:
-        """Return the seconds for which a client does not read, in all."""
+        """Return the total seconds for which a client does not read."""
         connection = self._connections.get(ask.connection, Connection(number=ask.connection))
         asks = self._asks[ask.connection] if connection.http == 1 else [ask]
         return connection.stall_seconds + sum(one.stall_seconds for one in asks if one.stalls_after is not None)

@@ -1,6 +1,6 @@
-"""A simulated client's connection. It can send and read in pieces, stop reading for a while, and end.
+"""The connection of a simulated client. It can send and read in pieces, stop reading for a while, and end.
 
-It reads HTTP strictly: everything that a server must not send raises AssertionError.
+It reads HTTP strictly: bytes that a server must not send raise AssertionError.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ AUTHORITY = "simulated"
 
 
 class Response:
-    """The received part of one response, as the protocol's listener.
+    """The received part of one response. The object is the listener of the HTTP protocol.
 
     Attributes:
-        number: number of its request.
-        status: HTTP status, or None before the head.
+        number: number of the request.
+        status: HTTP status, or None before the head has arrived.
         headers: response headers.
         body: received bytes.
-        is_complete: True after the whole body.
-        lost: why the rest will not come. None: it may come.
+        is_complete: True after the whole body has arrived.
+        lost: reason why the rest of the response will not come. None: the rest may still come.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,9 @@ class StrictClient:
     """The client's side of a connection.
 
     Args:
-        http: 1 with any number of requests one after another, or 2 with one stream per request.
-        window: bytes of a response that the server may send before it gets credit, over HTTP/2.
+        http: HTTP version. A connection of version 1 carries one request after another. Version 2 has a stream per
+            request.
+        window: over HTTP/2, number of bytes of a response that the server may send before it gets credit.
     """
 
     def __init__(self, *, http: int, window: int = 65_535) -> None:
@@ -91,7 +92,7 @@ class StrictClient:
         """Process received bytes.
 
         Args:
-            data: the bytes. Empty: the server has ended the connection, or it broke.
+            data: the bytes. Empty: the server has ended the connection, or the connection broke.
         """
         try:
             self._protocol.receive(data)
@@ -109,12 +110,12 @@ class StrictClient:
             response: the response.
 
         Returns:
-            False if the protocol cannot do that.
+            False if the protocol has no credit for responses.
         """
         return self._protocol.withhold_credit(response.number)
 
     def give_a_byte(self, response: Response) -> None:
-        """Grant credit for one more byte. Only for HTTP/2.
+        """Grant credit for one more byte. Call this method only for HTTP/2.
 
         Args:
             response: the response.
@@ -126,7 +127,7 @@ class StrictClient:
         self._protocol.give_credit(response.number)
 
     def say_goaway(self) -> None:
-        """Send GOAWAY. Only for HTTP/2."""
+        """Send GOAWAY. Call this method only for HTTP/2."""
         assert isinstance(self._protocol, Http2ClientProtocol)
         self._protocol.say_goaway()
 
@@ -138,11 +139,11 @@ READ_BYTES = 65536
 
 
 class WatchedEnd(trio.abc.HalfCloseableStream):
-    """The server's end of a connection.
+    """The server's end of a connection, which reports all sent bytes.
 
     Args:
-        end: the real end.
-        on_sent: called with everything that the server sends, in order.
+        end: the server's real end of the connection.
+        on_sent: called in order with all bytes and events that the server sends.
     """
 
     def __init__(self, end: MemoryEnd, on_sent: Callable[[str, bytes], None]) -> None:
@@ -184,8 +185,8 @@ class Caller:
 
     Attributes:
         changed: wakes tasks that wait for a response.
-        asks_left: requests that have not begun.
-        is_over: True if nothing more will come.
+        asks_left: number of requests that have not begun.
+        is_over: True if the server will send nothing more.
         reads_again_at: time until which the client does not read.
     """
 

@@ -1,6 +1,6 @@
-"""Clients over HTTP in a simulation of the stack: their requests and ways to leave.
+"""Clients over HTTP in a plan of the stack: their connections, their requests, and how they disconnect.
 
-They are drawn from a seed before the run.
+A plan is drawn from a seed before the run.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from trioserve.http.limits import FrontendLimits
 
 __all__ = ["Ask", "Connection", "Delete", "Front", "drawn_asks", "drawn_connection", "drawn_front"]
 
-FOR_GOOD_SECONDS = 100.0  # longer than any limit, so the server must give such a client up
+# seconds for which some clients stop reading. The server must give up such a client, since every limit is shorter.
+FOR_GOOD_SECONDS = 100.0
 WAYS_HTTP1 = ("close", "half-close", "abort")
 WAYS_HTTP2 = ("reset", "reset", "close", "half-close", "abort", "goaway", "goaway")
 
 
 class Front(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Limits of the front end that differ from its defaults.
+    """Limits of the HTTP front end that differ from its defaults.
 
     `wire_bytes` is the capacity of a connection in one direction.
     """
@@ -39,18 +40,18 @@ class Front(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="connection"):
-    """A client's connection, for the requests with its number. A number without an entry gets the defaults.
+    """A client's connection for all requests with its number. A number without a Connection gets the defaults.
 
     Attributes:
         number: number of the connection.
         at: start time.
         http: HTTP version.
-        pieces: sizes in which bytes are sent and read, in turn. Empty: no division.
-        window: bytes of a response that the server may send before it gets credit, over HTTP/2.
-        is_pipelined: True over HTTP/1.1: requests do not wait for responses.
-        stalls_at: time from which the client does not read. None: it always reads.
-        stall_seconds: duration of that.
-        ends: what the client does after all responses have come, or with "goaway" after all requests.
+        pieces: sizes of the pieces in which bytes are sent and read, used in turn. Empty: bytes are not divided.
+        window: over HTTP/2, number of bytes of a response that the server may send before it gets credit.
+        is_pipelined: True if requests do not wait for responses. Only over HTTP/1.1.
+        stalls_at: time at which the client stops reading. None: it always reads.
+        stall_seconds: seconds for which the client does not read.
+        ends: how the client ends the connection after all responses have come. "goaway" is sent after all requests.
     """
 
     number: int
@@ -69,33 +70,33 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
 
     Attributes:
         number: number of the request.
-        connection: its connection.
+        connection: number of the connection.
         prompts: token ids of one or more prompts.
         output: maximum number of tokens.
-        at: seconds after the connection, or over HTTP/1.1 after the response before.
-        id: its id. None: the server chooses one.
+        at: start time in seconds after the connection. Over HTTP/1.1, it counts from the end of the previous response.
+        id: id of the request. None: the server chooses an id.
         choices: number of choices.
         streamed: True if the response is streamed.
-        priority: its priority.
+        priority: priority of the request.
         salt: cache salt.
         temperature: sampling temperature.
-        shows_tokens: True if token ids are requested.
-        shows_usage: True if usage is requested.
-        timeout: its own deadline in seconds, or None.
-        queue_timeout: its own queue deadline in seconds, or None.
-        in_headers: True if its deadlines are in headers.
+        shows_tokens: True if the client requests token ids.
+        shows_usage: True if the client requests usage.
+        timeout: the request's own deadline in seconds, or None.
+        queue_timeout: the request's own queue deadline in seconds, or None.
+        in_headers: True if the deadlines are sent in headers. False: they are in the body.
         pause: seconds of a pause in the middle of the body.
-        withheld: True if the last byte of the body never comes.
-        way: how the client leaves. "reset" affects only this request of the connection.
-        patience: seconds after which it leaves. None: never.
-        leaves_after: bytes of the response after which it leaves. None: never.
-        stalls_after: bytes after which it does not read for stall_seconds. None: it always reads.
-        stall_seconds: duration of that.
-        trickles: True if it accepts a byte now and then meanwhile, if the protocol can do that.
+        withheld: True if the client never sends the last byte of the body.
+        way: how the client disconnects. "reset" ends only this request of the connection.
+        patience: seconds after which the client disconnects. None: never.
+        leaves_after: number of bytes of the response after which the client disconnects. None: never.
+        stalls_after: number of bytes after which the client stops reading. None: it always reads.
+        stall_seconds: seconds for which the client does not read.
+        trickles: True if the client accepts single bytes meanwhile. Only over HTTP/2.
         form: allowed texts. Empty: free text.
         stops: stop strings.
-        known_count: known tokens of each choice, for a response that began elsewhere. 0: it begins here.
-        has_tools: True for a chat with tools, whose only prompt is from calls.py.
+        known_count: number of known tokens of each choice, if the request resumes a response. 0: it does not.
+        has_tools: True if the request is a chat with tools. Its prompt is then from calls.py.
     """
 
     number: int
@@ -179,7 +180,8 @@ def drawn_asks(
     for number in numbers:
         prompts = tuple(prompt() for _ in range(rng.choice((1, 1, 1, 1, 2))))
         is_stalled = rng.random() < 0.2
-        leaves_chance = 0.05 if is_stalled else 0.18  # A client that stalls mostly stays until the server gives it up.
+        # Most clients that stop reading stay connected until the server gives them up.
+        leaves_chance = 0.05 if is_stalled else 0.18
         leaves_after = rng.randint(0, 2000) if rng.random() < leaves_chance else None
         asks.append(
             Ask(

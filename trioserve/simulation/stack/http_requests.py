@@ -1,6 +1,7 @@
-"""The bytes of a simulated client's request, and the responses that it may get.
+"""The bytes of a simulated client's request, and the check of its response.
 
-An allowed response is a correct one, a beginning of one, or an error. The reason of its end is not checked here.
+A response is allowed if it is the correct response, a beginning of the correct response, or an error. HttpClients
+checks whether there was a reason for an early end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "seed_of",
 ]
 
-KEY = "x-simulated-client"  # header field that identifies the client for the simulation
+KEY = "x-simulated-client"  # header field with the simulation's name of the client
 
 
 def key_of(ask: Ask) -> str:
@@ -47,7 +48,7 @@ def request_of(ask: Ask, expected: Sequence[Sequence[int]]) -> tuple[bytes, Fiel
 
     Args:
         ask: the request.
-        expected: result of expected_tokens, of which a part may be known.
+        expected: result of expected_tokens. The known tokens of a resumed response are taken from it.
     """
     body: dict[str, object] = {
         **_prompt_of(ask),
@@ -71,7 +72,7 @@ def request_of(ask: Ask, expected: Sequence[Sequence[int]]) -> tuple[bytes, Fiel
             "seed": ask.number,
         }
         if len(ask.prompts) == 1:
-            del body["seed"]  # The seed of the response that began counts.
+            del body["seed"]  # A resumed response uses the seed in `resume`, so the request may omit its own seed.
     if ask.streamed and ask.shows_usage:
         body["stream_options"] = {"include_usage": True}
     fields = [("content-type", "application/json"), (KEY, key_of(ask))]
@@ -109,7 +110,9 @@ def _prompt_of(ask: Ask) -> dict[str, object]:
 
 
 def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
-    """Return the tokens of every choice of every prompt, in order of their indexes, up to the end by a stop string.
+    """Return the tokens of every choice of every prompt, in order of the choices' indexes.
+
+    The tokens end where a stop string is complete.
 
     Args:
         ask: the request.
@@ -125,7 +128,7 @@ def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
 
 
 def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
-    """Return the engine's request for a choice, as far as the response depends on it."""
+    """Return the engine's request for a choice, with the fields that affect the response."""
     return EngineRequest(
         id=RequestId(f"{ask.number}/{index}"),
         prompt_token_ids=prompt,
@@ -151,8 +154,8 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]], 
         family: format of tool calls.
 
     Returns:
-        COMPLETE, BROKEN_OFF if its end is missing, or for example "500 engine_fault" with the reason of an error,
-        before or in a stream.
+        COMPLETE, BROKEN_OFF if the end of the response is missing, or the status and the reason of an error, such as
+        "500 engine_fault". The error may be the whole response or an event of a stream.
 
     Raises:
         AssertionError: no client may receive this response.
@@ -162,7 +165,7 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]], 
         return BROKEN_OFF
     is_unread = (
         response.status == 503 and response.headers.get("x-trioserve-reason") == "draining"
-    )  # The front end refused it without the app.
+    )  # The front end refused the request before the app got it.
     is_named = ask.id is None or response.headers.get("x-request-id", ask.id if is_unread else None) == ask.id
     assert is_named, f"{ask.id}: {response.headers}"
     if response.status != 200:
@@ -242,12 +245,12 @@ def _check_usage(ask: Ask, usage: Any, choices: Sequence[_Choice | CallChoice]) 
 
 
 class _Choice:
-    """One choice of a completion, as far as it has been received.
+    """The part of one choice of a completion that the client has received.
 
     Args:
         name: name for error texts.
         ask: the request.
-        tokens: all expected tokens, including known ones.
+        tokens: all expected tokens, including known tokens.
     """
 
     def __init__(self, name: str, ask: Ask, tokens: Sequence[int]) -> None:
@@ -292,7 +295,7 @@ class _Choice:
         assert self.text in texts, f"{self.name}: {self.text!r} is no beginning of {self.tokens}"
 
     def _text(self, count: int, *, is_whole: bool) -> str:
-        """Return the visible text of the first tokens, without the text of known tokens."""
+        """Return the text that the client must receive for the first tokens, without the text of known tokens."""
         text = shown(self.tokens[:count], self.stops, is_whole=is_whole)
         before = shown(self.tokens[: self.known_count], self.stops, is_whole=False) if self.known_count else ""
         assert text.startswith(before)

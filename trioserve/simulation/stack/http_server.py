@@ -1,7 +1,6 @@
-"""The front end of a simulated stack, with records of its exchanges: which have begun, are inside, or were left, and
-when.
+"""The HTTP front end of a simulated stack, with independent records of its exchanges.
 
-The rules for exchanges, at any time and after the last one, are checked here.
+This module checks the rules for exchanges, both at any time and after the last exchange.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
 __all__ = ["MADE_UP", "MOMENT_SECONDS", "HttpServer"]
 
-BEGAN_AT = 1_700_000_000  # time of day at the beginning
-MOMENT_SECONDS = 0.001  # By then, all tasks have done what they can do without waiting.
+BEGAN_AT = 1_700_000_000  # Unix time at the start of the run
+MOMENT_SECONDS = 0.001  # After this time, every task has done all work that needs no waiting.
 ROUNDING_SECONDS = 1e-6
-MADE_UP = "made-"  # beginning of the ids of requests that have none
+MADE_UP = "made-"  # prefix of the ids that the server makes for requests without an id
 
 
 class HttpServer:
-    """The front end and its records. Keys identify clients: h1 is request number 1, d1 is an operator.
+    """The front end and its records. Keys identify clients: h1 sends request number 1, and d1 is an operator.
 
     Args:
         fake: the engine.
@@ -48,14 +47,14 @@ class HttpServer:
 
     Attributes:
         begun: clients whose exchange has begun.
-        inside: running exchanges by client.
-        untold: clients that wait for a response.
-        excused: clients that may not read their response, and need not receive a fault.
-        left_at: times at which clients left.
-        sent_at: times at which the last byte of requests was sent. inf: not yet.
+        inside: running exchanges, by client.
+        untold: clients that wait for a response or an error.
+        excused: clients that may stop reading, so they need not receive an error after a fault.
+        left_at: times at which clients disconnected.
+        sent_at: times at which the last bytes of requests were sent. inf: the last byte was not sent yet.
         promised: allowed results of aborts by operators.
         aborted_ids: aborted requests.
-        ended_ids: requests that a pause, or a drain during a pause, has ended, by reason.
+        ended_ids: requests that were ended by a pause or by a drain during a pause, by stop reason.
         drained_at: time at which the drain began, or None.
     """
 
@@ -75,7 +74,7 @@ class HttpServer:
         clock_and_ids = ClockAndIds(
             wall_clock=lambda: BEGAN_AT + trio.current_time(),
             new_request_id=lambda: next(ids),
-            cpu_clock=lambda: 0.0,  # The real clock would make runs depend on the machine's speed.
+            cpu_clock=lambda: 0.0,  # With the real clock, a run would depend on the speed of the machine.
         )
         self.fake = fake
         self.nursery = nursery
@@ -99,7 +98,7 @@ class HttpServer:
         self._open_count = 0
         self._all_closed = trio.Event()
 
-    # --- connections ---
+    # --- Connections ---
 
     def connect(self, number: int) -> MemoryEnd:
         """Return the client's end of a new connection.
@@ -121,7 +120,7 @@ class HttpServer:
         return self._server.draining or self.fake.draining or self.fake.fault is not None
 
     async def wait_until_closed(self) -> None:
-        """Wait until no connection is left. Call it after drain(), for an engine that broke."""
+        """Wait until no connection is open. Call this method after drain(), when the engine broke."""
         while self._open_count:
             await self._all_closed.wait()
 
@@ -132,7 +131,7 @@ class HttpServer:
         self._server.drain()
 
     def came_too_late(self, key: str) -> bool:
-        """Return True if a request was not complete when the server began to drain.
+        """Return True if the server began to drain before it had the complete request.
 
         Args:
             key: the client.
@@ -154,7 +153,7 @@ class HttpServer:
                 self._all_closed.set()
                 self._all_closed = trio.Event()
 
-    # --- the handler ---
+    # --- Handler of exchanges ---
 
     async def _handle(self, exchange: Exchange) -> None:
         key = exchange.headers.get(KEY)
@@ -176,7 +175,8 @@ class HttpServer:
                 if ask is not None:
                     self._check_let_go(ask)
                 self.check_all()
-            except AssertionError as error:  # The front end would treat it as a fault of its handler.
+            # The front end would treat a failed check as a fault of its handler, so another task raises the error.
+            except AssertionError as error:
                 self.nursery.start_soon(_fail, error)
 
     def _promises_for(self, request_id: str) -> set[AbortOutcome]:
@@ -188,13 +188,13 @@ class HttpServer:
             return {AbortOutcome.ABORTED}
         if views or was_used:
             return {AbortOutcome.ALREADY_FINISHED}
-        # It is unknown if a request over HTTP was refused before it entered.
+        # This object does not know whether a request over HTTP was refused before it entered the engine.
         return {AbortOutcome.UNKNOWN, *([AbortOutcome.ALREADY_FINISHED] if request_id in self.begun else [])}
 
-    # --- rules ---
+    # --- Rules ---
 
     def check_told(self) -> None:
-        """Check that no client waits for a response, after the engine broke."""
+        """Check, after the engine broke, that no client still waits for a response or an error."""
         assert not self.untold, f"the engine broke, but clients {sorted(self.untold)} got no error"
 
     def check(self) -> None:
@@ -212,7 +212,7 @@ class HttpServer:
                 assert not is_over or view.state == "finished", f"{view.id} has outlived its deadline"
 
     def check_step(self, ids: Iterable[str], planned_at: float) -> None:
-        """Check that a step computes no request whose client had left before the plan.
+        """Check that a step computes no request whose client had disconnected before the step was planned.
 
         Args:
             ids: sequences of the step.
@@ -226,7 +226,7 @@ class HttpServer:
             )
 
     def check_over(self) -> None:
-        """Check the rules after all clients have left."""
+        """Check the rules that must hold after all clients are gone."""
         counters = self._server.counters()
         failed = (counters.exchanges_failed_total, counters.connections_failed_total)
         assert failed == (0, 0), f"exchanges and connections that failed by a fault of the server: {failed}"

@@ -1,9 +1,10 @@
-"""Records of the adapters and images that clients inside use.
+"""Records of the adapters and images that the requests inside the engine use.
 
-A use ends with its request: the engine must count it until then. After the core has released the request, it must not
-count it any more.
+The engine must count a use until the request has ended. After the core has released the request, the engine must no
+longer count the use.
 
-The texts with images are those of the requests and of the model's input.
+This module also makes the prompts with images: the text that a client sends, and the tokens and rows that the model
+gets.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ SIGNS = (
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )
-HEIGHTS = (8, 16, 8, 16)  # of the images, which are 16 pixels wide
-TILES = (3, 5, 3, 5)  # tiles of each image
+HEIGHTS = (8, 16, 8, 16)  # heights of the images in pixels. Each image is 16 pixels wide.
+TILES = (3, 5, 3, 5)  # number of tiles of each image
 
 
 def prompt_of(client: Client) -> Prompt:
@@ -59,7 +60,7 @@ def prompt_of(client: Client) -> Prompt:
 
 
 def encoded_prompt(client: Client) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
-    """Return the model's input: the tokens, and the image rows, whose digests do not matter here.
+    """Return the model's input: the tokens and the image rows. The digests of the rows have no meaning.
 
     Args:
         client: the client.
@@ -78,7 +79,7 @@ def bytes_of(pictures: Collection[int]) -> int:
 
 @functools.cache
 def image_tokenizer() -> Tokenizer:
-    """Return a tokenizer in which each sign around tiles is one token, so that prompts are short."""
+    """Return a tokenizer in which each marker around tiles is one token, so that prompts are short."""
     return byte_tokenizer(TEMPLATE, has_images=True, signs=SIGNS)
 
 
@@ -101,7 +102,7 @@ def _text(prompt: tuple[int, ...]) -> str:
 
 @functools.cache
 def _image(number: int) -> bytes:
-    """Return a grey PNG whose tiles all differ."""
+    """Return a grey PNG in which all tiles are different."""
     width, height = 16, HEIGHTS[number]
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     lines = b"".join(b"\0" + bytes(50 * number + 3 * column + row for column in range(width)) for row in range(height))
@@ -116,9 +117,9 @@ class _Loan(NamedTuple):
 
     Attributes:
         client: the client.
-        stream: its stream.
-        adapter: the loaded adapter. None: none.
-        deadline: time at which it is ended, since its adapter is unloaded.
+        stream: the client's stream.
+        adapter: the loaded adapter. None: the client uses no adapter.
+        deadline: time at which the request is ended because its adapter is unloaded.
     """
 
     client: Client
@@ -128,7 +129,7 @@ class _Loan(NamedTuple):
 
 
 class Lending:
-    """Records of used adapters and images.
+    """Records of adapters and images in use.
 
     Args:
         stage: the engine.
@@ -143,10 +144,11 @@ class Lending:
         self._named: dict[str, AdapterRef] = {}  # the current adapter of each name
         self._loading: dict[
             str, list[str]
-            # by name, the state of each running load: "ready" if it may succeed, "retired" if it was unloaded meanwhile
+            # For each name, the states of its running loads. A load is "ready" if it may succeed, and "retired" if the
+            # name was unloaded meanwhile.
         ] = {}
-        self._loans: dict[int, _Loan] = {}  # uses of the clients inside, by number
-        self._leaving: list[_Loan] = []  # uses of clients that have left while the core still has their request
+        self._loans: dict[int, _Loan] = {}  # uses of the clients inside, by number of the client
+        self._leaving: list[_Loan] = []  # uses of clients that are gone while the core still has their request
 
     def engine_options(self) -> dict[str, Any]:
         stage = self._stage
@@ -159,19 +161,19 @@ class Lending:
             }
         return options
 
-    # --- clients ---
+    # --- Clients ---
 
     def begin(self, client: Client, stream: RequestStream) -> None:
-        """Note that a client is about to enter.
+        """Record that a client is about to enter.
 
         Args:
             client: the client.
-            stream: its stream.
+            stream: the client's stream.
         """
         self._loans[client.number] = _Loan(client, stream, self._named.get(client.adapter))
 
     def check_refused(self, client: Client) -> None:
-        """Check a client that was refused since its adapter is not loaded.
+        """Check that a client was rightly refused because its adapter is not loaded.
 
         Args:
             client: the client.
@@ -182,7 +184,7 @@ class Lending:
         )
 
     def end(self, client: Client) -> None:
-        """Note that a client has left.
+        """Record that a client has left.
 
         Args:
             client: the client.
@@ -201,14 +203,14 @@ class Lending:
         return loan.adapter
 
     def may_be_ended(self, client: Client) -> bool:
-        """Return True if the deadline after the unload of its adapter has passed.
+        """Return True if the client's adapter was unloaded, and the deadline for its requests has passed.
 
         Args:
             client: the client.
         """
         return trio.current_time() >= self._loans[client.number].deadline
 
-    # --- operators ---
+    # --- Operators ---
 
     async def load(self, fake: FakeEngine, order: Load) -> None:
         await trio.sleep(order.at)
@@ -260,7 +262,7 @@ class Lending:
         assert is_there, f"{name} was unloaded, but was not loaded"
         if before is not None:
             assert not any(loan.adapter == before for loan in self._open()), f"{name} is unloaded, but still in use"
-            # In deep sleep, no adapter is in memory.
+            # At sleep level 2, no adapter is in memory.
             is_left = fake.sleep_level != 2 and before.id in fake.executor.adapters
             assert not is_left, f"{name} is unloaded, but still in memory"
         self._note("unload", name, "done")
@@ -270,10 +272,10 @@ class Lending:
         self._tell(f"{what} {name}: {outcome}")
         self._count(f"{what}s: {outcome}")
 
-    # --- rules at any time ---
+    # --- Rules that must hold at any time ---
 
     def check(self, fake: FakeEngine) -> None:
-        """Compare the uses with the engine's counts.
+        """Compare the recorded uses with the engine's counts.
 
         Args:
             fake: the engine.
@@ -325,7 +327,7 @@ class Lending:
         assert least <= claimed <= most, f"{claimed} bytes of images are in use, expected are {least} to {most}"
 
     def check_end(self, fake: FakeEngine) -> None:
-        """Check the end, after all clients have left.
+        """Check the rules that must hold after all clients are gone.
 
         Args:
             fake: the engine.
@@ -336,6 +338,6 @@ class Lending:
 
 
 def _bytes_of(loans: Iterable[_Loan]) -> int:
-    """Return the bytes of all their images. An image that is used with two salts is encoded twice."""
+    """Return the bytes of all images in use. An image that is used with two cache salts is encoded twice."""
     used = {(loan.client.salt, image) for loan in loans for image in loan.client.images}
     return bytes_of([image for _, image in used])

@@ -1,6 +1,6 @@
-"""Acts of operators in a plan: they abort, drain, pause, resume, put to sleep, wake, and replace weights.
+"""Acts of operators in a plan: abort, drain, pause, resume, sleep, wake up, and replace weights.
 
-They are drawn from a seed before the run. Times are on a coarse grid, so that many things happen at the same moment.
+Acts are drawn from a seed before the run. Their times are on a coarse grid, so that many acts happen at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRID_SECONDS = 0.005
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
-    """An act of the operator: it aborts ids, drains, or ends all that still runs, as after too long a drain.
+    """An act of the operator: abort ids, drain, or end all remaining requests, as after a drain that took too long.
 
     Attributes:
         at: time of the act, in seconds.
@@ -50,7 +50,7 @@ class Moments:
 
     Args:
         rng: source of randomness.
-        span: seconds in which everything begins.
+        span: all parts of the plan begin within this many seconds.
     """
 
     def __init__(self, rng: Random, *, span: float) -> None:
@@ -69,7 +69,7 @@ class Moments:
         return round(self.moment(self.span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
 
     def drains(self, chance: float) -> list[Order]:
-        """Draw the acts of a drain. They may be none, and sometimes all remaining requests are ended later.
+        """Draw the acts of a drain, or no acts. In some plans, all remaining requests are ended after the drain.
 
         Args:
             chance: probability of a drain.
@@ -90,16 +90,16 @@ SWAPS_MAX = 5
 
 Mode = Literal["abort", "wait", "keep"]
 MODES: tuple[Mode, ...] = ("abort", "wait", "keep")
-RETRACTED_SHARE = 0.4  # share of the pauses that keep requests
+RETRACTED_SHARE = 0.4  # fraction of the pauses with mode "keep" that become pauses with mode "retract"
 CLEARING_SHARE = 0.3
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pause"):
-    """A pause.
+    """The operator pauses the engine.
 
     Attributes:
         at: time.
-        mode: effect on running requests.
+        mode: effect on running requests, as in the engine's `pause_generation`.
         clears: True if computed blocks must not be reused afterwards.
         patience: seconds until the operator leaves. None: never.
     """
@@ -115,7 +115,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sleep"):
-    """A sleep. The other attributes are as in Pause.
+    """The operator puts the engine to sleep. The other attributes are as in Pause.
 
     Attributes:
         level: 1 keeps the weights.
@@ -133,14 +133,14 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="swap"):
-    """New weights.
+    """The operator replaces the weights.
 
     Attributes:
         at: time.
         number: number of the weights, and of their version.
-        in_flight: effect on running requests.
-        seconds: duration of writing them.
-        breaks: True if only a part of them is written.
+        in_flight: effect on running requests, as in the engine's `update_weights`.
+        seconds: seconds to write the weights.
+        breaks: True if writing fails after a part of the weights.
         patience: seconds until the operator leaves. None: never.
     """
 
@@ -158,13 +158,13 @@ Halt = Pause | Resume | Sleep | Wake | Swap
 def drawn_halts(
     rng: Random, moment: Callable[[float], float], span: float, *, levels: Sequence[int] = (1, 2)
 ) -> list[Halt]:
-    """Draw pauses and sleeps. Mostly there are none.
+    """Draw pauses and sleeps. Most plans have none.
 
     Args:
         rng: source of randomness.
         moment: draws a time within a number of seconds.
-        span: seconds in which everything begins.
-        levels: levels of sleep.
+        span: all parts of the plan begin within this many seconds.
+        levels: sleep levels to draw from.
     """
     if rng.random() >= PAUSE_SHARE:
         return []
@@ -186,7 +186,7 @@ def drawn_halts(
 
 
 def with_retraction(halt: Halt) -> Halt:
-    """Return the act, in which some pauses of a text engine retract requests or clear the prefix cache.
+    """Change some pauses so that they retract requests or clear the prefix cache, as only a text engine can.
 
     Args:
         halt: the act.
@@ -200,12 +200,12 @@ def with_retraction(halt: Halt) -> Halt:
 
 
 def drawn_swaps(rng: Random, moment: Callable[[float], float], span: float) -> list[Halt]:
-    """Draw new weights, for responses that are checked token by token.
+    """Draw replacements of weights for a plan whose responses are checked token by token.
 
     Args:
         rng: source of randomness.
         moment: draws a time within a number of seconds.
-        span: seconds in which everything begins.
+        span: all parts of the plan begin within this many seconds.
     """
     if rng.random() >= SWAP_SHARE:
         return []

@@ -1,11 +1,11 @@
-"""Pauses and sleeps in a simulation of an engine, with independent records.
+"""Independent records of pauses, sleeps and new weights in a simulation of an engine.
 
-The records follow from the operators' calls. After every turn of a task, they are compared with the engine: it pauses
-and sleeps as requested, no step begins meanwhile, no new request gets to the core, requests that must end have ended,
-and an operator who leaves cancels what can be cancelled.
+The records follow from the operators' calls. They are compared with the engine after every turn of a task. The rules:
+the engine pauses and sleeps as requested. During a pause, no step begins, and no new request gets to the core. Requests
+that must end have ended. If an operator's call is cancelled, a pause or a sleep that has not begun is cancelled too.
 
-With new weights: While weights are written, the engine pauses. Running requests then continue with the new weights, are
-computed again, or end. Operators that replace weights or put the engine to sleep take turns.
+While new weights are written, the engine pauses. Running requests then continue with the new weights, are computed
+again, or end. Operators that replace weights or put the engine to sleep take turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDING_SECONDS = 1e-6
 class HaltedCore(Protocol):
     @property
     def flights(self) -> Any:
-        """The steps in flight, which have a length."""
+        """The steps in flight, as a collection with a length."""
         ...
 
     def live_requests(self) -> Iterable[Any]: ...
@@ -40,7 +40,7 @@ class HaltedCore(Protocol):
 
 
 class HaltedEngine(Protocol):
-    """A fake engine, of texts or of images."""
+    """Interface of a fake engine that can be paused. It may generate text or images."""
 
     @property
     def core(self) -> HaltedCore: ...
@@ -67,7 +67,7 @@ class HaltedEngine(Protocol):
 
 
 class Pauses(trio.abc.Instrument):
-    """Records of pauses and sleeps. It is an instrument of trio.run and changes nothing.
+    """Records of pauses and sleeps. The object is an instrument of trio.run that only observes.
 
     Args:
         tell: receives trace lines.
@@ -76,9 +76,9 @@ class Pauses(trio.abc.Instrument):
         step_seconds_max: maximum duration of a step.
 
     Attributes:
-        state: "runs", "drains" (running requests continue, but no new ones begin) or "paused".
-        level: level of its sleep. 0: it is awake.
-        engine: the engine. Set it when there is one.
+        state: "runs", "paused", or "drains" if running requests continue but no new requests begin.
+        level: level of the engine's sleep. 0: the engine is awake.
+        engine: the engine, or None. Set it after the engine was opened.
     """
 
     def __init__(
@@ -94,21 +94,21 @@ class Pauses(trio.abc.Instrument):
         self.level = 0
         self._tell, self._count, self._note_ended = tell, count, note_ended
         self._step_seconds_max = step_seconds_max
-        self._is_of_sleep = False  # True: it pauses only for a sleep, and resumes afterwards
+        self._is_of_sleep = False  # True if the engine pauses only for a sleep. It then resumes after the sleep.
         self._is_woken = False
-        # number of changes, by which a waiting operator finds that others came before
+        # Numbers of changes. A waiting operator compares them to find that other operators have acted before.
         self._changes = {"resumed": 0, "woken": 0, "slept": 0}
-        self._admitted: set[str] = set()  # sequences that may be in the core during a pause
-        # the core, and the number of its steps at the beginning of the pause
+        self._admitted: set[str] = set()  # ids of the sequences that may be in the core during a pause
+        # The core at the beginning of the pause, and its number of steps at that time.
         self._closed_at: tuple[HaltedCore, int] | None = None
         self._must_be_over: list[AnyScope] = []
-        self._sleepers: dict[Task, Sleep] = {}  # tasks inside of `sleep`
-        self._asks_later: set[Task] = set()  # those of them that must first wait until the engine is awake
+        self._sleepers: dict[Task, Sleep] = {}  # tasks that call the engine's `sleep`, with their acts
+        self._asks_later: set[Task] = set()  # tasks of `_sleepers` that must first wait until the engine is awake
         self._violation: str | None = None
 
     @property
     def holds_up(self) -> bool:
-        """True if no new requests may begin."""
+        """True if no new request may begin."""
         return self.state != "runs" or self.level > 0
 
     @property
@@ -117,10 +117,10 @@ class Pauses(trio.abc.Instrument):
         return self.state == "paused" or self.level > 0
 
     def check(self) -> None:
-        """Assert that no rule was broken so far. It is a separate call, since an instrument must not raise."""
+        """Assert that no rule was broken so far. This check is a separate call, since an instrument must not raise."""
         assert self._violation is None, self._violation
 
-    # --- operators ---
+    # --- Operators ---
 
     async def operate(self, fake: HaltedEngine, halts: Iterable[Halt]) -> None:
         """Do all acts, then wake the engine up and resume it.
@@ -140,7 +140,7 @@ class Pauses(trio.abc.Instrument):
         self.check()
 
     async def _finish(self) -> None:
-        """Undo what still prevents the engine from running, after it was woken up and resumed."""
+        """Finish replacements that still stop the engine after it was woken up and resumed."""
 
     async def _halt(self, fake: HaltedEngine, halt: Halt) -> None:
         await trio.sleep(halt.at)
@@ -158,7 +158,7 @@ class Pauses(trio.abc.Instrument):
             assert is_over or is_late or fake.fault is not None, f"the {what} is refused without a reason"
             outcome = "refused"
         else:
-            # An operator whose patience is zero leaves at the first checkpoint, before it can be refused.
+            # A call that is cancelled after zero seconds ends at the first checkpoint, before the engine can refuse it.
             left_at_once = outcome == "left" and getattr(halt, "patience", None) == 0
             is_refused = is_over and fake.fault is None and not left_at_once
             assert not is_refused, f"the {what} must be refused, but is {outcome}"
@@ -167,7 +167,7 @@ class Pauses(trio.abc.Instrument):
         self.check()
 
     async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
-        """Do one act and return its outcome. Raises the engine's refusal."""
+        """Do one act and return its outcome. If the engine refuses the act, its error passes through."""
         if isinstance(halt, Pause):
             return await self._pause(fake, halt)
         if isinstance(halt, Sleep):
@@ -199,7 +199,7 @@ class Pauses(trio.abc.Instrument):
         await fake.pause_generation(order.mode)
 
     def _check_given_back(self, order: Pause) -> None:
-        """Check the freed memory at the moment at which a pause returns."""
+        """Check, when a pause returns, that the engine has freed memory as requested."""
 
     async def _sleep(self, fake: HaltedEngine, order: Sleep) -> str:
         task, before = trio.lowlevel.current_task(), dict(self._changes)
@@ -209,8 +209,8 @@ class Pauses(trio.abc.Instrument):
             if self._waits_for_its_turn(order):
                 self._asks_later.add(task)
             elif self.level and self._is_woken:
-                # If it is woken up and cancelled at the same moment, it is unknown if it has requested a sleep. So it
-                # must stay.
+                # If the sleep is woken up and cancelled at the same time, these records cannot tell whether it was
+                # requested before. So this operator does not cancel its call.
                 self._asks_later.add(task)
                 patience = None
             elif not self.level:
@@ -248,18 +248,18 @@ class Pauses(trio.abc.Instrument):
         assert is_up, "the engine was woken up, but sleeps"
         return "done" if was else "nothing to do"
 
-    # --- records ---
+    # --- Records ---
 
     def _waits_for_its_turn(self, halt: Halt) -> bool:
-        """Return True if other operators may go before this act, which requests nothing until then."""
+        """Return True if an act must first wait for the acts of other operators."""
         return False
 
     def _is_turn_of(self, task: Task) -> bool:
-        """Return True if a task that waits for its turn makes its request now."""
+        """Return True if a task that waits for its turn now has its turn."""
         return not (self.level and self._is_woken)
 
     def note_drained(self, fake: HaltedEngine) -> None:
-        """Note that the engine is about to drain. During a pause, its running requests cannot continue, so they end.
+        """Record that the engine is about to drain. During a pause, running requests cannot continue, so they end.
 
         Args:
             fake: the engine.
@@ -274,7 +274,7 @@ class Pauses(trio.abc.Instrument):
                 self._note_ended(request, "server_stopping")
 
     def _ask(self, fake: HaltedEngine, mode: str) -> None:
-        """Note that a pause is requested now."""
+        """Record that an operator requests a pause now."""
         begun = self._begun(fake)
         self._hold_up(begun)
         if mode != "wait":
@@ -296,7 +296,7 @@ class Pauses(trio.abc.Instrument):
             self._admitted = {choice.sequence_id for request in begun for choice in request.choices}
             fake = self.engine
             assert fake is not None
-            # also sequences whose client has left
+            # The core may also still have sequences whose client is gone.
             self._admitted |= {live.request.id for live in fake.current_core.live_requests()}
 
     def _close(self, fake: HaltedEngine) -> None:
@@ -313,7 +313,7 @@ class Pauses(trio.abc.Instrument):
         fake.resume_generation()
 
     def _begun(self, fake: HaltedEngine) -> list[AnyScope]:
-        """Return the requests that are in the core, or will be there again after they were there."""
+        """Return the requests that are in the core, or were in the core and will be computed again."""
         ids = {live.request.id for live in fake.current_core.live_requests()}
         return [
             request
@@ -322,7 +322,7 @@ class Pauses(trio.abc.Instrument):
             and (request.upcoming or any(choice.sequence_id in ids for choice in request.choices))
         ]
 
-    # --- as an instrument ---
+    # --- Methods of a trio instrument ---
 
     def before_task_step(self, task: Task) -> None:
         fake = self.engine
@@ -341,9 +341,9 @@ class Pauses(trio.abc.Instrument):
                 self._violation = f"at {trio.current_time():.3f}: {self._violation}"
 
     def _settle(self, fake: HaltedEngine) -> None:
-        """Note that running requests may have ended.
+        """Record that running requests may have ended.
 
-        Requests that were left and are in the step in flight do not count.
+        Requests whose client is gone and that the step in flight computes do not count as running.
         """
         if self.state == "drains":
             lives = list(fake.current_core.live_requests())
@@ -403,23 +403,23 @@ class Pauses(trio.abc.Instrument):
 
 
 class SwapPauses(Pauses):
-    """Records of pauses and of new weights.
+    """Records of pauses, sleeps and replacements of weights.
 
     Args:
-        swaps: records of the weights and their tokens.
+        swaps: records of the weights and of the tokens that they give.
         **options: options of Pauses.
 
     Attributes:
-        is_replacing: True while weights are written, or if only a part of them was written.
+        is_replacing: True while weights are written, and after only a part of the weights was written.
     """
 
     def __init__(self, *, swaps: Swaps, **options: Any) -> None:
         super().__init__(**options)
         self.is_replacing = False
         self._swaps = swaps
-        self._updaters: dict[Task, Swap] = {}  # tasks inside of `update_weights`
-        self._updater: Task | None = None  # the one of them whose weights are being written
-        self._begun_before: list[AnyScope] = []  # requests that ran before the current turn of its task
+        self._updaters: dict[Task, Swap] = {}  # tasks that call the engine's `update_weights`, with their acts
+        self._updater: Task | None = None  # task of `_updaters` whose weights are being written
+        self._begun_before: list[AnyScope] = []  # requests that ran before the current turn of an updating task
 
     @property
     def holds_up(self) -> bool:
@@ -462,7 +462,7 @@ class SwapPauses(Pauses):
 
     async def _swap(self, order: Swap) -> str:
         fake, task = self._fake, trio.lowlevel.current_task()
-        if not self._updaters:  # The place has these settings for all replacements.
+        if not self._updaters:  # All replacements that wait or run use the settings of the first one.
             fake.weights.seconds, fake.weights.breaks = order.seconds, order.breaks
         self._updaters[task] = order
         outcome = "left"
@@ -478,7 +478,7 @@ class SwapPauses(Pauses):
             self._note_update_over(task, outcome)
         return outcome
 
-    # --- records ---
+    # --- Records ---
 
     def _waits_for_its_turn(self, halt: Halt) -> bool:
         return isinstance(halt, Swap | Sleep)
@@ -487,7 +487,7 @@ class SwapPauses(Pauses):
         return self._fake.turn_owner is task
 
     def note_drained(self, fake: HaltedEngine) -> None:
-        if self._updater is None:  # Otherwise this happens after the weights are written.
+        if self._updater is None:  # While weights are written, `_note_update_over` ends the requests later.
             super().note_drained(fake)
 
     def _note_update_over(self, task: Task, outcome: str) -> None:
@@ -497,14 +497,14 @@ class SwapPauses(Pauses):
         if self._updater is task:
             self._updater = None
             self.is_replacing = fake.has_half_weights and not is_whole
-            # Leaving waits until the weights are written.
+            # A cancelled call returns only after the weights are written.
             if is_whole or (outcome == "left" and has_version):
                 self._swaps.replace(order.number, recomputes=is_whole and order.in_flight == "recompute")
             if fake.draining and self.is_closed:
                 self._end_for_drain(self._begun_before)
         assert not is_whole or has_version, "the weights are new, but the version is old"
 
-    # --- as an instrument ---
+    # --- Methods of a trio instrument ---
 
     def before_task_step(self, task: Task) -> None:
         if task in self._updaters and self.engine is not None:
@@ -533,6 +533,7 @@ class SwapPauses(Pauses):
     def _begins_to_replace(self, fake: FakeEngine, task: Task) -> bool:
         if not fake.is_replacing_weights or self._updater is not None or task not in self._updaters:
             return False
-        # If half of the weights were written before, the new replacement is visible only by the requests that it ends.
+        # If a part of the weights was written before, the engine already counts as replacing weights. Then the begin of
+        # a new replacement can be seen only by the requests that it ends.
         ends = self.is_replacing and self._updaters[task].in_flight == "abort" and self._begun_before
         return not ends or any(request.is_finished for request in self._begun_before)

@@ -1,6 +1,6 @@
-"""The plan of a simulation of the stack: who does what and when.
+"""The plan of a simulation of the stack: its engine, its clients, its operators, and their times.
 
-It is drawn from a seed before the run, so that it does not depend on the order in which tasks run.
+A plan is drawn from a seed before the run, so it does not depend on the order in which tasks run.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ BLOCK_SIZE = 4
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="client"):
-    """A task with a request to the engine.
+    """A task that sends a request directly to the engine.
 
     Attributes:
         number: number of the client.
-        id: id of the request, which other clients may use too.
+        id: id of the request. Several clients may use the same id.
         at: start time.
         prompt: token ids of the prompt.
         output: maximum number of tokens.
@@ -77,13 +77,13 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
         salt: cache salt.
         temperature: sampling temperature.
         pause: seconds between two reads.
-        leaves_after: number of deltas after which it leaves. None: it reads to the end.
-        patience: seconds until its scope is cancelled. None: never.
+        leaves_after: number of deltas after which the client disconnects. None: it reads to the end.
+        patience: seconds until the client's scope is cancelled. None: never.
         timeout: the request's own deadline in seconds, or None.
         queue_timeout: the request's own queue deadline in seconds, or None.
         form: allowed texts, as in Ask.
-        adapter: name of its adapter. "": none.
-        images: numbers of the images before its prompt, which is then a text.
+        adapter: name of the request's adapter. "": no adapter.
+        images: numbers of the images before the prompt. A prompt with images is sent as text.
     """
 
     number: int
@@ -111,8 +111,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="l
     Attributes:
         at: time.
         name: name of the adapter.
-        content: identifies its weights.
-        replaces: True if it may replace another adapter with that name.
+        content: name of the adapter's weights.
+        replaces: True if the load may replace another adapter with the same name.
     """
 
     at: float
@@ -122,7 +122,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="l
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="unload"):
-    """The operator unloads an adapter. After `seconds`, requests that still use it are ended. None: never."""
+    """The operator unloads an adapter. After `seconds`, requests that still use the adapter are ended. None: never."""
 
     at: float
     name: str
@@ -130,24 +130,24 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
-    """The engine.
+    """Settings of the engine, and the order of its tasks.
 
     Attributes:
-        block_count: KV blocks.
+        block_count: number of KV blocks.
         max_num_seqs: maximum number of running sequences.
         step_tokens_max: maximum number of tokens of a step.
         waiting_requests_max: maximum number of waiting requests.
-        step_seconds: durations of steps, in turn.
-        schedule_seed: decides the order of tasks that can run.
-        fault_at: number of the step at which the engine breaks. None: it does not.
+        step_seconds: durations of the steps, which are used in turn.
+        schedule_seed: seed of the order in which ready tasks run.
+        fault_at: number of the step at which the engine breaks. None: it does not break.
         overlaps: True if steps are planned ahead.
         draft_tokens: maximum number of draft tokens of a request in a step.
-        vocab_size: tokens that the model writes. With few of them, its text repeats itself.
+        vocab_size: number of different tokens that the model writes. With few tokens, its text repeats itself.
         front: settings of the front end.
         family: format of tool calls. "": no request has tools.
         adapters_max: maximum number of loaded adapters.
         load_seconds: seconds to read an adapter.
-        room_tiles: number of image tiles whose rows are kept. 0: the model reads text only.
+        room_tiles: number of image tiles whose rows fit into memory. 0: the model reads text only.
         tile_seconds: seconds to encode a tile.
         opening_seconds: seconds to wake up.
     """
@@ -184,7 +184,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
 
     Args:
         rng: source of randomness.
-        client_count: number of clients. The number of those over HTTP is drawn.
+        client_count: number of clients. A drawn part of the clients uses HTTP.
     """
     block_count = rng.randint(6, 20)
     max_num_seqs = rng.randint(1, 4)
@@ -213,7 +213,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
-    """Draw allowed texts from a separate source of randomness, so that everything else stays equal for each seed."""
+    """Draw grammars from a separate source, so that the draws of all other fields do not depend on grammars."""
     rng = Random(line_of(stage))
     formed = []
     for part in parts:
@@ -224,7 +224,7 @@ def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
 
 
 def _with_calls(plan: StackPlan) -> StackPlan:
-    """Draw tool calls from a separate source, so that plans without calls stay equal for each seed."""
+    """Draw tool calls from a separate source, so that each seed of a plan without calls gives the same plan."""
     rng = Random(f"calls {line_of(plan.stage)}")
     family = drawn_family(rng)
     if not family or not any(isinstance(part, Ask) for part in plan.parts):
@@ -242,7 +242,7 @@ def _with_calls(plan: StackPlan) -> StackPlan:
 def _with_seams(plan: StackPlan) -> StackPlan:
     """Draw stop strings and known tokens from a separate source.
 
-    Responses with tool calls get none, since their parts are not known token by token.
+    Responses with tool calls get neither, because their expected deltas are not known token by token.
     """
     rng = Random(f"seams {line_of(plan.stage)}")
     parts: list[Part] = []
@@ -259,7 +259,7 @@ def _with_seams(plan: StackPlan) -> StackPlan:
 
 
 def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
-    """Draw adapters and images from a separate source, for clients of the engine if there are enough of them."""
+    """Draw adapters and images from a separate source. Plans with few direct clients of the engine get none."""
     rng = Random(f"lending {line_of(plan.stage)}")
     clients = [part for part in plan.parts if isinstance(part, Client)]
     if plan.stage.family or len(clients) < LENDING_CLIENTS_MIN or rng.random() >= LENDING_SHARE:
@@ -289,9 +289,11 @@ def _with_halts(plan: StackPlan, draws: _Draws) -> StackPlan:
 
 
 def _with_swaps(plan: StackPlan, draws: _Draws) -> StackPlan:
-    """Draw new weights, if there are no clients over HTTP, since clients of the engine know each token.
+    """Draw replacements of weights for a plan without clients over HTTP.
 
-    They get no grammar, and the engine does not sleep.
+    Only direct clients of the engine know the weight version of each token.
+
+    Such a plan has no grammars and no sleeps.
     """
     rng = Random(f"swaps {line_of(plan.stage)}")
     if plan.stage.room_tiles or any(isinstance(part, Ask) for part in plan.parts):
@@ -308,7 +310,7 @@ def _asking_for(part: Part, **what: Any) -> Part:
 
 
 class _Draws(Moments):
-    """Draws the parts of one plan."""
+    """Draws of the parts of one plan."""
 
     def __init__(self, rng: Random, client_count: int, context: int, *, span: float) -> None:
         super().__init__(rng, span=span)
@@ -341,7 +343,7 @@ class _Draws(Moments):
         )
 
     def connections(self, ask_count: int) -> list[Part]:
-        """Draw connections with one or several requests each."""
+        """Draw connections, each with one or several requests."""
         parts: list[Part] = []
         begun = number = 0
         while begun < ask_count:
@@ -361,7 +363,7 @@ class _Draws(Moments):
         return parts
 
     def orders(self, ask_count: int) -> list[Part]:
-        """Draw acts of operators, inside and over HTTP."""
+        """Draw acts of operators, both directly on the engine and over HTTP."""
         rng, count = self._rng, self._client_count
         parts: list[Part] = []
         for _ in range(rng.randint(0, count // 2)):

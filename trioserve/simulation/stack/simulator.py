@@ -1,9 +1,10 @@
-"""Simulates the whole stack around the core in virtual time: clients over HTTP (http_clients.py) and clients of the
-engine that read slowly, leave or give up, operators who abort by id and drain, and an engine that breaks. All of it is
-real except the model, the network and the clock.
+"""Simulates the whole stack around the core in virtual time. Only the model, the network and the clock are fakes.
 
-The core is checked whenever a task uses it. Each client knows what it may receive: the reference's tokens in order, at
-most one end per choice, and nothing after an abort. After it leaves, none of its sequences may compute.
+Clients use HTTP (http_clients.py) or the engine directly. They read slowly, disconnect or are cancelled. Operators
+abort by id and drain. The engine may break.
+
+The core is checked whenever a task uses it. Each client checks what it receives: the reference tokens in order, at most
+one end per choice, and nothing after an abort. After a client is gone, no further step may compute its sequences.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["StackSimulation"]
 
-# seconds of virtual time. A client that has not ended by then waits for something that never comes.
+# Limit in virtual seconds. A client that has not ended by then waits for an event that never comes.
 SECONDS_MAX = 10_000.0
 READ = "read to the end"
 BROKEN = "the engine was told to break"
@@ -73,10 +74,10 @@ class StackSimulation(TracedRun):
             lambda stream: stream.completion_token_count, tell=self.tell, count=self.count
         )
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
-        self._without_outcome: set[int] = set()  # clients that entered and do not know their outcome yet
+        self._without_outcome: set[int] = set()  # numbers of clients that entered and do not know their outcome yet
         self._http: HttpServer | None = None
         self._stop_reasons: dict[int, str] = {}  # stop reasons of requests that a pause has ended
-        self._partials: dict[int, Partial] = {}  # partial results of aborted requests, as the engine reported them
+        self._partials: dict[int, Partial] = {}  # partial results that the engine reported for aborted requests
         self._swaps = Swaps(_model_of(plan.stage), is_on=any(isinstance(part, Swap) for part in plan.parts))
         self._pauses = SwapPauses(
             tell=self.tell,
@@ -91,7 +92,7 @@ class StackSimulation(TracedRun):
         self._lending = Lending(plan.stage, tell=self.tell, count=self.count)
 
     def run(self) -> None:
-        """Run the plan. Raises AssertionError if a rule is broken, and the errors of the engine."""
+        """Run the plan. Raise AssertionError if a rule is broken. Errors of the engine pass through."""
         with seeded_schedule(self.plan.stage.schedule_seed):
             clock = MockClock(autojump_threshold=0)
             trio.run(self._main, clock=clock, instruments=[self._idle_watch, self._pauses])
@@ -126,7 +127,7 @@ class StackSimulation(TracedRun):
                     self._pauses.engine = None
         except EngineFault as fault:
             if BROKEN not in str(fault):
-                raise (fault.__cause__ or fault) from None  # a rule was broken inside of a step
+                raise (fault.__cause__ or fault) from None  # A check of the simulation has failed inside a step.
             assert not self._without_outcome, (
                 f"the engine broke, but clients {sorted(self._without_outcome)} got no error"
             )
@@ -168,12 +169,13 @@ class StackSimulation(TracedRun):
                 if halts := [part for part in parts if isinstance(part, Halt)]:
                     nursery.start_soon(self._pauses.operate, fake, halts)
             await fake.wait_until_idle()
-            await trio.sleep(2)  # The step in flight may still read blocks, and connections send GOAWAY.
+            await trio.sleep(2)  # In this time, the step in flight ends, and connections send GOAWAY.
             fake.assert_all_free()
             self.check(fake)
             self._lending.check_end(fake)
             http.check_over()
-        if not fake.draining and self.plan.stage.fault_at is None:  # Now a new client must find every place free.
+        # A new client must find all slots and the whole queue free.
+        if not fake.draining and self.plan.stage.fault_at is None:
             all_places = self.plan.stage.max_num_seqs + self.plan.stage.waiting_requests_max
             number = len(self._clients)
             last = Client(number=number, id="last", at=0.0, prompt=(1,), output=1, choices=all_places)
@@ -185,13 +187,13 @@ class StackSimulation(TracedRun):
             fake.assert_all_free()
 
     async def _pass_on_fault(self, fake: FakeEngine) -> None:
-        """Handle a fault as the server does. Clients of the engine also get time to end."""
+        """Handle a fault of the engine as the server does. Direct clients of the engine also get time to end."""
         assert self._http is not None
         self._http.drain()
         await self._http.wait_until_closed()
         await fake.wait_until_idle()
 
-    # --- tasks ---
+    # --- Tasks of clients and operators ---
 
     async def _be_client(self, fake: FakeEngine, client: Client) -> str:
         await trio.sleep(client.at)
@@ -215,7 +217,7 @@ class StackSimulation(TracedRun):
             adapter=client.adapter or None,
         )
         outcome = "left early"
-        # The stream may wait in the queue until it is inside, but it belongs to the engine from now on.
+        # From this point on, the request counts as inside the engine, although it may still wait in the queue.
         is_new_id = self._inside.begin(client.number, stream)
         self._lending.begin(client, stream)
         try:
@@ -230,11 +232,11 @@ class StackSimulation(TracedRun):
             outcome = "told of a fault"
         except UnknownModel:
             self._lending.check_refused(client)
-            is_new_id = False  # It had a place for a moment.
+            is_new_id = False  # The request had a place in the queue for a moment, so its id counts as used.
             outcome = "refused: no such adapter"
         finally:
-            is_refused = is_new_id and not stream._request.choices  # It was refused at once, so it never had a place.
-            # However the client leaves, only the step in flight may still compute its sequences.
+            is_refused = is_new_id and not stream._request.choices  # A request without choices was refused at once.
+            # However the client's scope ended, only the step in flight may still compute its sequences.
             self._inside.end(client.number, unused_id=client.id if is_refused else None)
             self._lending.end(client)
             self._check_left(fake, client, stream)
@@ -333,7 +335,7 @@ class StackSimulation(TracedRun):
         self.check(fake)
 
     def _cut_off(self, fake: FakeEngine, ids: Iterable[str]) -> dict[str, AbortOutcome]:
-        """Abort by ids, and record the partial result of each request whose client is inside."""
+        """Abort requests by their ids, and record the partial result of each request whose client is inside."""
         cut = fake.abort_with_partial(ids)
         numbers = {stream._request: number for number, stream in self._inside.streams.items()}
         for name, one in cut.items():
@@ -344,7 +346,7 @@ class StackSimulation(TracedRun):
         return {name: one.outcome for name, one in cut.items()}
 
     def _check_partial(self, client: Client, stream: RequestStream, token_ids: list[tuple[int, ...]]) -> None:
-        """Compare the partial result of a stream that was read to its end with its tokens."""
+        """Compare the partial result of a stream that was read to its end with the received tokens."""
         partial = self._partials.get(client.number)
         if partial is None:
             return
@@ -352,7 +354,7 @@ class StackSimulation(TracedRun):
         name = f"client {client.number}"
         partial_tokens = [choice.token_ids for choice in partial.choices]
         assert partial_tokens == token_ids, f"{name} received {token_ids}, but its partial result has {partial_tokens}"
-        # A prompt that was just being tokenized may have its digest only now.
+        # If the prompt was still being tokenized, its digest became known only after the abort.
         state = msgspec.structs.replace(stream.resume_state(), prompt_digest=partial.resume.prompt_digest)
         assert partial.resume == state, (
             f"the partial result of {name} resumes after {partial.resume}, but must after {state}"
@@ -371,12 +373,12 @@ class StackSimulation(TracedRun):
         self.check(fake)
 
     def _before_abort(self, request_id: str) -> bool:
-        """Note that an id is about to be aborted. Return True if a client of the engine has used it."""
+        """Record that an id is about to be aborted. Return True if a direct client of the engine has used the id."""
         self._inside.note_abort(request_id)
         return self._inside.is_used(request_id)
 
     def _note_ended(self, request: AnyScope, stop_reason: str) -> None:
-        """Note that a pause is about to end a request."""
+        """Record that a pause is about to end a request."""
         for number, stream in self._inside.streams.items():
             if stream._request is request:
                 self._inside.note_end(number)
@@ -385,10 +387,10 @@ class StackSimulation(TracedRun):
         assert self._http is not None
         self._http.ended_ids[stop_reason].add(request.id)
 
-    # --- rules ---
+    # --- Rules ---
 
     def check(self, fake: FakeEngine) -> None:
-        """Check all rules that must hold at any time.
+        """Check the rules that must hold at any time.
 
         Args:
             fake: the engine.
@@ -398,7 +400,7 @@ class StackSimulation(TracedRun):
         self._pauses.check()
         self._lending.check(fake)
         stage, engine, now = self.plan.stage, fake, trio.current_time()
-        # without requests over HTTP
+        # requests of the engine's direct clients, without requests over HTTP
         own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]
         assert len(own) == len(self._inside.streams), "the engine's requests differ from the clients inside"
         if self._http is not None:
@@ -417,10 +419,10 @@ class StackSimulation(TracedRun):
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
 
     def _waits_for_ever(self, fake: FakeEngine) -> str | None:
-        """Return the id of a request that waits although nothing will happen for it, or None.
+        """Return the id of a request that waits although no event will ever continue it, or None.
 
-        During a pause, requests may wait, unless the server drains. They may also wait for an image that is being
-        encoded, or while a pause lets running requests end.
+        Requests may wait during a pause, unless the server drains. They may also wait for an image that is being
+        encoded, and while a pause lets running requests end.
         """
         is_encoding = fake.image_encoder is not None and fake.image_encoder.encoding_count > 0
         if is_encoding or fake.fault is not None or fake.current_core.flights:
@@ -432,7 +434,7 @@ class StackSimulation(TracedRun):
         return waits_for_a_step(fake)
 
     def begin_step(self, plan: StepPlan, *, is_abandoned: bool) -> None:
-        """Check a step that is about to be computed. Set the duration of the next one, and break the engine if planned.
+        """Check a step that is about to be computed, set the duration of the next one, and break the engine if planned.
 
         Args:
             plan: the step.
@@ -442,7 +444,8 @@ class StackSimulation(TracedRun):
         assert fake is not None
         assert http is not None
         self.check(fake)
-        # Clients may have left since a step was planned ahead. Then it is the last step that computes their sequences.
+        # A client may be gone since this step was planned ahead. This step is then the last one that computes its
+        # sequences.
         http.check_step((chunk.request.id for chunk in plan.chunks), fake.steps.handed_over_at)
         self.count("steps planned ahead" if plan.is_ahead else "steps")
         if any(chunk.draft for chunk in plan.chunks):
@@ -481,7 +484,7 @@ def _model_of(stage: Stage) -> FakeModel:
 
 
 def _sequence(client: Client, index: int, adapter: AdapterRef | None) -> EngineRequest:
-    """Return the engine's request for a choice, as far as the response depends on it."""
+    """Return the engine's request for a choice, with the fields that affect the response."""
     token_ids, given = encoded_prompt(client)
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),

@@ -1,8 +1,7 @@
-"""Plans for a simulation of work that outlives its request: when clients ask, leave and come back, who ends what, and
-when the store's disk is full.
+"""Plans for a simulation of streams, background responses and batches that continue after their client is gone.
 
-A plan is drawn from a seed in advance, on a coarse grid of times. So much happens at the same moment, and the order of
-tasks matters.
+A plan is drawn from a seed before the run. Its times are on a coarse grid, so that many events happen at the same time
+and the order of tasks matters.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ OWNERS = ("a", "b")
 
 
 class StoredStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="lasting"):
-    """The server, and the order of its tasks.
+    """Settings of the server, and the order of its tasks.
 
     Attributes:
-        schedule_seed: decides the order of the tasks that can run.
-        seconds: how long streams continue without a reader.
-        bytes_max: most bytes of the events of one stream.
-        streams_max: most streams of all owners.
-        streams_of_one_max: most streams of one owner.
-        responses_of_one_max: most background responses of one owner.
-        batches_running_max: most batches that run at the same time.
+        schedule_seed: seed of the order in which ready tasks run.
+        seconds: how long a stream continues without a reader.
+        bytes_max: maximum number of bytes of the events of one stream.
+        streams_max: maximum number of streams of all owners.
+        streams_of_one_max: maximum number of streams of one owner.
+        responses_of_one_max: maximum number of background responses of one owner.
+        batches_running_max: maximum number of batches that run at the same time.
     """
 
     schedule_seed: int
@@ -57,12 +56,12 @@ class StoredStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="watch"):
-    """A client with a stream of its own.
+    """A client that starts a stream and reads it, possibly with breaks.
 
     Attributes:
-        stays: seconds of the first reading, or None to read to the end.
-        returns: seconds away, and seconds of the reading after that, for each return. With a negative number of seconds
-            away, the client takes over from its current reader.
+        stays: seconds for which the client first reads. None: it reads to the end.
+        returns: for each return, the seconds for which the client is away, and the seconds for which it then reads. If
+            the first number is negative, the client takes over the stream from its current reader.
     """
 
     number: int
@@ -74,11 +73,11 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="work"):
-    """A background response.
+    """A background response of an owner.
 
     Attributes:
-        cancels_after: seconds until its owner cancels it, or None.
-        looks: seconds between readings of it.
+        cancels_after: seconds until the owner cancels the response, or None.
+        looks: seconds between two polls of the response.
     """
 
     number: int
@@ -90,14 +89,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
-    """The owner ends the stream with this number."""
+    """The owner deletes the stream with this number."""
 
     number: int
     at: float
 
 
 class Snoop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="snoop"):
-    """The other owner looks for the stream with this number, and tries to end it."""
+    """Another owner tries to read and to delete the stream with this number."""
 
     number: int
     at: float
@@ -110,12 +109,12 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="batch"):
-    """A file of requests, and a batch of them.
+    """A batch, with its input file of requests.
 
     Attributes:
-        lines: requests of the batch.
-        output: tokens of each response.
-        cancels_after: seconds until its owner cancels it, or None if the owner waits for the end.
+        lines: number of requests in the batch.
+        output: number of tokens of each response.
+        cancels_after: seconds until the owner cancels the batch. None: the owner waits for its end.
     """
 
     number: int
@@ -127,7 +126,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="keep"):
-    """A response that its client waits for, and that the store keeps."""
+    """A response in the foreground that the store keeps."""
 
     number: int
     owner: str
@@ -136,12 +135,12 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="k
 
 
 class Disk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="disk"):
-    """The store's disk is full for a time.
+    """The store's disk is full for some time.
 
     Attributes:
-        at: when it becomes full.
-        until: when it has room again, or None if it stays full until the server has shut down. Then another server
-            starts with the same store, whose disk has room.
+        at: time at which the disk becomes full.
+        until: time at which the disk has room again. None: the disk stays full until the server has shut down. Then
+            another server starts with the same store, and its disk has room.
     """
 
     at: float
@@ -161,7 +160,7 @@ def drawn_stored_plan(rng: Random, client_count: int) -> StoredPlan:
 
     Args:
         rng: source of random choices.
-        client_count: number of clients with a stream or a background response.
+        client_count: number of streams and background responses.
     """
     span = rng.choice((0.1, 0.5))
 
@@ -202,7 +201,7 @@ def drawn_stored_plan(rng: Random, client_count: int) -> StoredPlan:
     leaves = rng.random() < 0.2
     if leaves:
         parts.append(Leave(at=moment(span)))
-    # Drawn last, so that a seed without a full disk gives the same plan as before.
+    # A full disk is drawn last, so that a seed without a full disk gives the same plan as before.
     if rng.random() < 0.4:
         stage = msgspec.structs.replace(stage, batches_running_max=rng.randint(1, 4))
         for number in range(client_count, client_count + rng.randint(1, 5)):

@@ -1,9 +1,9 @@
-"""Runs work that outlives its request, in virtual time. Only the model, the network and the clock are fakes.
+"""Runs streams, background responses and batches that continue after their client is gone, in virtual time.
 
-Readers of streams leave and come back, responses run in the background, callers look for streams of others, and the
-server shuts down. For each stream, a book notes by number which events were seen, and when the stream was last read.
-From that follows which streams may exist, and which must not exist any more, and that every event comes once. For the
-content of the store, see stored_work.py.
+Only the model, the network and the clock are fakes. Readers of streams disconnect and come back, responses run in the
+background, callers try to read the streams of other owners, and the server shuts down. A _Book records the received
+events of each stream by number, and the time at which the stream was last read. From these records follows which
+streams may exist, and that each reader receives each event once. stored_work.py checks the content of the store.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["StoredSimulation"]
 
-SECONDS_MAX = 1_000.0  # of virtual time: a task that has not ended by then waits for something that never comes
-MOMENT_SECONDS = 0.001  # by then every task has done what it can do without waiting
-END_BYTES_MAX = 1_000  # of the events that report an end, for which there is always room
+# Limit in virtual seconds. A task that has not ended by then waits for an event that never comes.
+SECONDS_MAX = 1_000.0
+MOMENT_SECONDS = 0.001  # After this time, every task has done all work that needs no waiting.
+# maximum number of bytes of the events that report the end of a stream. The limit of a stream never rejects them.
+END_BYTES_MAX = 1_000
 RANKS = {"queued": 0, "in_progress": 1}
 
 
 class _Book:
-    """State that one stream should have.
+    """Expected state of one stream.
 
     Attributes:
-        events: events seen, by number.
-        read_until: when its last reader left; inf while there is a reader, None before the stream has begun.
-        ended_at: when its owner ended it.
+        events: received events, by number.
+        read_until: time at which the last reader disconnected. inf: there is a reader. None: the stream has not begun.
+        ended_at: time at which the owner deleted the stream. inf: the owner has not deleted it.
     """
 
     def __init__(self, watch: Watch, expected: tuple[int, ...]) -> None:
@@ -91,7 +93,8 @@ class StoredSimulation(TracedRun):
         super().__init__(trace)
         self.plan = plan
         self._books: dict[int, _Book] = {}
-        self._must_not_run: dict[str, float] = {}  # request ids that must not be computed from then on
+        # request ids, each with the time from which no new step may compute the request
+        self._must_not_run: dict[str, float] = {}
         self._left_at = math.inf
         self._stored = StoredWork(self, plan, client_of=_client, left_at=lambda: self._left_at)
 
@@ -99,7 +102,7 @@ class StoredSimulation(TracedRun):
         """Run the plan.
 
         Raises:
-            AssertionError: something is not as it must be. Exceptions of the server pass through too.
+            AssertionError: a rule is broken. Exceptions of the server pass through too.
         """
         with seeded_schedule(self.plan.stage.schedule_seed), without_log_lines("trioserve.store"):
             trio.run(self._main, clock=MockClock(autojump_threshold=0))
@@ -112,7 +115,7 @@ class StoredSimulation(TracedRun):
             streams_of_one_max=stage.streams_of_one_max,
             bytes_max=stage.bytes_max,
         )
-        # In memory, except where another server must find it.
+        # The store is in memory, unless a second server must start with it.
         new_directory = TemporaryDirectory() if self._stored.is_restarted else nullcontext()
         with trio.fail_after(SECONDS_MAX), new_directory as directory:
 
@@ -162,7 +165,7 @@ class StoredSimulation(TracedRun):
         assert detached.kept_count == 0, f"{detached.kept_count} streams are kept beyond their time"
         await server.app.wait_until_idle()
 
-    # --- streams ---
+    # --- Streams ---
 
     async def _be_watcher(self, server: MemoryServer, watch: Watch) -> None:
         await trio.sleep(watch.at)
@@ -234,7 +237,7 @@ class StoredSimulation(TracedRun):
                         if block.startswith(b":"):
                             continue
                         line, _, event = block.partition(b"\n")
-                        if not line.startswith(b"id: "):  # the end of this reader
+                        if not line.startswith(b"id: "):  # Only the event for a reader that was replaced has no number.
                             assert b"stream_taken_over" in line, f"{name}: {block!r} has no number"
                             return
                         number = int(line.removeprefix(b"id: "))
@@ -256,7 +259,8 @@ class StoredSimulation(TracedRun):
         tokens: list[int] = []
         for number in range(1, book.last + 1):
             if number not in book.events:
-                return  # a reader that was taken over has not read the events before
+                # This event was missed by a reader that another reader replaced, so the tokens cannot be compared.
+                return
             assert book.end is None or number <= book.last
             value = book.events[number].removeprefix(b"data: ")
             if value == b"[DONE]":
@@ -291,7 +295,7 @@ class StoredSimulation(TracedRun):
         self.count(f"refusals: {status}")
 
     def _check_absence(self, book: _Book, status: int) -> None:
-        """Assert that there is a reason why the stream does not exist."""
+        """Assert that the server had a reason to report a stream as missing."""
         now, seconds = trio.current_time(), self.plan.stage.seconds
         left_at = book.read_until
         is_over = left_at is None or (left_at < math.inf and left_at + seconds <= now + MOMENT_SECONDS)
@@ -309,7 +313,7 @@ class StoredSimulation(TracedRun):
         )
 
     async def _note_left(self, server: MemoryServer, book: _Book) -> None:
-        """Note a reader that has left. Its stream continues if it has begun, which the client may not know."""
+        """Record that a reader has disconnected. The stream may have begun although the reader received no event."""
         left_at = trio.current_time()
         await trio.sleep(MOMENT_SECONDS)
         stream = _stream_of(server, book.watch)
@@ -345,7 +349,7 @@ class StoredSimulation(TracedRun):
             assert status == 404, f"the caller {other} gets {status} for the stream of {watch.owner}"
             self.count("snoopers sent away")
 
-    # --- the background ---
+    # --- Background responses ---
 
     async def _be_worker(self, server: MemoryServer, work: Work) -> None:
         await trio.sleep(work.at)
@@ -404,10 +408,10 @@ class StoredSimulation(TracedRun):
         server.app.drain()
         self.tell("leave")
 
-    # --- what has to hold ---
+    # --- Rules ---
 
     def check(self, server: MemoryServer) -> None:
-        """Check what must hold at any moment.
+        """Check the rules that must hold at any time.
 
         Args:
             server: the server.
@@ -427,7 +431,7 @@ class StoredSimulation(TracedRun):
         Args:
             server: the server.
             request_ids: requests of the step.
-            planned_at: when the step was planned.
+            planned_at: time at which the step was planned.
         """
         for request_id in request_ids:
             let_go_at = self._must_not_run.get(request_id, math.inf)
@@ -447,7 +451,7 @@ class StoredSimulation(TracedRun):
 
 
 class _WatchedSteps:
-    """The executor. It reports each step before it computes it."""
+    """An executor that reports each step to the simulation before it computes the step."""
 
     def __init__(self, simulation: StoredSimulation, server: MemoryServer) -> None:
         self._simulation = simulation
@@ -463,7 +467,7 @@ class _WatchedSteps:
 
 
 def _stream_of(server: MemoryServer, watch: Watch) -> DetachedStream | None:
-    try:  # the id of a key's owner is the key's digest
+    try:  # An owner with an API key is identified by the digest of the key.
         return server.app.detached.find(_session(watch.number), sha256(watch.owner.encode()).hexdigest())
     except Refusal:
         return None

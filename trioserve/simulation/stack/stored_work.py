@@ -1,11 +1,11 @@
-"""Clients of the store, and a disk that is full for a time.
+"""Clients of the store in a simulation, and a disk that is full for some time.
 
 Rules for batches, background responses and stored responses:
 
-- Each reaches a final state. A full disk delays a batch until a bounded time after there is room again. It delays
-  neither a cancellation nor the end of a response.
-- Every line of a batch is counted exactly once, with its own result.
-- A final state does not change, even if the store writes it later.
+- Each of these objects reaches a final state. A full disk may delay a batch, but only until a fixed time after the disk
+  has room again. A full disk delays neither a cancellation nor the end of a response.
+- Every line of a batch has exactly one result, and the counts of the batch include it once.
+- A final state does not change, even if the store writes it to the disk later.
 - No request is refused for lack of room while the disk has room.
 """
 
@@ -28,9 +28,11 @@ from trioserve.testing.memory_server import MemoryServer
 __all__ = ["FINAL", "StoredWork"]
 
 FINAL = ("completed", "incomplete", "failed", "cancelled")
-RETRY_SECONDS = 12.0  # two waits of 5 s, one of the store and one of a batch, and some reserve
+# The store retries after 5 s, a batch after another 5 s. The rest is reserve.
+RETRY_SECONDS = 12.0
 LOOK_SECONDS = 0.25
-LEAVE_SECONDS = 5.0  # after which clients do not wait for the batches of a server that shuts down
+# After a shutdown has begun, clients wait this long for batches.
+LEAVE_SECONDS = 5.0
 COMPLETIONS = "/v1/completions"
 
 
@@ -38,10 +40,10 @@ class StoredWork:
     """Expected stored objects of one plan.
 
     Args:
-        run: counts and traces what happens.
+        run: the simulation, which receives counts and trace lines.
         plan: the plan.
         client_of: opens a new connection of an owner to a server.
-        left_at: returns when the server began to shut down, or inf before that.
+        left_at: returns the time at which the server began to shut down, or inf before that.
 
     Attributes:
         is_restarted: whether another server starts with the same store.
@@ -58,9 +60,9 @@ class StoredWork:
         self._client_of = client_of
         self._left_at = left_at
         self._batches: dict[str, Batch] = {}  # batches that the server has accepted, by path
-        self._ends: dict[str, tuple[str, dict[str, Any]]] = {}  # owner and final object, by path
+        self._ends: dict[str, tuple[str, dict[str, Any]]] = {}  # owner and final state of each object, by path
         self._is_next_server = False
-        self._room_at = -math.inf  # since when the disk has room; inf while it is full
+        self._room_at = -math.inf  # time since which the disk has room. inf: the disk is full.
         self.is_restarted = any(isinstance(part, Disk) and part.until is None for part in plan.parts)
         tokens = sum(
             part.output * (part.lines if isinstance(part, Batch) else 1)
@@ -69,14 +71,14 @@ class StoredWork:
         )
         self._late_seconds = RETRY_SECONDS + 2 * tokens * plan.stage.step_seconds
 
-    # --- the disk ---
+    # --- Disk ---
 
     async def be_disk(self, server: MemoryServer, part: Disk) -> None:
-        """Make the disk full for a time.
+        """Make the disk full for some time.
 
         Args:
             server: the server.
-            part: the times.
+            part: the times of the full disk.
         """
         await trio.sleep(part.at)
         server.store.set_disk_full(True)
@@ -90,41 +92,41 @@ class StoredWork:
         self._run.tell("disk has room")
 
     def check_refusal(self, name: str, status: int, began_at: float) -> None:
-        """Assert that a request may be refused, for lack of room or because the server shuts down.
+        """Assert that the server had a reason to refuse a request: a full disk or its shutdown.
 
         Args:
-            name: the request's name in messages.
+            name: name of the request in error messages.
             status: the HTTP status.
-            began_at: when the request began.
+            began_at: time at which the request began.
         """
         self._run.count(f"{name.split()[0]} refused: {status}")
         now = trio.current_time()
         assert self._left_at() <= now or (status == 507 and self._room_at >= began_at), f"{name} is refused: {status}"
 
     def check_wait(self, name: str, since: float) -> None:
-        """Assert that work need not have ended yet.
+        """Assert that a response or batch may still be unfinished.
 
         Args:
-            name: its name in messages.
-            since: when it began to wait.
+            name: name of the response or batch in error messages.
+            since: time from which it could run.
         """
         now = trio.current_time()
         assert now <= since + self._late_seconds, f"{name} has no final state {now - since:.3f} s after {since:.3f}"
 
     def note_end(self, owner: str, path: str, found: dict[str, Any]) -> None:
-        """Note an object with a final state, which must not change.
+        """Record an object of the store that has reached its final state. The object must not change any more.
 
         Args:
-            owner: its owner.
-            path: its path.
+            owner: owner of the object.
+            path: path of the object.
             found: the object.
         """
         self._ends[path] = owner, found
 
-    # --- clients ---
+    # --- Clients ---
 
     async def be_batch(self, server: MemoryServer, part: Batch) -> None:
-        """Send a file and a batch, and wait for its end.
+        """Upload a file, create a batch, and wait for the end of the batch.
 
         Args:
             server: the server.
@@ -160,7 +162,7 @@ class StoredWork:
         client, began_at = self._client_of(server, part.owner), trio.current_time()
         while (found := await _get(client, path))["status"] not in FINAL:
             if not self._is_next_server and self._left_at() + LEAVE_SECONDS <= trio.current_time():
-                return  # the next server ends it
+                return  # The next server finishes the batch.
             self.check_wait(f"batch {part.number}", max(began_at, self._room_at))
             await trio.sleep(LOOK_SECONDS)
         self._run.count(f"batch: {found['status']}")
@@ -193,7 +195,7 @@ class StoredWork:
         assert is_whole or found["status"] == "cancelled", f"{name} is completed with the lines {names}"
 
     async def be_keeper(self, server: MemoryServer, part: Keep) -> None:
-        """Wait for a response that the store should keep, and read it from the store.
+        """Wait for a response, and check that the store has it.
 
         Args:
             server: the server.
@@ -205,7 +207,7 @@ class StoredWork:
         body = {"model": "fake", "input": str(part.number), "max_output_tokens": part.output}
         answer = await client.post("/v1/responses", body)
         if answer.status != 200:
-            # It does not wait for the disk, so it is not refused for lack of room.
+            # A stored response does not wait for the disk, so a full disk is no reason to refuse it.
             assert self._left_at() <= trio.current_time(), f"{name} is refused: {answer.status}"
             return
         found = msgspec.json.decode(answer.body)
@@ -216,10 +218,10 @@ class StoredWork:
         assert await _get(client, path) == found, f"{name} is not what its client got"
         self.note_end(part.owner, path, found)
 
-    # --- the end ---
+    # --- End of the run ---
 
     async def check_end(self, server: MemoryServer) -> None:
-        """Check that final states have not changed, and are written if the disk has room. Every client has left before.
+        """Check that final states have not changed, and are written if the disk has room. All clients must be gone.
 
         Args:
             server: the server.
@@ -234,12 +236,13 @@ class StoredWork:
         assert usage.trouble is None, f"the disk has room, but the store reports: {usage.trouble}"
 
     async def check_restarted(self, server: MemoryServer) -> None:
-        """Assert that another server, whose disk has room, ends the batches that the first one has left in the store.
+        """Assert that a second server, whose disk has room, finishes the batches that the first server has left.
 
-        Final states that were never written are lost with the first server, so they are determined again.
+        Final states that the first server never wrote are lost with that server, so the second server may reach other
+        final states.
 
         Args:
-            server: the other server.
+            server: the second server.
         """
         self._ends.clear()
         self._is_next_server = True

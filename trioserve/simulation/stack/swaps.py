@@ -1,9 +1,8 @@
-"""Records of replaced weights in a simulation of the stack: the tokens of each sequence in each step, and their
-weights.
+"""Records of the weights that computed the KV and the tokens of each sequence, in a simulation of the stack.
 
-The KV of a position is from the weights that computed it last. The records follow each plan: the current weights
-compute its tokens, and blocks from the prefix cache must also be from them. So the next token and its weight version
-are known, whether KV was kept, computed again, or found in the cache.
+The KV of a position belongs to the weights that computed it last. The records follow each plan of a step: the current
+weights compute its tokens, and blocks from the prefix cache must also have KV from the current weights. So the next
+token and its weight version are known, whether the KV was kept, computed again, or found in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["Swaps", "source_of", "stamped", "version_of"]
 
 
 def source_of(number: int) -> str:
-    """Return the path of weights. Their tokens depend on it.
+    """Return the path of weights. The fake model derives its tokens from the path.
 
     Args:
         number: number of the weights.
@@ -35,12 +34,12 @@ def version_of(number: int) -> str:
 
 
 class _Written:
-    """One sequence.
+    """Records of one sequence.
 
     Attributes:
-        tokens: its tokens.
+        tokens: tokens of the sequence.
         weights: for each position, the weights that computed its KV.
-        sampled: sampled tokens with the version of their weights.
+        sampled: each sampled token with the version of the weights that sampled it.
     """
 
     def __init__(self, request: EngineRequest) -> None:
@@ -54,10 +53,10 @@ class Swaps:
 
     Args:
         model: the fake model.
-        is_on: True if weights are replaced. Otherwise nothing is recorded.
+        is_on: True if the plan replaces weights. False: the object records nothing.
 
     Attributes:
-        number: number of the current weights. 0: the first ones.
+        number: number of the current weights. 0: the weights from the start.
     """
 
     def __init__(self, model: FakeModel, *, is_on: bool) -> None:
@@ -72,7 +71,7 @@ class Swaps:
         return version_of(self.number) if self.number else INITIAL_WEIGHTS
 
     def replace(self, number: int, *, recomputes: bool = False) -> None:
-        """Use other weights from now on.
+        """Record that the engine uses other weights from now on.
 
         Args:
             number: number of the weights.
@@ -83,7 +82,7 @@ class Swaps:
             self._to_recompute = {*self._written}
 
     def note_step(self, plan: StepPlan, result: StepResult | None) -> None:
-        """Note a computed step.
+        """Record a computed step.
 
         Args:
             plan: the step.
@@ -101,7 +100,7 @@ class Swaps:
     def _note_computed(self, plan: StepPlan, chunk: ScheduledChunk, written: _Written) -> None:
         name = chunk.request.id
         if name in plan.admitted:
-            # found in the prefix cache, and computed only by these weights
+            # Tokens before the chunk were found in the prefix cache, whose KV must be from the current weights.
             written.weights = [self._own_weights] * chunk.start
             self._to_recompute.discard(name)
         assert name not in self._to_recompute, f"{name} continues with KV from other weights"
@@ -117,7 +116,7 @@ class Swaps:
             sampled.append(behind)
         for count, token in enumerate(sampled):
             known = end + count - len(chunk.request.prompt_token_ids)
-            # tokens of a former core that were not delivered
+            # A former core may have sampled tokens that were never delivered. The new core samples them again.
             del written.tokens[end + count :], written.sampled[known:]
             expected = self._next_token(chunk.request, written, end + count)
             assert token == expected, f"{chunk.request.id}: {token} at {end + count}, expected {expected}"
@@ -135,19 +134,19 @@ class Swaps:
         return zlib.crc32(source_of(self.number).encode()) if self.number else 0
 
     def sampled(self, sequence_id: RequestId, begin: int, end: int) -> list[tuple[int, str]]:
-        """Return sampled tokens of a response, with their versions.
+        """Return sampled tokens of a response, each with the version of its weights.
 
         Args:
             sequence_id: the sequence.
-            begin: first token.
-            end: end of the tokens.
+            begin: index of the first token.
+            end: index after the last token.
         """
         written = self._written.get(sequence_id)
         return [] if written is None else written.sampled[begin:end]
 
 
 def stamped(delta: Delta) -> list[tuple[int, str]]:
-    """Return the tokens of a delta, with the version that each has.
+    """Return the tokens of a delta, each with the version of its weights.
 
     Args:
         delta: the delta.
