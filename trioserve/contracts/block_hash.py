@@ -15,7 +15,7 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_SCHEME = "trioserve.blake2b.1"
 """Identifies this hash function between servers. Servers with the same scheme give equal blocks equal hashes."""
 
-# With this digest size, a collision is likely after 2**64 blocks. The prefix cache also compares tokens.
+# With 16 bytes, a hash collision is likely after 2**64 blocks. The prefix cache also compares tokens.
 _DIGEST_BYTES = 16
 
 

@@ -18,9 +18,9 @@ DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # A request that may take longer than th
 class Deadline(enum.Enum):
     """One of a request's three deadlines. The value is its name in the API, and the reason that clients get."""
 
-    QUEUE = "queue_timeout"  # This deadline ends when the request begins to run.
-    FIRST_TOKEN = "ttft_timeout"  # This deadline ends when the request's first token is sampled.
-    TOTAL = "timeout"  # This deadline ends when the response is complete.
+    QUEUE = "queue_timeout"  # QUEUE is the time until the request begins to run.
+    FIRST_TOKEN = "ttft_timeout"  # FIRST_TOKEN is the time until the request's first token is sampled.
+    TOTAL = "timeout"  # TOTAL is the time until the response is complete.
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ Small enough to match a common system prompt, large enough that a long prompt ha
 
 
 class Stage(enum.Enum):
-    """Stage of a disaggregated request. One endpoint computes the prompt, and another one computes the response."""
+    """Stage of a disaggregated request. One endpoint computes the prompt, a second endpoint computes the response."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -90,12 +90,12 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
         sequences: Number of sequences that the request runs as.
         prompt_tokens: Number of prompt tokens, counted, or estimated from the prompt's length.
         session: Conversation key that the client set. None without a session.
-        pinned: The only endpoint where the request may run. None if any may serve it.
+        pinned: The only endpoint where the request may run. None if any endpoint may serve the request.
         prefix: Hashes of the prompt's leading blocks of text, first block first, for estimates of cache hits. A block
             has about PREFIX_BLOCK_TOKENS tokens.
         blocks: Hashes of the prompt's leading KV blocks (contracts/block_hash), by block size in tokens. Includes only
-            blocks that can be cache hits. A block size is missing if the policy did not need it or its hashes are not
-            known.
+            blocks that can be cache hits. A block size is missing if the policy did not need the hashes, or if they are
+            unknown.
         queue_deadline: Time at which the request stops waiting in the queue. Default: never.
         can_be_disaggregated: True if one endpoint may compute the prompt and another the response.
         running_at: Endpoint where the request runs already, because a previous router process sent it there. The

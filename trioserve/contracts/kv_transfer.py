@@ -31,7 +31,8 @@ window has passed: the first entries of a block table may be NO_BLOCK. A connect
 `knows_windows`. An engine with such a model refuses to start with any other connector.
 
     request_finished    The block table has a block for each position that the token before the last of `tokens` sees.
-                        Missing blocks cannot be held, saved or sent. A remote reader that asks for one is refused.
+                        Missing blocks cannot be held, saved or sent. A remote reader that requests a missing block is
+                        refused.
     num_matched_tokens  Counts tokens that can be loaded. Their blocks must be available within the window from their
                         end, unless the request already has them. Earlier blocks do not matter.
     start_load          The block table has a block for each position that the token after the load sees. The connector

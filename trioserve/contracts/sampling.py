@@ -18,7 +18,7 @@ STOP_STRINGS_MAX = 16  # The number is limited because each delta is searched fo
 # The server may hold back this many characters of a response, because they may be the start of a stop string.
 STOP_STRING_CHARACTERS_MAX = 256
 STOP_TOKENS_MAX = 128
-ALLOWED_TOKENS_MAX = 65_536  # This limit is half of a large vocabulary. Each allowed token takes one bit.
+ALLOWED_TOKENS_MAX = 65_536  # The limit is half of a large vocabulary. Each allowed token takes one bit.
 BAD_WORDS_MAX = 1024
 BAD_WORD_CHARACTERS_MAX = 256
 # Limit of the total length of all bad words. Preparing them takes up to a tenth of a second, once per request.
