@@ -70,7 +70,7 @@ class Candidates(Sequence[Candidate]):
 
         Returns:
             The drawn candidates. A later call with a smaller `count` returns the first of these candidates. A later
-            call with a larger `count` returns these candidates and further ones.
+            call with a larger `count` returns these candidates and further candidates.
         """
 
     @abc.abstractmethod

@@ -55,7 +55,7 @@ class RetryBudget:
         self._tries = min(self._tries_max, self._tries + self._share_max)
 
     def take(self, now: float) -> bool:
-        """Use one retry of the budget if one is left.
+        """Use one retry of the budget if the budget has a retry.
 
         Args:
             now: time in seconds.
@@ -69,7 +69,7 @@ class RetryBudget:
         return True
 
     def spend(self, now: float) -> None:
-        """Use one retry of the budget even if none is left. The budget does not go below 0.
+        """Use one retry of the budget even if the budget is empty. The budget does not become negative.
 
         Args:
             now: time in seconds.
@@ -78,7 +78,7 @@ class RetryBudget:
         self._tries = max(0.0, self._tries - 1)
 
     def has_one(self, now: float) -> bool:
-        """Return whether a retry is left.
+        """Return True if the budget has a retry.
 
         Args:
             now: time in seconds.
@@ -111,7 +111,7 @@ class Continuations:
 
     Args:
         settings: limits.
-        endpoints: all endpoints by id. Never modified here.
+        endpoints: all endpoints by id. This class does not modify them.
 
     Attributes:
         total: streams that got a lease to resume with.
@@ -191,7 +191,7 @@ class Continuations:
         return self._settings.attempts_max * (1 if is_alone else 2)
 
     def _is_still_running(self, broken: Break) -> bool | None:
-        """Return whether the process that served the stream still runs, or None if this is not known yet."""
+        """Return True if the process that served the stream still runs. None if this is not known yet."""
         state = self._endpoints.get(broken.endpoint)
         if broken.clock is None or state is None:
             return False
@@ -223,7 +223,7 @@ class Continuations:
         return self._pace.has_one(now)
 
     def next_turn(self, now: float) -> float:
-        """Return when the rate limit allows the next request to resume, or math.inf if it allows one now.
+        """Return when the rate limit allows the next request to resume, or math.inf if a request may resume now.
 
         Args:
             now: time in seconds.

@@ -18,7 +18,8 @@
 released lease is granted again in the same call. So no caller polls, and no task is woken without a reason.
 `on_gone(endpoint)` is called when the last request of a drained endpoint has ended. `on_move(ticket)` asks a stream to
 leave an endpoint that is being emptied. If the ticket has a next lease, the caller moves the stream and calls `moved`.
-If the deadline has passed and the ticket has no next lease, the caller ends the stream there and calls `failed`.
+If the deadline has passed and the ticket has no next lease, the caller ends the stream at its endpoint and calls
+`failed`.
 
 A request that can be disaggregated is split if two endpoints can serve it when it enters: its stage is PREFILL, and
 then DECODE. Each stage has a queue of its own. Roles are hints. If a split cannot be completed, one endpoint does the
@@ -505,8 +506,8 @@ class RouterCore:
             id: name of the endpoint.
             now: time in seconds.
             move_seconds: also empty the endpoint: streams that can resume at another endpoint are moved as soon as one
-                has a free slot. After this many seconds all remaining requests are asked to leave. If None, requests
-                stay until they end.
+                has a free slot. After this many seconds, all remaining requests must leave. If None, requests stay
+                until they end.
         """
         state = self.endpoints[id]
         state.drain()
@@ -709,8 +710,8 @@ class RouterCore:
     # --- methods for leases ---
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
-        """Grant a lease to a ticket if an endpoint has a free slot, and return whether it was granted. The ticket must
-        not be in any queue.
+        """Grant a lease to a ticket if an endpoint has a free slot, and return True if the lease was granted. The
+        ticket must not be in any queue.
         """
         before = ticket.endpoint
         if not self._give(ticket, now):
@@ -726,7 +727,7 @@ class RouterCore:
 
     def _grant_next(self, ticket: Ticket, now: float) -> bool:
         """Grant a second lease to a stream that has to leave its endpoint, if another endpoint has a free slot. Return
-        whether it was granted.
+        True if the lease was granted.
         """
         in_hand = ticket.exchange(Lease(at=now))
         accepts_requests = self._give(ticket, now)
@@ -738,8 +739,8 @@ class RouterCore:
         return accepts_requests
 
     def _give(self, ticket: Ticket, now: float) -> bool:
-        """Grant a lease at an endpoint that has a free slot, and return False if there is none. The caller changes the
-        ticket's state.
+        """Grant a lease at an endpoint that has a free slot. Return False if no endpoint has a free slot. The caller
+        changes the ticket's state.
         """
         if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
             return False
@@ -754,7 +755,7 @@ class RouterCore:
             ticket.move(TicketState.LEASED)
 
     def _drop_next_lease(self, ticket: Ticket) -> None:
-        """Release the next lease, if there is one."""
+        """Release the ticket's next lease, if the ticket has one."""
         if ticket.next_lease is None:
             return
         in_hand = ticket.exchange(ticket.next_lease)
@@ -773,7 +774,7 @@ class RouterCore:
                     pass
 
     def _serve_one(self, model: ModelQueues, now: float) -> bool:
-        """Grant a lease to the first request that can get one. Return False if no request can.
+        """Grant a lease to the first request that can get a lease. Return False if no request can get a lease.
 
         The caller calls this again after each grant: if a request moves from prefill to decode, another prompt may
         start.
@@ -905,7 +906,7 @@ class RouterCore:
         return self._fleet.is_any_nameless
 
     def has_choice(self, request: RoutedRequest) -> bool:
-        """Return whether more than one endpoint could serve the request, or one of its stages.
+        """Return whether more than one endpoint could serve the request, or a stage of the request.
 
         Args:
             request: a request that has not entered.
@@ -932,8 +933,8 @@ class RouterCore:
     def _pushed_out(self, queue: Queue, ticket: Ticket) -> Ticket | None:
         """Return the ticket that must leave a full queue so that `ticket` can join, or None.
 
-        So the burst of one tenant does not keep other tenants out of the queue. At most one ticket must leave, and only
-        if the queue then has space for `ticket`.
+        With this rule, the burst of one tenant does not keep other tenants out of the queue. At most one ticket must
+        leave, and only if the queue then has space for `ticket`.
         """
         found = queue.newcomers.newest_of_most(ticket)
         if found is None or queue.count - 1 > self.settings.queue_requests_max:
@@ -992,7 +993,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
         admissions_total: leases that were granted.
         retries_total: requests that waited again after an endpoint failed them before their first token.
         rejections_total: refused requests, by reason.
-        continuing: streams that wait to resume at another endpoint. They are included in `waiting`.
+        continuing: streams that wait to resume at another endpoint. The attribute `waiting` includes these streams.
         continuations_total: streams that got a lease to resume with.
         continuations_refused_total: streams that were not allowed to resume, by reason.
         moving: streams that run at an endpoint that is being emptied, and wait for a slot at another endpoint.

@@ -1,4 +1,4 @@
-"""The health of an endpoint as a table of states, and the number of requests that it can take.
+"""The health of an endpoint as a table of states, and the number of requests that the endpoint can run.
 
     STARTING ───► HEALTHY ◄──── PROBING
         │          │  ▲           ▲  │
@@ -13,10 +13,10 @@ A HEALTHY endpoint gets as many requests as its slow start allows. A PROBING end
 limits of leases and of load apply in both states. If no client's request comes, a PROBING endpoint that has served a
 probe of the router is HEALTHY after the next passed health check.
 
-A request of several sequences goes to an endpoint that has a slot for each of them. If there is none, the request goes
-to an endpoint with one free slot. Its other sequences wait inside that endpoint, and get the next free slots before
-later requests. So a large request takes only the slots that it uses: no endpoint is emptied for the large request, and
-no request has to overtake it.
+A request of several sequences goes to an endpoint that has a slot for each of them. If no endpoint has enough slots,
+the request goes to an endpoint with one free slot. The other sequences of the request wait inside that endpoint, and
+get the next free slots before later requests. So a large request takes only the slots that it uses: no endpoint is
+emptied for the large request, and no request has to overtake it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPar
 
 # Failed requests count as load, up to this number. A higher number would not change the choice of endpoints.
 FAILED_LOADS_MAX = 256
-DIVIDED_SECONDS_MIN = 0.3  # Within this time, an endpoint reports any change since its last report.
+DIVIDED_SECONDS_MIN = 0.3  # Within DIVIDED_SECONDS_MIN, an endpoint reports any change since its last report.
 DIVIDED_SECONDS_MAX = 0.6
 
 
@@ -327,7 +327,7 @@ class EndpointState:
     # --- methods for leases ---
 
     def take(self, sequences: int) -> bool:
-        """Give a lease to a request.
+        """Grant a lease to a request.
 
         Args:
             sequences: sequences of the request.
@@ -430,9 +430,9 @@ class EndpointState:
     def note_check(self, is_well: bool, now: float) -> None:
         """Record the result of a health check.
 
-        If the endpoint was ejected because of failed checks, a passed check makes it healthy again. If it was ejected
-        because of failed requests, it stays ejected until it may be probed. If it served a probe and no request of a
-        client runs there, a passed check makes it healthy.
+        If the endpoint was ejected because of failed checks, a passed check makes the endpoint healthy again. If the
+        endpoint was ejected because of failed requests, it stays ejected until a probe is allowed. If the endpoint
+        served a probe and runs no request of a client, a passed check makes the endpoint healthy.
 
         Args:
             is_well: True if the endpoint passed.
@@ -490,7 +490,7 @@ class EndpointState:
             self._move(EndpointHealth.HEALTHY)
 
     def note_failure(self, now: float) -> None:
-        """Record that a request failed by the endpoint's own fault.
+        """Record that a request failed, and that the endpoint caused the failure.
 
         Args:
             now: time in seconds.

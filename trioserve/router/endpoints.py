@@ -274,9 +274,9 @@ class Endpoints:
     def give(self, ticket: Ticket, now: float) -> bool:
         """Give the request a lease at the endpoint that the policy chooses.
 
-        The endpoint has a free slot for each of the request's sequences. If no endpoint has that many, one free slot is
-        enough, and the other sequences wait inside the endpoint. A stream that resumes goes to an endpoint with an
-        equal fingerprint if one has a free slot. The caller updates `ticket.state`.
+        The endpoint has a free slot for each of the request's sequences. If no endpoint has so many free slots, one
+        free slot is enough, and the other sequences wait inside the endpoint. A stream that resumes goes to an endpoint
+        with an equal fingerprint if one has a free slot. The caller updates `ticket.state`.
 
         Args:
             ticket: the request. Its endpoint and lease fields are updated.
@@ -364,7 +364,7 @@ class Endpoints:
         self.of(ticket).end_lease(ticket.request.sequences)
 
     def end_probe(self, ticket: Ticket) -> None:
-        """Allow another probe if this request was one.
+        """Allow another probe if this request was a probe.
 
         Args:
             ticket: the request.
@@ -493,8 +493,9 @@ class Endpoints:
 def may_try(state: EndpointState, ticket: Ticket) -> bool:
     """Return whether the request may be sent to this endpoint, after its earlier failures at this endpoint.
 
-    If the endpoint was lost while it served the request, it may get the request again after passing a health check. If
-    the endpoint answered the request with an error, it may get the request again only after the client has a token.
+    If the endpoint was lost while it served the request, the endpoint may get the request again after passing a health
+    check. If the endpoint answered the request with an error, it may get the request again only after the client has a
+    token.
 
     Args:
         state: the endpoint.

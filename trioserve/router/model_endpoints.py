@@ -72,7 +72,7 @@ class Filing:
 
 
 NOTHING = (0,) * 8
-# These are the indices of the tuple of counts.
+# The names are the indices in a tuple of counts.
 SERVING, UNEJECTED, GIVEN, BOTH, IN_FLIGHT, FREE, LOAD, OTHERS = range(8)
 
 
@@ -105,7 +105,7 @@ class ModelEndpoints:
         self.open: dict[Kind, list[int]] = {kind: [] for kind in Kind}
         self._kind_counts = dict.fromkeys(Kind, 0)
         self._totals = list(NOTHING)
-        self._back_at: float | None = None  # None if the time is unknown. See first_back_at.
+        self._back_at: float | None = None  # The cached value of first_back_at. None if it has to be computed again.
 
     # --- methods for the totals ---
 
@@ -258,7 +258,7 @@ class Search(Candidates):
         self._close = close
         self._open = model.open[kind]
         self._drawn: list[Candidate] = []
-        self._seen: set[int] = set()  # These are the numbers of the endpoints that were drawn or do not fit.
+        self._seen: set[int] = set()  # The set has the numbers of the endpoints that were drawn or do not fit.
         self._is_exhausted = False
 
     # --- methods that look at every endpoint ---

@@ -18,7 +18,7 @@ class Moments:
     """At most one event time for each endpoint. Times are seconds of the router's clock.
 
     Attributes:
-        at: the event time of each endpoint that has one.
+        at: the event time of each endpoint that has an event.
     """
 
     def __init__(self) -> None:

@@ -28,12 +28,12 @@ __all__ = ["HEARD_SECONDS", "SETTLE_SECONDS", "PeerShares", "lease_share", "rend
 def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max: int) -> int:
     """Return the number of leases that a router may grant at an endpoint.
 
-    All routers get an equal part. Each lease of the remainder goes to one of the routers that rank first in rendezvous
-    hashing for this endpoint (Thaler and Ravishankar, 1998). So the remainders are spread evenly over many endpoints.
-    The shares add up to `leases_max`. If there are more routers than leases, each router still has one lease, because a
-    router without a lease would keep its clients waiting for ever. So an endpoint gets at most max(leases_max, routers)
-    sequences if all routers know the same names. If the endpoint has fewer slots, the remaining sequences wait inside
-    the endpoint. If a router ends, no other share becomes smaller.
+    All routers get an equal number of leases. If leases remain, the routers that rank first in rendezvous hashing for
+    this endpoint get one more lease each (Thaler and Ravishankar, 1998). So the remainders are spread evenly over many
+    endpoints. The shares add up to `leases_max`. If there are more routers than leases, each router still has one
+    lease, because a router without a lease would keep its clients waiting for ever. So an endpoint gets at most
+    max(leases_max, routers) sequences if all routers know the same names. If the endpoint has fewer slots, the
+    remaining sequences wait inside the endpoint. If a router ends, no other share becomes smaller.
 
     Args:
         own: name of the router.
@@ -72,9 +72,10 @@ def rendezvous_score(key: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-# This is the time of 2.5 load requests (see SIGN_OF_LIFE_SECONDS), and longer than most stalls of a router.
+# HEARD_SECONDS covers 2.5 load requests (see SIGN_OF_LIFE_SECONDS), and is longer than most stalls of a router.
 HEARD_SECONDS = 5.0
-SETTLE_SECONDS = 2.0  # Each router sends several load requests in this time, so all other routers have noticed it.
+# In SETTLE_SECONDS, each router sends several load requests, so all other routers have noticed it.
+SETTLE_SECONDS = 2.0
 
 
 class PeerShares:
@@ -122,7 +123,7 @@ class PeerShares:
                 moments[name] = max(moments.get(name, -math.inf), now - heard[name])
 
     def forget(self, endpoints: Iterable[EndpointId]) -> None:
-        """Forget all endpoints except these.
+        """Forget all endpoints except the given endpoints.
 
         Args:
             endpoints: names of the endpoints to keep.

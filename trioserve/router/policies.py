@@ -1,8 +1,8 @@
 """Policies that choose between the endpoints that have a free slot. A policy is a class with one method, see Policy.
 
 The policies here look at only a few endpoints for each request. If there are up to LOOKS_MAX endpoints, the policies
-compare all of them, otherwise LOOKS_OF_MANY random ones. They also compare the endpoints that a session, a prefix or
-resident blocks point to.
+compare all of them. Otherwise, they compare LOOKS_OF_MANY random endpoints. They also compare the endpoints that a
+session, a prefix or resident blocks point to.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Policy(abc.ABC):
         """Choose one of the candidates that have a free slot.
 
         The router passes `Candidates`. Iterating over the sequence looks at each endpoint, which takes milliseconds for
-        thousands of them. The methods of `Candidates` find a few endpoints without that.
+        thousands of endpoints. The methods of `Candidates` find a few endpoints without looking at all of them.
 
         Args:
             request: the request.
@@ -103,7 +103,7 @@ class Policy(abc.ABC):
         """
 
     def note_unknown(self, endpoint: EndpointId) -> None:  # noqa: B027
-        """Record that the blocks of an endpoint are no longer known, because it stopped reporting.
+        """Record that the blocks of an endpoint are no longer known, because the endpoint stopped reporting.
 
         Args:
             endpoint: name of the endpoint.
@@ -129,12 +129,13 @@ PolicyFactory = Callable[[Rng], Policy]
 
 
 class _LeastBusy:
-    """Finds the least loaded endpoint, and avoids that all routers choose the same endpoint at the same time:
+    """Finds the least loaded endpoint. Two rules prevent all routers from choosing the same endpoint at the same time:
 
     - Each router has its own order of equally loaded endpoints: a hash of its salt and the endpoint's id.
-    - The work of other routers is known only from the endpoint's last report. The larger their share is, the fewer
-      endpoints are compared, down to two random ones (Mitzenmacher, "How Useful Is Old Information?", 2000). Otherwise
-      all routers would send their requests to the endpoint that looked least loaded in the same report.
+    - The work of other routers is known only from the endpoint's last report. The larger the share of other routers is,
+      the fewer endpoints are compared, down to two random endpoints (Mitzenmacher, "How Useful Is Old Information?",
+      2000). Otherwise all routers would send their requests to the endpoint that looked least loaded in the same
+      report.
     """
 
     def __init__(self, rng: Rng) -> None:

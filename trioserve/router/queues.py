@@ -22,7 +22,7 @@ class ContinuedQueue:
     Requests that failed at the same endpoints can go to the same other endpoints. So these requests share a line, and
     the router looks for an endpoint only for the first request of each line. If an endpoint with hundreds of requests
     fails, a single search shows that no other endpoint has a free slot. Requests on trial have lines of their own, and
-    the router searches no endpoint for them.
+    the router searches no endpoint for requests on trial.
 
     Attributes:
         line_of: the line of each request, by the index of its ticket.
@@ -86,10 +86,10 @@ class ContinuedQueue:
         return sorted(found, key=lambda ticket: ticket.again_index)
 
 
-ENDINGS_MAX = 64  # This number is enough for a steady estimate, and small enough to follow a change of load.
+ENDINGS_MAX = 64  # 64 ended requests are enough for a steady estimate, and few enough to follow a change of load.
 RETRY_SECONDS_MIN = 1.0
 RETRY_SECONDS_MAX = 60.0  # An estimate beyond a minute is too inaccurate to be useful.
-RETRY_SECONDS_UNKNOWN = 5.0  # This value is used if no request has ended yet.
+RETRY_SECONDS_UNKNOWN = 5.0  # The router sends this retry time if no request has ended yet.
 
 
 class DrainRate:
@@ -99,7 +99,8 @@ class DrainRate:
     """
 
     def __init__(self) -> None:
-        self._ended_at: deque[float] = deque(maxlen=ENDINGS_MAX)  # These times are in seconds of busy time.
+        # The times at which requests ended, in seconds of busy time.
+        self._ended_at: deque[float] = deque(maxlen=ENDINGS_MAX)
         self._idle_seconds = 0.0
         self._idle_since: float | None = None
 
@@ -150,7 +151,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.newcomers = FairQueue()
-        # These requests wait again, after an endpoint failed them or computed their prompt.
+        # The queue `again` has requests that wait again after an endpoint failed them or computed their prompt.
         self.again = ContinuedQueue()
         self.drain_rate = DrainRate()
 
@@ -181,8 +182,8 @@ class ModelQueues:
         queues: the queues, by stage.
         live_count: requests that have entered and not ended, in any state.
         preparing: requests that are read before they enter.
-        continued: number of streams that broke off and wait to resume at another endpoint. They had a lease before, so
-            they do not count against the limit for newcomers.
+        continued: number of streams that broke off and wait to resume at another endpoint. These streams had a lease
+            before, so they do not count against the limit for newcomers.
         moving: streams that still run and wait for a lease at another endpoint.
         streams_in_a_row: leases granted in a row to streams or to requests that wait again, while newcomers waited.
     """
@@ -262,7 +263,7 @@ class Queues:
         return model
 
     def of(self, ticket: Ticket) -> Queue:
-        """Return the queue of a ticket, also while it has a lease.
+        """Return the queue of a ticket. A ticket with a lease also has a queue.
 
         Args:
             ticket: the ticket.

@@ -43,7 +43,8 @@ class PrefixIndex:
             hashes: hashes of the prompt's blocks, in order.
         """
         matched: dict[EndpointId, int] = {}
-        # None while every block so far has HOLDERS_MAX endpoints, because the index may have dropped further endpoints.
+        # `still` is None while every block so far has HOLDERS_MAX endpoints, because the index may have dropped further
+        # endpoints.
         still: list[EndpointId] | None = None
         for depth, name in enumerate(hashes, 1):
             holders = self._holders.get(name)
@@ -82,8 +83,8 @@ class PrefixIndex:
         self.remove(endpoint, list(self._holders))
 
 
-# This limit is for each endpoint. Each block takes about 200 bytes. With 16 tokens in a block, this number covers the
-# cache of a large machine.
+# The index keeps at most this many blocks of one endpoint, about 200 bytes each. With 16 tokens in a block, this number
+# covers the cache of a large machine.
 BLOCKS_MAX = 500_000
 
 

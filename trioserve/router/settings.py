@@ -24,9 +24,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         sequences_max: sequences of one request, that is `n` times the number of its prompts. All sequences of a request
             run at one endpoint. Sequences without a slot wait inside that endpoint before all later requests. So other
             requests may have to wait for this number of slots.
-        waiting_depth_max: sequences that may wait inside an endpoint, not counting those of one large request. With a
-            low value, requests wait in the router's queue instead. There, a waiting request costs nothing if it leaves,
-            and any endpoint can still serve it.
+        waiting_depth_max: sequences that may wait inside an endpoint. The sequences of one large request do not count.
+            With a low value, requests wait in the router's queue instead. In the router's queue, a waiting request
+            costs nothing if it leaves, and any endpoint can still serve it.
         lease_until: when a lease ends. "first_token" limits concurrent prefills, "end" limits concurrent responses.
         load_seconds_max: age in seconds after which a load report is ignored.
         failures_max: failed checks, or failed requests, in a row that eject an endpoint.
@@ -55,7 +55,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         continuation_seconds_max: how long a stream waits for an endpoint at which it can resume. A request that lost
             its endpoint before its first token waits at least as long, unless its own deadline is earlier.
         breaks_max: endpoints that may fail in a row while serving one stream before the stream is considered the cause
-            and is ended. One more endpoint is allowed if the last one also served other suspected streams.
+            and is ended. One more endpoint is allowed if the last endpoint also served other suspected streams.
         progress_tokens_min: number of tokens between two failures that clear a stream of suspicion. A failing endpoint
             may lose fewer tokens than this on the way to the client. A stream that is not the cause usually gets more
             tokens between two failures.

@@ -31,13 +31,13 @@ from trioserve.router.settings import SilenceSettings
 
 __all__ = ["LOOK_SECONDS", "AwaitedResponse", "Loss", "SilenceWatch"]
 
-# This is the time between two looks at all responses. A look costs one comparison for each response.
+# The router looks at all responses at this interval. A look costs one comparison for each response.
 LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 1.0  # After another process answered, the previous process has this time to show that it still runs.
 INSTANCES_KNOWN_MAX = 8
 REPORTS_IDLE_MIN = 3  # A response is treated as lost after this many reports in a row without any request.
 IDLE_SECONDS_MIN = 60.0  # A server may read the images of a request for a long time before it counts the request.
-# This is a number of tokens for each sequence. It is high because tool call parsers hold back hundreds of tokens.
+# The limit is a number of tokens for each sequence. It is high because tool call parsers hold back hundreds of tokens.
 TOKENS_OVERTAKEN_MIN = 4096
 
 

@@ -8,7 +8,7 @@
 
 A ticket has a position in a queue exactly while it is WAITING, and a lease exactly while it is LEASED. There is no
 transition out of ENDED, so a queue position or a lease is released only once. A stream that has to leave its endpoint
-keeps running there while it waits for its next lease, and until it has moved.
+keeps running at the endpoint until it has its next lease and has moved.
 
 A disaggregated request goes through WAITING and LEASED twice, with stage PREFILL and then DECODE. If one endpoint has
 to do the whole request, its stage becomes None and stays None.

@@ -119,10 +119,10 @@ class _PriorityClass:
     def __init__(self) -> None:
         self.tenants: dict[str, OrderedDict[int, Ticket]] = {}
         self._turn_of: dict[str, float] = {}
-        # This is a heap of (turn, index, tenant). Readers skip outdated entries.
+        # The heap has entries (turn, index, tenant). Readers skip outdated entries.
         self._turns: list[tuple[float, int, str]] = []
         self._turns_max = SPARE_TURNS_MAX
-        self._now = 0.0  # This is the virtual time: the turn that was served last.
+        self._now = 0.0  # The virtual time is the turn that was served last.
 
     def add(self, ticket: Ticket) -> None:
         tenant = ticket.request.tenant
