@@ -2,8 +2,8 @@
 
 A request is aborted in the queue, at an endpoint, or in another process of this router. For a partial result, the
 router asks the endpoint that runs the request. The endpoint ends the request and returns the partial result, also to
-the client of the request. If the endpoint does not answer in time, the router closes the connection, as in all other
-cases.
+the client of the request. In all other cases, and if the endpoint does not answer in time, the router closes the
+connection.
 
 A stream is handed over when its endpoint is being drained. The endpoint ends the stream between two steps, after a
 complete group of tokens, and keeps the KV for the next endpoint if it can. Otherwise the next endpoint computes the
@@ -46,8 +46,8 @@ __all__ = [
 
 ABORTS_PATH = "/v1/requests/abort"
 OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
-# This is a time limit. An endpoint aborts without waiting for its step. Other processes of the router may wait for this
-# process.
+# An endpoint must answer an abort within this time. It does not wait for its step. Other processes of the router may
+# wait for this process.
 ANSWER_SECONDS_MAX = 1.0
 ANSWER_BYTES_MAX = 32 * 1024 * 1024
 
@@ -191,7 +191,7 @@ async def _respond(context: RouterContext, ids: list[str], answers: list[Answer]
 async def _everywhere(
     context: RouterContext, ids: Iterable[str], reported: list[_Aborted], *, with_partials: bool
 ) -> dict[str, _Aborted]:
-    """Abort requests here, and merge the results with those of the other processes.
+    """Abort requests in this process, and merge the results with the results of the other processes.
 
     Several requests can have one id. Each process aborts its own requests. The result is "aborted" if at least one
     request was running.
@@ -220,7 +220,7 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
             assert admission.endpoint is not None
             asked.setdefault(admission.endpoint, []).append(admission)
     ended: dict[str, _Aborted] = {}
-    sure: set[int] = set()  # These are the indices of the requests that an endpoint has confirmed as ended.
+    sure: set[int] = set()  # The set has the indices of the requests that an endpoint has confirmed as ended.
 
     async def ask(id: EndpointId, admissions: list[AdmissionScope]) -> None:
         for one in await _end_at_endpoint(context, id, admissions):
@@ -235,7 +235,7 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
         async with trio.open_nursery() as nursery:
             for endpoint, admissions in asked.items():
                 nursery.start_soon(ask, endpoint, admissions)
-    finally:  # This block also runs if the caller has left before the endpoints answered.
+    finally:  # The router also aborts the remaining requests if the caller has left before the endpoints answered.
         live = dispatch.live_admissions(owner=owner)
         left = {one.id for one in live if one.index not in sure and not one.is_ended}
         rest = dispatch.abort([id for id in ids if id in left or id not in ended], owner=owner)
@@ -258,7 +258,7 @@ async def _end_at_endpoint(context: RouterContext, id: EndpointId, admissions: l
     """Ask an endpoint to end requests and return partial results, once for each owner of the requests.
 
     Returns:
-        Results of the endpoint. Empty if it does not answer like a trioserve server.
+        Results of the endpoint. Empty if the endpoint does not answer like a trioserve server.
     """
     rows: list[_Aborted] = []
     owners = {admission.owner: admission for admission in admissions}
@@ -284,7 +284,7 @@ def _aborts_in(status: int, body: bytes) -> list[_Aborted]:
         return []
 
 
-# This is enough time for a step and its report. Meanwhile, the stream continues at the old endpoint.
+# A hand-over takes a step and its report. Meanwhile, the stream continues at the old endpoint.
 HAND_OVER_SECONDS_MAX = 5.0
 RESPONSE_BYTES_MAX = 64 * 1024
 

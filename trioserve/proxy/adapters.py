@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["load_adapter", "unload_adapter"]
 
 LOAD_SECONDS_MAX = 600.0  # Loading a large adapter from a slow disk takes about a minute.
-# This time is added to the request's timeout, which limits the wait for requests that use the adapter.
+# The router waits UNLOAD_SECONDS longer than the request's timeout, which limits the wait for users of the adapter.
 UNLOAD_SECONDS = 30.0
 ANSWER_BYTES_MAX = 64 * 1024
 MANAGED_BY_ADMIN = "loading lora adapters needs the admin's API key: see --admin-api-key"

@@ -54,8 +54,8 @@ END_REASONING = "end_thinking"
 EXACT = "+exact"  # A fingerprint with this suffix means that endpoints with equal fingerprints compute equal tokens.
 CONTINUED = "x-trioserve-continued"
 
-# These are error codes of a stream whose endpoint leaves or failed. The request itself did not cause these errors. All
-# other errors end the request on purpose, or are the client's fault.
+# An endpoint that leaves or failed ends a stream with one of these error codes. The request itself did not cause the
+# error. All other errors end the request on purpose, or are the client's fault.
 LEAVING_CODES = frozenset({"draining", "server_stopping", "service_unavailable_error"})
 BROKEN_CODES = frozenset(
     {
@@ -72,7 +72,7 @@ BROKEN_CODES = frozenset(
 )
 
 
-# These codes of BROKEN_CODES end all requests of the endpoint, not only one request.
+# DEATH_CODES are the codes of BROKEN_CODES that end all requests of the endpoint, not only one request.
 DEATH_CODES = frozenset({"endpoint_lost", "engine_fault", "step_overdue"})
 
 
@@ -105,7 +105,7 @@ class HandedOver(EndpointLost):
 
 
 class NotResumed(EndpointLost):
-    """The endpoint cannot resume a response of another endpoint. It would restart or refuse the request."""
+    """The endpoint cannot resume a response of another endpoint. The endpoint would restart or refuse the request."""
 
 
 class CannotResume(EndpointLost):
@@ -174,7 +174,7 @@ class Continuation:
         self.object_id: str | None = None
         self._choice_count = choice_count
         self._own_stream = stream
-        # These are body fields of a request that could resume as a completion. None for other requests.
+        # The body fields of a request that could resume as a completion. None for other requests.
         self._foreign_fields: dict[str, msgspec.Raw] | None = None
         self._metrics = metrics
         self._fingerprint: str | None = None
@@ -213,7 +213,7 @@ class Continuation:
     # --- methods for the request to the next endpoint ---
 
     def fields(self, context: RouterContext, raw: bytes) -> dict[str, object]:
-        """Make the fields that replace those of the request body for the current endpoint.
+        """Make the fields that replace fields of the request body for the current endpoint.
 
         Args:
             context: Request of the router's API.
@@ -255,7 +255,7 @@ class Continuation:
             id: Endpoint that would get the request.
 
         Raises:
-            NotResumed: The endpoint does not support it.
+            NotResumed: The endpoint does not support resuming.
         """
         if self.completion() is not None and not context.services.fleet.reports_token_ids(id):
             raise NotResumed(f'the endpoint "{id}" cannot resume from token ids')

@@ -24,7 +24,8 @@ from trioserve.proxy.event_splitter import EVENT_BYTES_MAX, EventSplitter, is_co
 
 __all__ = ["RESUME_BYTES_MAX", "ContinuedStream", "WhyNot", "field_values"]
 
-# This is a number of bytes. An endpoint sends a digest, a seed and a time, and the next endpoint gets them.
+# The limit is a number of bytes. An endpoint sends a digest, a seed and a time, and the next endpoint gets these
+# values.
 RESUME_BYTES_MAX = 4096
 _EVENT_END = b"\n\n"
 _ID_LINE = b"\nid: "
@@ -74,9 +75,11 @@ class ContinuedStream:
         self._log = bytearray()
         self._resume_values: dict[str, msgspec.Raw] | None = None
         self._has_groups = False
-        self._is_between = False  # True if the ids of the stream are kept, and the last group of events is complete.
+        # True if the parser keeps the ids of the stream and the last group of events is complete.
+        self._is_between = False
         self._has_begun = False
-        self._bytes_before, self._was_answered = 0, False  # These are the values before the last `feed` or `end`.
+        # Values before the last call of `feed` or `end`, so that the call can be undone.
+        self._bytes_before, self._was_answered = 0, False
         self._why_not: str | None = None
         self._known = b"" if known is None else _known_ids(known, choice_count)
 
@@ -125,8 +128,8 @@ class ContinuedStream:
         """
         self._bytes_before, self._was_answered = len(self._log), self.is_answered
         if self._is_between and piece.endswith(_EVENT_END):
-            # This is the fast path for nearly all pieces: one event that is a whole group, with its id on the last
-            # line. Counting lines is the cheapest method to recognize one event.
+            # Nearly all pieces are one event that is a whole group, with its id on the last line. Counting lines is the
+            # cheapest method to recognize such a piece.
             line_count = piece.count(b"\n")
             begin = piece.rfind(_ID_LINE) + 5
             if (
@@ -201,7 +204,8 @@ class ContinuedStream:
 
     def _whole_groups(self, events: bytes) -> bytes:
         if self._group and self._why_not != WhyNot.MALFORMED and _ID.search(events) is None and not _error_code(events):
-            # These events belong to a group that is not complete. The events before are not searched again.
+            # The new events belong to a group that is not complete. The earlier events of the group are not searched
+            # again.
             self._group += events
             self._check_group()
             return b""

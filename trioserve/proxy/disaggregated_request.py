@@ -8,8 +8,8 @@ A trioserve endpoint streams its prefill response, and ends the stream when it n
 holds the blocks by keeping the stream open. Closing the connection releases the blocks at once. The router closes it at
 the first token of the response, or when the client leaves. Other servers have other rules for the release.
 
-If this fails, one endpoint computes the whole request without kv_transfer_params (see router/core). The router prefers
-an endpoint whose prefix cache has the prompt.
+If the split fails, one endpoint computes the whole request without kv_transfer_params (see router/core). The router
+prefers an endpoint whose prefix cache has the prompt.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def prefill_body(path: str, raw: bytes, fields: dict[str, object], *, stream: bo
 
 logger = logging.getLogger(__name__)
 
-# This is enough for the ids of 100,000 blocks. A response of one token is never longer.
+# The limit is enough for the ids of 100,000 blocks. A response of one token is never longer.
 PREFILL_BYTES_MAX = 1024 * 1024
 ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"

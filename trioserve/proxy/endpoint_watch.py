@@ -66,8 +66,8 @@ class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
         response_seconds_max: Time limit of a response to a check.
         hang_seconds_max: Time without any response after which running requests move to other endpoints.
         listens: Whether the router listens to pushed loads, and then seldom asks for them.
-        move_seconds: Time to move requests away from an endpoint that reports that it stops. None: they stay until they
-            end.
+        move_seconds: Time to move requests away from an endpoint that reports that it stops. None: the requests stay
+            until they end.
     """
 
     health_seconds: float = 2.0

@@ -56,7 +56,7 @@ class EventSplitter:
             EndpointLost: An event is longer than EVENT_BYTES_MAX.
         """
         if not self._held and piece.endswith(b"\n\n"):
-            return piece  # This is the fast path for nearly all pieces.
+            return piece  # Nearly all pieces take this fast path.
         searched = max(0, len(self._held) - _END_BYTES_MAX + 1)
         self._held += piece
         end = max((match.end() for match in _END.finditer(self._held, searched)), default=0)

@@ -25,7 +25,7 @@ __all__ = ["EndpointSpec", "Fleet"]
 
 logger = logging.getLogger(__name__)
 
-MODELS_BYTES_MAX = 8 * 1024 * 1024  # This is enough for a list of thousands of adapters.
+MODELS_BYTES_MAX = 8 * 1024 * 1024  # The limit is enough for a list of thousands of adapters.
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,9 +100,10 @@ class Fleet:
         self.dispatch = dispatch
         self.on_silent: Callable[[str], None] = lambda reason: None
         self._silence = silence or SilenceSettings()
-        # These are the old clients of endpoints that were added again. They are kept while their responses are read.
+        # The list has the old HTTP clients of endpoints that were added again. An old client is kept while its
+        # responses are read.
         self._left: list[RemoteEndpoint] = []
-        self._reads = trio.Event()  # This event is set while a response is being read.
+        self._reads = trio.Event()  # The event is set while a response is being read.
         self.aliases = dict(aliases or {})
         self._watch_settings = watch or WatchSettings()
         self._ssl_context = ssl_context

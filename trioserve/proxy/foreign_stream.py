@@ -188,7 +188,7 @@ class ForeignStream:
         body["add_special_tokens"] = False
         body[TOKEN_IDS] = True
         tokens_max = self._tokens_max()
-        # None requests as many tokens as fit. Without the field, a completion would have 16 tokens.
+        # The value None requests as many tokens as fit. Without the field, a completion would have 16 tokens.
         body["max_tokens"] = None if tokens_max is None else max(1, tokens_max - self._shown_count)
         return body
 

@@ -27,7 +27,8 @@ STAGE_HEADER = "x-trioserve-stage"
 
 KEY_HEADERS = ("authorization", "x-api-key")
 TRACE_HEADERS = frozenset(["traceparent", "tracestate"])
-# These headers concern one connection only (RFC 9110, 7.6.1), or the router sets them itself in both directions.
+# The headers in this set concern one connection only (RFC 9110, 7.6.1), or the router sets them itself in both
+# directions.
 OF_ONE_CONNECTION = frozenset(
     [
         "connection",

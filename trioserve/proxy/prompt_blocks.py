@@ -26,7 +26,7 @@ PROMPT_TOKENS_MAX = 262_144  # Tokenizing so many tokens takes about a second. A
 # Only this many leading tokens get names. With 16 tokens in a block, the names take 100 KB. Later blocks hardly
 # influence the choice of an endpoint.
 NAMED_TOKENS_MAX = 32_768
-# This limit includes the wait for the texts of other requests. A cache hit seldom saves more time.
+# The time limit for naming includes the wait for the texts of other requests. A cache hit seldom saves more time.
 NAMING_SECONDS_MAX = 1.0
 INLINE_TOKENS_MAX = 4096  # Naming the blocks of this many tokens takes a quarter of a millisecond.
 

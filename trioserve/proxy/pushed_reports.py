@@ -46,7 +46,7 @@ LOAD_EVENTS_PATH = "/kv_events?load=only"
 SILENT_SECONDS = 1.5
 BROKEN_SECONDS = 10.0  # After this silence, the router closes the connection and opens a new connection.
 ANCHOR_SECONDS = 30.0
-CLOCK_DRIFT = 0.001  # This is twice the maximum slew rate of clocks.
+CLOCK_DRIFT = 0.001  # CLOCK_DRIFT is twice the maximum slew rate of clocks.
 RETRY_SECONDS_MIN = 0.5
 RETRY_SECONDS_MAX = 60.0
 

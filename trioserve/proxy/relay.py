@@ -83,12 +83,12 @@ KEY_REFUSED = frozenset({401, 403})
 # A server of another kind sends these statuses for every request. An inference server may have a reason for them. In
 # the second case, other endpoints send the same status.
 DOUBTFUL = KEY_REFUSED | {404, 405, 410, 421}
-# These statuses are treated like DOUBTFUL if the endpoint gives no other answers.
+# The statuses 400 and 422 are treated like DOUBTFUL if the endpoint gives no other answers.
 DOUBTFUL_IN_A_ROW = frozenset({400, 422})
 # One API key has too many requests. Requests with other keys are served.
 KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})
 BUSY_SECONDS_MAX = 5.0
-# These error codes mean that the stream was ended on purpose. No other endpoint resumes it.
+# A stream with one of these error codes was ended on purpose. No other endpoint resumes the stream.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
 
 
@@ -505,7 +505,7 @@ async def _relay_lines(
     response: RemoteResponse,
     begin: Callable[[], None],
 ) -> None:
-    """Forward the lines of an endpoint that does not send events. Such a stream cannot resume elsewhere."""
+    """Forward the lines of an endpoint that does not send events. Such a stream cannot resume at another endpoint."""
     lines = LineSplitter()
     has_begun = is_over = has_ended = False
     while not has_ended:
@@ -648,7 +648,7 @@ async def _relay_events(
                 if not has_started:
                     head = response_headers(context, response)
                     await admission.tell(context.start(response.status, head, is_events=True))
-            admission.is_telling = True  # This assignment replaces a call of `tell`, to save the cost of the call.
+            admission.is_telling = True  # The assignment replaces a call of `tell`, to save the cost of the call.
             await send(events)
             admission.is_telling = False
             if admission.withdrawn_for is not None:

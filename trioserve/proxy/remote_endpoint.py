@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 CONNECT_SECONDS_MAX = 5.0
-# This number covers the connections of a burst. Each connection costs a socket at both ends.
+# 128 idle connections cover a burst of requests. Each connection costs a socket at both ends.
 IDLE_CONNECTIONS_MAX = 128
-# This time is shorter than the keep-alive of common servers (uvicorn 5 s), so that they seldom close first.
+# The router drops idle connections earlier than common servers do (uvicorn after 5 s), so servers seldom close first.
 IDLE_SECONDS_MAX = 4.0
-CLOSE_RACE_SECONDS = 0.5  # This time is longer than a server's close takes to arrive.
+CLOSE_RACE_SECONDS = 0.5  # The close of a server arrives within this time.
 RECEIVE_BYTES = 65536
 # One send call gets at most this many bytes of a request. Each send shows that the connection is alive.
 SEND_BYTES = 65536
@@ -56,7 +56,7 @@ LOSSES = {
     "stalled": "has sent nothing for very long in the middle of a response",
 }
 """Message for each reason to give up a response."""
-# With these errors, the kernel got no acknowledgement for too long, or has no route to the machine.
+# The kernel reports these errors if it got no acknowledgement for too long, or has no route to the machine.
 VANISHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
 PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # A path may contain these characters unescaped (RFC 3986, 3.3).
@@ -557,7 +557,8 @@ class _Connection:
             return held
         try:
             while reader.is_drained or (piece := reader.next_piece()) is None:
-                # This code repeats _receive, because Python re-enters each frame above the event loop for every event.
+                # The loop repeats the code of _receive, because Python re-enters each frame above the event loop for
+                # every event.
                 awaited.is_waiting = True
                 try:
                     data = bytes(await self._stream.receive_some(RECEIVE_BYTES))

@@ -2,8 +2,8 @@
 
 A general parser would take half of the router's time for a small request. This parser accepts less than h11. It refuses
 input that real servers never send (folded header lines, lines without CR, codings other than chunked). The router
-reuses a connection only if the end of the response is unambiguous. tests/proxy/test_response_reader.py compares it with
-h11.
+reuses a connection only if the end of the response is unambiguous. tests/proxy/test_response_reader.py compares the
+parser with h11.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trioserve.trio_tools.http_client import INTERIM_RESPONSES_MAX
 __all__ = ["BadResponse", "IncompleteResponse", "ResponseHead", "ResponseReader"]
 
 HEAD_BYTES_MAX = 65536
-TRAILERS_MAX = 256  # This is the maximum number of lines after the last chunk.
+TRAILERS_MAX = 256  # A response may have at most this many lines after the last chunk.
 CHUNK_LINE_BYTES_MAX = 4096  # A chunk line has a size and optional extensions.
 
 _STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\0\r\n]*)?")
@@ -167,7 +167,7 @@ class ResponseReader:
         """
         stage, held = self._stage, self._held
         if stage is _Stage.CHUNK_LINE:
-            # This is the fast path for nearly all pieces of an event stream: one whole chunk.
+            # Nearly all pieces of an event stream are one whole chunk and take this fast path.
             line_end = held.find(b"\r\n", 0, CHUNK_LINE_BYTES_MAX)
             size = _CHUNK_SIZE.fullmatch(held, 0, max(0, line_end))
             if size is not None:

@@ -33,12 +33,12 @@ __all__ = [
     "without_transfer_params",
 ]
 
-# This is the average for English text and JSON. The router needs an estimate, because it does not tokenize.
+# English text and JSON have about 4 bytes per token. The router needs an estimate, because it does not tokenize.
 TOKEN_BYTES = 4
 PREFIX_BLOCK_BYTES = PREFIX_BLOCK_TOKENS * TOKEN_BYTES
 LINE_PATHS = frozenset({"/api/chat", "/api/generate"})
 """Paths whose streams are lines of JSON."""
-# These blocks cover 128 KiB of the prompt. Later blocks do not influence the choice of an endpoint.
+# 1024 blocks cover 128 KiB of the prompt. Later blocks do not influence the choice of an endpoint.
 PREFIX_BLOCKS_MAX = 1024
 TRANSFER_PARAMS = "kv_transfer_params"
 
@@ -98,7 +98,7 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
 def prefix_of(content: bytes, model: str, salt: str | None) -> tuple[BlockHash, ...]:
     """Compute the names of the full blocks at the beginning of a prompt.
 
-    Each name also depends on all blocks before. Two prompts with the same beginning therefore share names. The blocks
+    Each name also depends on all earlier blocks. Two prompts with the same beginning therefore share names. The blocks
     consist of bytes, because only an endpoint knows the tokens.
 
     Args:
@@ -151,11 +151,12 @@ def without_transfer_params(raw: bytes, body: RoutedBody, fields: dict[str, obje
 EDITS_PATH = "/v1/images/edits"
 PROMPT = "prompt"
 READ = frozenset({PROMPT, "model", "stream", "n", "priority", "queue_timeout", "ttft_timeout", "timeout"})
-TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # This is the longest prompt in UTF-8 that an image engine accepts.
+# The longest prompt that an image engine accepts has this many bytes in UTF-8.
+TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX
 
 
 class RoutedForm:
-    """A multipart form and the fields of it that the router has read.
+    """A multipart form, and the form fields that the router has read.
 
     Args:
         raw: Bytes of the form.
@@ -256,7 +257,7 @@ def ollama_body(path: str, raw: bytes, body: RoutedBody, served: list[str]) -> R
     if not path.startswith(OLLAMA_PATH):
         return body
     model = body.model
-    if model is None and path == "/api/show":  # This path also accepts an older name of the field.
+    if model is None and path == "/api/show":  # The path /api/show also accepts an older name of the field.
         model = decode_body(raw, _Named).name
     stream = body.stream is not False if path in LINE_PATHS else None
     return msgspec.structs.replace(body, model=untagged(model, served), stream=stream)

@@ -301,7 +301,7 @@ async def list_requests(context: RouterContext) -> None:
 
 
 async def control_request(context: RouterContext) -> None:
-    """POST /v1/requests/ID/...: forward to the endpoint that runs the request, from the process that has it.
+    """POST /v1/requests/ID/...: forward a control request to the endpoint that runs the controlled request.
 
     Args:
         context: Request of the router's API.

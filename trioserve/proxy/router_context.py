@@ -76,7 +76,7 @@ class RoutingRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterServices:
-    """Parts of a router that all of its requests share.
+    """Services of a router that all of its requests share.
 
     Attributes:
         fleet: Endpoints of the router.
@@ -110,14 +110,14 @@ class RouterServices:
 
 
 class RouterContext(Responder):
-    """One request of the router's API. Its handler answers it once.
+    """One request of the router's API. The request's handler sends exactly one response.
 
     Args:
         exchange: HTTP request and response.
         services: Parts of the router, shared by all requests.
 
     Attributes:
-        admission: Place in the queue, or lease. None until the request is queued.
+        admission: Admission of the request: its queue position or lease. None until the request is queued.
         client_events: Events that the client gets. They differ from the endpoint's events for a resumed stream.
         continuation: State to resume this response at another endpoint. None: it cannot resume.
         endpoint: Endpoint that got the request last.
@@ -268,7 +268,7 @@ class RouterContext(Responder):
             await self.exchange.start(*held)
 
     def note_error(self, status: int, reason: str | None) -> None:
-        """Record that the response is an endpoint's error, or ends with one.
+        """Record that the response is an endpoint's error, or ends with an endpoint's error.
 
         Args:
             status: HTTP status of the error.

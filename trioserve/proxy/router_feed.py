@@ -23,7 +23,7 @@ from trioserve.proxy.fleet import Fleet
 
 __all__ = ["RouterFeed"]
 
-GAUGES_SECONDS = 1.0  # This is the time between two updates of the metrics that are computed on demand.
+GAUGES_SECONDS = 1.0  # The metrics that are computed on demand are updated at most this often.
 HISTORY_SERIES = ("requests_per_second", "queue_wait_p50", "queue_wait_p95", "queue", "running")
 SHARES = (0.5, 0.95)
 
@@ -49,7 +49,8 @@ class RouterFeed:
         self._metrics = metrics
         self._started_at: float | None = None
         self._watchers = Watchers(self._forget)
-        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # These are the requests of the last snapshot.
+        # The dict has the requests of the last snapshot.
+        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}
         self._ended: dict[str, tuple[str | None, RequestShown]] = {}
         # For each endpoint, its health and the time of the last change. The time is None if the change was not seen.
         self._health: dict[str, tuple[str, float | None]] = {}

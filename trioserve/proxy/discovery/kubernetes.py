@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SLICES_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 4 * 1024 * 1024
-# This is the duration of a watch at the server. A watch may be silent for its whole duration. So this value also limits
-# the time for which a dead connection is kept.
+# The server ends a watch after this time. A watch may be silent for its whole duration. So this time also limits how
+# long the source keeps a dead connection.
 WATCH_SECONDS = 60
-SILENCE_SECONDS_MAX = 30.0  # This is the time limit of a response.
+SILENCE_SECONDS_MAX = 30.0  # A response must arrive within this time.
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 
 
@@ -84,7 +84,7 @@ class _Expired(Exception):
 
 
 class KubernetesSource:
-    """Source of the ready endpoints of one service.
+    """Source of the ready endpoints of one Kubernetes service.
 
     Args:
         api: Client of the Kubernetes API server.

@@ -26,8 +26,8 @@ __all__ = ["SIGN_SECONDS", "GroupReport", "RaySource", "check_ray_is_installed"]
 
 logger = logging.getLogger(__name__)
 
-SIGN_SECONDS = 2.0  # This is the maximum time between two lines, even if nothing has changed.
-# This is the time limit for the first line. Importing Ray and finding the cluster takes long on a busy machine.
+SIGN_SECONDS = 2.0  # The process writes a line at least this often, even if nothing has changed.
+# The first line may take this long, because importing Ray and finding the cluster is slow on a busy machine.
 FIRST_SECONDS_MAX = 60.0
 SILENCE_SECONDS_MAX = 15.0  # A longer silence means that the process hangs in a call of Ray.
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0

@@ -224,7 +224,7 @@ class KeptStream(Stream):
             read = self._scope(found.request, endpoint, headers, begun=found.response)
             if found.endpoint == endpoint.id:
                 return read
-            read.end()  # This request will not run at the endpoint that has the stream.
+            read.end()  # The new attempt is at a different endpoint, so the found stream is not used.
         admission = self._context.admission
         assert admission is not None
         known = self._known
@@ -254,7 +254,8 @@ class KeptStream(Stream):
         *,
         begun: RemoteResponse | None = None,
     ) -> KeptRequest:
-        own = [(name, value) for name, value in headers if name in KEY_HEADERS]  # These headers identify the caller.
+        # The notice gets only the headers that identify the caller.
+        own = [(name, value) for name, value in headers if name in KEY_HEADERS]
         reader = None if begun is None else reader_in(begun.header(KEPT_HEADER))
         notice = ClientLeftNotice(endpoint, self.name, reader or 1, own)
         return KeptRequest(request, notice, self._notices, self._context, begun=begun)
@@ -273,8 +274,8 @@ class KeptStream(Stream):
 class KeptRequest:
     """One attempt at one endpoint.
 
-    Leaving it before the end of the response sends a client-left notice, because the client has left or another
-    endpoint resumes the stream. A router that is shutting down sends none.
+    Leaving the scope before the end of the response sends a client-left notice, because the client has left or another
+    endpoint resumes the stream. A router that is shutting down sends no notice.
 
     Args:
         request: Request to the endpoint.
@@ -322,7 +323,7 @@ class KeptRequest:
 
 
 def stream_name(*, owner: str | None, tenant: str | None, request_id: str, path: str, body: bytes) -> str:
-    """Compute the name of a request's stream. It is the same at all routers.
+    """Compute the name of a request's stream. The name is the same at all routers.
 
     The name depends on the caller, the request's id and the request itself. So a caller cannot get another caller's
     stream by repeating its id. A caller that uses an id for two different requests gets two streams.

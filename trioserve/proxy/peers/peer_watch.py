@@ -123,7 +123,7 @@ def _dns_source(text: str, rest: str) -> Source:
     name, colon, port = rest.partition(":")
     if not name or (colon and not (port.isdecimal() and 0 < int(port) < 65536)):
         raise StartupError(f'--router-peers is "{text}", it must be dns:NAME or dns:NAME:PORT')
-    # This import takes a third of a second, so it is made only if needed.
+    # Importing the DNS source takes a third of a second, so it is imported only if needed.
     from trioserve.proxy.discovery.dns import DnsSource
 
     return DnsSource(name, port=int(port or 80), template=lambda url: EndpointSpec(url=url))
@@ -133,10 +133,10 @@ logger = logging.getLogger(__name__)
 
 PEER_PATH = "/peer"
 RESPONSE_BYTES_MAX = 4096
-# This fraction of the time between two checks is random, so that routers that started together do not check together.
+# A random fraction of the check interval, up to JITTER, prevents routers that started together from checking together.
 JITTER = 0.25
-SHARES_SECONDS = 0.5  # This is the time between two updates of the shares, because the shares also depend on time.
-# For this time after a router's death, its clients may repeat their requests at this router.
+SHARES_SECONDS = 0.5  # The shares are updated at this interval, because they also depend on time.
+# For LOST_LATELY_SECONDS after a router's death, its clients may repeat their requests at this router.
 LOST_LATELY_SECONDS = 15.0
 
 Connect = Callable[[Peer], RemoteEndpoint]

@@ -2,7 +2,7 @@
 
 A client cannot choose which process gets its connection. So a request to the router itself, such as an abort by id, is
 forwarded to all processes. Each process has an internal port for the others, on the loopback address. For shares of
-endpoint leases, the processes are peers (see peer_watch). They share nothing else.
+endpoint leases, the processes are peers (see peer_watch). The processes share nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DECIDE_HEADER = "x-trioserve-decide"
 """Header that asks the first process to make a change in all processes."""
 KEPT_PATH = "/process/kept/"
 ANSWER_SECONDS_MAX = 2.0
-ANSWER_BYTES_MAX = 32 * 1024 * 1024  # This is enough for a metrics page of many endpoints.
+ANSWER_BYTES_MAX = 32 * 1024 * 1024  # The limit is enough for a metrics page of many endpoints.
 FORWARDED_HEADERS = ("authorization", "x-api-key", "content-type")
 
 
@@ -156,7 +156,7 @@ class OneProcess:
 
 
 class OtherProcesses(OneProcess):
-    """The other processes of a router that has several.
+    """The other processes of a router that has several processes.
 
     Args:
         place: Identity of this process.
@@ -242,7 +242,7 @@ def _headers(context: RouterContext) -> list[tuple[str, str]]:
 class ProcessPeers(NoPeers):
     """Peers of a process whose only peers are the processes of the same router.
 
-    They do not resume each other's streams, because they end together.
+    The processes do not resume each other's streams, because all of them end together.
 
     Args:
         watch: State of the other processes.

@@ -45,8 +45,8 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 # The router asks at most this many endpoints for one stream, in the order of their scores for the stream's name.
 SEARCHED_MAX = 1024
 AT_ONCE_MAX = 32  # The router asks at most this many endpoints at the same time.
-# This is the limit of concurrent searches. Each search asks every endpoint, and many clients repeat their requests
-# after an overload.
+# The number of concurrent searches is limited, because each search asks every endpoint, and many clients repeat their
+# requests after an overload.
 SEARCHES_MAX = 64
 ANSWER_SECONDS_MAX = 1.0
 READER_MAX = 2**31 - 1
@@ -183,7 +183,7 @@ class PeerStreams(NoPeers):
             self._searches.release()
 
     async def _search(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
-        """Ask the endpoints that serve the model until one has the stream.
+        """Ask the endpoints that serve the model, until an endpoint has the stream.
 
         An endpoint that does not answer in time is skipped.
         """
