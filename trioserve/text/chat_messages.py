@@ -11,11 +11,14 @@ from trioserve.contracts.prompt import ChatPrompt
 
 __all__ = ["IMAGE_MARK", "ContentFormat", "check_shape", "prepared_messages"]
 
-ARGUMENT_DEPTH_MAX = 64  # templates print arguments recursively; arguments of real tools nest up to ten deep
-ARGUMENT_VALUES_MAX = 100_000  # values in all calls; Python objects take ten times the memory of their JSON text
-JSON_DEPTH_MAX = 64  # templates print these values recursively, too; schemas of real tools nest up to ten deep
-JSON_VALUES_MAX = 100_000  # values in one field; Python objects take ten times the memory of their JSON text
-_VALUE_MARKS = (",", "[", "{")  # each value except the first follows one of these
+# Templates print arguments recursively. Arguments of real tools are nested at most ten levels deep.
+ARGUMENT_DEPTH_MAX = 64
+# Limit for all calls of a chat together. Python objects take ten times the memory of their JSON text.
+ARGUMENT_VALUES_MAX = 100_000
+# Templates print these values recursively, too. Schemas of real tools are nested at most ten levels deep.
+JSON_DEPTH_MAX = 64
+JSON_VALUES_MAX = 100_000  # Limit for one field. Python objects take ten times the memory of their JSON text.
+_VALUE_MARKS = (",", "[", "{")  # One of these characters precedes each JSON value except the first.
 
 
 IMAGE_MARK = {"type": "image"}
@@ -36,8 +39,8 @@ def prepared_messages(
     """Copy and check the messages of a prompt, in the format that a template expects.
 
     If the template expects a string, text parts are joined by line breaks, as in vLLM. If it expects parts, a string
-    becomes one part. A missing content becomes empty. Image marks, {"type": "image"}, stay where they are. Arguments of
-    earlier tool calls, which are JSON text, become objects. The caller's messages are not changed.
+    becomes one part. Missing content becomes empty content. Image marks, {"type": "image"}, are kept in their position.
+    Arguments of earlier tool calls, which are JSON text, become objects. The caller's messages are not changed.
 
     Args:
         prompt: The chat.
@@ -47,7 +50,8 @@ def prepared_messages(
 
     Raises:
         InvalidRequest: A message has a wrong shape, or content other than text and image marks. Also raised if
-            arguments are not JSON, or have too many or too deeply nested values. The message names the place.
+            arguments are not JSON, or have too many or too deeply nested values. The message names the path of the
+            field.
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
@@ -105,10 +109,10 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _parse_arguments(messages: list[dict[str, Any]], *, are_text: bool) -> None:
-    """Check the arguments of each call, and convert them to the format that the template needs.
+    """Check the arguments of each call, and convert the arguments to the format that the template needs.
 
-    OpenAI's API has arguments as JSON text. A template that uses tojson needs an object. A template that joins the
-    arguments to other text needs JSON text.
+    In OpenAI's API, arguments are JSON text. A template that applies tojson to arguments needs an object. A template
+    that joins arguments to other text needs JSON text.
     """
     value_count = 0
     for message_index, message in enumerate(messages):
@@ -127,7 +131,7 @@ def _parse_arguments(messages: list[dict[str, Any]], *, are_text: bool) -> None:
                     calls[call_index] = {**call, "function": {**function, "arguments": written}}
                 continue
             place = f"messages[{message_index}].tool_calls[{call_index}]"
-            # Count values before parsing. This also counts marks in strings, which does no harm.
+            # Count the values before parsing. Commas and brackets in strings are counted, too, which does no harm.
             value_count += sum(map(arguments.count, _VALUE_MARKS))
             if value_count > ARGUMENT_VALUES_MAX:
                 raise InvalidRequest(
@@ -177,14 +181,14 @@ def _append_to_content(message: dict[str, Any], text: str) -> None:
 
 
 def check_shape(value: object, field: str) -> None:
-    """Check the number of values in a field and how deeply they are nested, since templates print all of them.
+    """Check the number and the nesting depth of the values in a field, since templates print all values.
 
     Args:
         value: JSON value of the field.
         field: Name of the field, for error messages.
 
     Raises:
-        InvalidRequest: More than JSON_VALUES_MAX values, or nested more than JSON_DEPTH_MAX deep.
+        InvalidRequest: The field has more than JSON_VALUES_MAX values, or values nested more than JSON_DEPTH_MAX deep.
     """
     count = 0
     level = [value]

@@ -20,20 +20,22 @@ from trioserve.text.template_support import TemplateSupport, find_support, suppo
 
 __all__ = ["ChatTemplate", "template_flaw", "chat_template_text"]
 
-TEMPLATE_CHARACTERS_MAX = 262_144  # ten times the longest known template; compiling takes about 1 ms per 1,000
+# The limit is ten times the longest known template. Compiling takes about 1 ms per 1,000 characters.
+TEMPLATE_CHARACTERS_MAX = 262_144
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
-# Roles of OpenAI's API. A template may accept more.
+# These are the roles of OpenAI's API. A template may accept further roles.
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
-# Appended to the final message to find its end in the prompt. The space shows whether the template trims messages.
+# This mark is appended to the final message to find the end of the message in the prompt. If the space of the mark is
+# missing there, the template trims messages.
 _END_MARK = "\U000f5e4d\U000f5e4e "
 
 
 class ChatTemplate:
     """A Jinja template in the style of the Hugging Face hub.
 
-    The module template_sandbox limits what it may use and cost.
+    The module template_sandbox limits the objects that a template can reach, and its computation time and memory.
 
     Args:
         source: Text of the template. It is compiled at the first rendering, so a model with a broken template still
@@ -51,32 +53,32 @@ class ChatTemplate:
         self._special_tokens = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
         }
-        self._programs: dict[str, _Program] = {}  # programs of the model's own templates, not of templates in requests
+        # The model's own compiled templates. Templates in requests are never stored.
+        self._programs: dict[str, _Program] = {}
 
     @property
     def text(self) -> str:
         """Text of the template, followed by the template for tools.
 
-        Both show in which format the model writes reasoning and calls.
+        Both templates show in which format the model writes reasoning and calls.
         """
         return self.source if self._tool_source is None else f"{self.source}\n{self._tool_source}"
 
     @property
     def substitutions(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of old and new text: constants in the calls of `replace` in the templates that were rendered so far."""
+        """Pairs of old and new text that the templates rendered so far pass to `replace` as constants."""
         return tuple(pair for program in self._programs.values() for pair in program.substitutions)
 
     def render(self, prompt: ChatPrompt, *, tool_family: str | None = None, texts: RequestTexts | None = None) -> str:
         """Render a chat to the text of a prompt.
 
-        Encode the text without adding special tokens, since the template writes them.
+        Encode the returned text without adding special tokens, since the template writes them.
 
         Args:
-            prompt: The chat. A template in it replaces the model's template.
-            tool_family: Family of models whose format is used for tools and calls that the template cannot show. They
-                become plain messages. If it is None, they are left out.
-            texts: Replaces parts of the chat's texts before anything else is inserted into them. None to replace
-                nothing.
+            prompt: The chat. If the chat has a template, that template replaces the model's template.
+            tool_family: Family of models whose format is used for tools and calls that the template cannot show. Such
+                tools and calls become plain messages in this format. If None, they are left out.
+            texts: Replaces parts of the chat's texts before any other change of the texts. None to replace nothing.
 
         Raises:
             InvalidRequest: A message is not text, or rendering fails.
@@ -105,7 +107,7 @@ class ChatTemplate:
                 prompt = with_supported_parts(prompt, program.support, tool_family if has_tools else None)
         except InvalidRequest:
             raise
-        except Exception as error:  # an untrusted program that cannot be compiled
+        except Exception as error:  # Compiling an untrusted template can raise any exception.
             raise _template_fault(prompt, "is not valid", error) from error
         messages = prepared_messages(
             prompt,
@@ -123,15 +125,15 @@ class ChatTemplate:
         }
         try:
             text = render_within_bounds(program.template, arguments)
-        except Exception as error:  # an untrusted program can fail in any way, including MemoryError and RecursionError
+        except Exception as error:  # An untrusted template can raise any exception, such as MemoryError.
             raise _template_fault(prompt, "does not accept these messages", error) from error
         return _cut_at_final_end(text) if prompt.continue_final_message else text
 
     def _program(self, source: str) -> _Program:
         """Return a compiled template.
 
-        A request's own template is compiled each time. In a shared cache, the time of a request would reveal which
-        templates other keys send.
+        A template in a request is compiled for each request. If it were cached, the time of a request would reveal
+        which templates other API keys send.
         """
         if source not in (self.source, self._tool_source):
             return _Program(source, self._special_tokens)
@@ -150,7 +152,7 @@ class _Program:
 
     Attributes:
         roles: Roles that messages may have.
-        substitutions: Pairs of constants in the template's calls of `replace`.
+        substitutions: Pairs of old and new text that the template passes to `replace` as constants.
         template: The compiled template.
         content_format: Format that the template expects for the content of a message.
 
@@ -164,7 +166,8 @@ class _Program:
         self._source = source
         self._special_tokens = special_tokens
         tree = _environment().parse(source)
-        self.roles = ROLES | _named_roles(tree)  # the next statement folds lists of constants, so this comes first
+        # The roles must be read before _substitutions, which folds lists of constants in the syntax tree.
+        self.roles = ROLES | _named_roles(tree)
         self.substitutions = _substitutions(tree)
         self._variables = meta.find_undeclared_variables(tree)
         self.template = _environment().from_string(source)
@@ -182,7 +185,9 @@ class _Program:
 
 
 def template_flaw(source: str) -> str | None:
-    """Return why a template cannot be compiled, or None if it can be. The reason names the line if it is known.
+    """Return the reason why a template cannot be compiled, or None if it compiles.
+
+    If the line of the error is known, the reason names it.
 
     Args:
         source: Text of the template.
@@ -191,7 +196,7 @@ def template_flaw(source: str) -> str | None:
         _Program(source, {})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
-    except Exception as error:  # an untrusted program that cannot be compiled
+    except Exception as error:  # Compiling an untrusted template can raise any exception.
         return str(error) or type(error).__name__
     return None
 
@@ -205,7 +210,7 @@ def _has_tools(prompt: ChatPrompt) -> bool:
 
 
 def _role_of(message: object) -> object:
-    """Return the role of a message, which may have any shape: messages are checked later."""
+    """Return the role of a message. The message is not checked yet, so it may have any shape."""
     return message.get("role") if isinstance(message, dict) else None
 
 
@@ -214,7 +219,7 @@ def _has_system(prompt: ChatPrompt) -> bool:
 
 
 def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> None:
-    """Refuse a message with a role that the template does not know. Most templates would drop it silently."""
+    """Refuse a message with a role that the template does not know. Most templates would drop the message silently."""
     for index, message in enumerate(prompt.messages):
         role = _role_of(message)
         if isinstance(role, str) and role not in roles:
@@ -223,7 +228,7 @@ def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> None:
 
 
 def _named_roles(tree: nodes.Template) -> frozenset[str]:
-    """Return the roles that a template compares the role of a message with."""
+    """Return all roles with which a template compares the role of a message."""
     named: set[str] = set()
     for comparison in tree.find_all(nodes.Compare):
         if _is_key(comparison.expr, "role"):
@@ -274,7 +279,10 @@ def _environment() -> TemplateEnvironment:
 
 
 def _content_format(tree: nodes.Template) -> ContentFormat:
-    """Return the format that a template expects for the content of a message: a list if the template loops over it."""
+    """Return the format that a template expects for message content.
+
+    If it loops over the content, that is a list of parts.
+    """
     names = {"content"}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, set()):
@@ -314,14 +322,14 @@ def _template_fault(prompt: ChatPrompt, what: str, error: Exception) -> InvalidR
     )
 
 
-TEMPLATE_BYTES_MAX = 2**20  # the same limit as for a model's own template
+TEMPLATE_BYTES_MAX = 2**20  # The file of a model's own template has the same limit.
 
 
 def chat_template_text(named: str) -> str:
     """Return the text of a chat template, and check that it compiles.
 
     Args:
-        named: The template itself if it has "{{" or "{%", otherwise the path of a file.
+        named: The template itself if the text contains "{{" or "{%", otherwise the path of a file.
 
     Raises:
         StartupError: The file cannot be read, or the template does not compile. The message is one sentence.

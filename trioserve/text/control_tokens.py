@@ -2,12 +2,12 @@
 
 A chat template writes control tokens, such as <|im_start|>, as text. A client can write the same text in a message, and
 the tokenizer cannot tell the two apart. So a chat is rendered a second time if its texts might contain control tokens.
-This time, each character of such a text is replaced by a stand-in: a character from a Unicode plane that the chat does
-not use. Every stand-in in the rendered text came from the request.
+In the second rendering, each character that may be part of a control token is replaced by a stand-in: a character from
+a Unicode plane that the chat does not use. Every stand-in in the rendered text came from the request.
 
 Such a chat is encoded by a second encoder with the same vocabulary. In this encoder, the control tokens have secret
-names. The control tokens that the template wrote are renamed before encoding. Those from the request are not renamed,
-so they are ordinary text to this encoder. All text around them is encoded as usual.
+names. The control tokens that the template wrote are renamed before encoding. Control tokens from the request are not
+renamed, so they are ordinary text to this encoder. All other text is encoded as usual.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from trioserve.text.token_span import steps_of
 
 __all__ = ["ChatText", "ControlTokens"]
 
-SECRET_BYTES = 12  # random bytes in the names of control tokens in the second encoder
-SHORT_CHARACTERS = 1000  # longest text that is translated in one call
-PLANE = 0x10000  # characters in one plane of Unicode
-PLANES = (*range(4, 14), 15, 16)  # planes that are unassigned or for private use
+SECRET_BYTES = 12  # Number of random bytes in a control token's secret name.
+SHORT_CHARACTERS = 1000  # Longest text that one call of str.translate processes.
+PLANE = 0x10000  # Number of characters in one Unicode plane.
+PLANES = (*range(4, 14), 15, 16)  # Unicode planes without assigned characters, and planes for private use.
 
 _SURROGATES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_TURN_MARKERS = frozenset((*HARMONY_TOKENS, *K3_TOKENS))  # tokens that also begin and end messages
+_TURN_MARKERS = frozenset((*HARMONY_TOKENS, *K3_TOKENS))  # These tokens of two formats also begin and end messages.
 _TOOL_RESULTS = ("<tool_response>", "</tool_response>")
 
 
 def _markers() -> frozenset[str]:
     """Return the markers of reasoning and tool calls of all model families.
 
-    Not every vocabulary declares them special.
+    Not every vocabulary declares these markers as special tokens.
     """
     markers = set(_TOOL_RESULTS)
     for tools in TOOL_FAMILIES.values():
@@ -69,8 +69,9 @@ class StandIns:
         letters: The characters, each once.
 
     Attributes:
-        mark_after: A character of the plane that is no stand-in. It is written after a token to mark it.
-        mark_before: Another such character, which is written before a token.
+        mark_after: A character of the plane that is no stand-in. This character is written after a token to mark the
+            token.
+        mark_before: Another character of the plane that is no stand-in. This character is written before a token.
     """
 
     def __init__(self, plane: int, letters: str) -> None:
@@ -80,7 +81,7 @@ class StandIns:
         self.mark_after, self.mark_before = chr(first + len(letters)), chr(first + len(letters) + 1)
 
     def of(self, text: str) -> str:
-        """Return a text with stand-ins in place of the characters.
+        """Replace the characters of control tokens in a text by their stand-ins.
 
         Args:
             text: The text.
@@ -90,7 +91,7 @@ class StandIns:
         return "".join(part.translate(self._to) for part in in_slices(text))
 
     def undone(self, text: str) -> str:
-        """Return a text with the characters in place of their stand-ins.
+        """Replace the stand-ins in a text by the original characters.
 
         Args:
             text: The text.
@@ -98,9 +99,9 @@ class StandIns:
         return "".join(part.translate(self._back) for part in in_slices(text))
 
     def without_escapes(self, text: str) -> str:
-        """Return a text with stand-ins in place of their JSON escapes.
+        """Replace the JSON escapes of stand-ins in a text by the stand-ins.
 
-        A stand-in of a character that is not ASCII becomes the JSON escape of that character.
+        A stand-in for a character that is not ASCII is replaced by the JSON escape of that character.
 
         Args:
             text: Text that a template may have written as JSON with escapes.
@@ -121,8 +122,9 @@ class ChatText(NamedTuple):
 
     Attributes:
         text: The text, with stand-ins where a text of the request may be part of a control token.
-        stand_ins: Mapping of the stand-ins, or None if the text has none.
-        is_kept: True if Tokenizer.encode would find control tokens in the text that the template did not write.
+        stand_ins: Mapping of the stand-ins, or None if the text contains no stand-ins.
+        is_kept: True if the text must not be passed to Tokenizer.encode, which would find control tokens that the
+            template did not write.
     """
 
     text: str
@@ -168,7 +170,7 @@ class ControlTokens:
             for token_id, token in added
             if (encoder_id := self.encoder.token_to_id(self._renamed.get(token.content, token.content))) is not None
         }
-        # An id that the second encoder gives to an added token must not be the id of another token in the vocabulary.
+        # If the second encoder gives an added token the id of another token in the vocabulary, ids are ambiguous.
         self._is_ambiguous = any(
             self._model.id_to_token(encoder_id) not in (None, self.encoder.id_to_token(encoder_id))
             for encoder_id in self._token_ids
@@ -187,8 +189,8 @@ class ControlTokens:
             tool_family: Format for tools and calls that the template cannot show, as in ChatTemplate.render.
 
         Raises:
-            InvalidRequest: The template refuses the chat, as in ChatTemplate.render. Or it refuses the chat as soon as
-                the control tokens in its texts are replaced.
+            InvalidRequest: The template refuses the chat, as in ChatTemplate.render. Also raised if the template
+                accepts the chat only as long as the control tokens in its texts are not replaced.
 
         Cost: a scan of the rendered text and of the texts of the chat. If one of the texts might be part of a control
         token, the chat is rendered once or twice more.
@@ -206,7 +208,7 @@ class ControlTokens:
             replacing = texts.replacing(stand_ins.of, beside)
             try:
                 return stand_ins.without_escapes(template.render(prompt, tool_family=tool_family, texts=replacing))
-            except InvalidRequest:  # the template accepted the original chat
+            except InvalidRequest:  # The template refuses the chat only with stand-ins.
                 return None
 
         marked = rendered({})
@@ -231,7 +233,7 @@ class ControlTokens:
     def _beside(self, texts: RequestTexts, stand_ins: StandIns) -> dict[str, str]:
         """Return each token with a mark beside it, for templates that search messages for their control tokens.
 
-        Such a template still finds the token, since the mark is not inside it.
+        Such a template still finds the token, since the mark is beside the token and not inside.
         """
         return {
             token: f"{stand_ins.mark_before}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark_after}"
@@ -240,7 +242,7 @@ class ControlTokens:
         }
 
     def renamed(self, chat: ChatText) -> str:
-        """Return the text for the second encoder. Convert its token ids with `read`.
+        """Return the text for the second encoder. The method `read` converts the ids that the second encoder returns.
 
         Args:
             chat: The rendered chat.
@@ -275,7 +277,7 @@ class ControlTokens:
         return read
 
     def _spelled(self, token: str) -> list[int]:
-        """Return the ids of smaller pieces of a control token that the vocabulary also has as ordinary text."""
+        """Return the ids of smaller tokens that together spell a control token as ordinary text."""
         ids: list[int] = []
         for part in (token[:1], token[1:]):
             for piece in self._model.tokenize(part):
@@ -295,7 +297,7 @@ class ControlTokens:
 
 
 def _settled(marked: str | None, beside: Mapping[str, str], stand_ins: StandIns) -> str | None:
-    """Replace each token that has a mark beside it by its stand-ins, and remove the marks."""
+    """Replace each token that has a mark beside it by the stand-ins of its characters, and remove the marks."""
     if marked is None:
         return None
     for token, written in beside.items():
@@ -336,7 +338,7 @@ def _encoder_like(backend: tokenizers.Tokenizer, added: list[AddedToken]) -> tok
 
 
 def _normalizes_letters(backend: tokenizers.Tokenizer) -> bool:
-    """Return True if a text may become a control token when it is normalized."""
+    """Return True if the tokenizer's normalizer may turn ordinary text into a control token."""
     normalizer = backend.normalizer
     if normalizer is None:
         return False

@@ -1,13 +1,14 @@
 """Converts token ids to text, one token at a time. The text never ends with part of a character.
 
 The decode stream of the tokenizers library has three faults. It decodes a window of tokens again for each new token. It
-waits forever after a token whose text really is U+FFFD. It cannot return the rest at the end. Here the bytes of each
-token go through one incremental UTF-8 decoder. The result is exact, and costs well under a microsecond per token.
+waits forever after a token whose text really is U+FFFD. At the end of a sequence, it cannot return an incomplete
+character. This module passes the bytes of each token to one incremental UTF-8 decoder. The result is exact, and costs
+well under a microsecond per token.
 
-The bytes that each token adds come from one rule, read once from the decoder of a tokenizer. Two kinds of decoders
-cover the generative models: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken), and SentencePiece with byte fallback
-(Llama 2, Mistral). Encoder models have WordPiece (BERT) or SentencePiece without byte fallback (XLM-R). In all of them,
-the bytes of a token do not depend on its neighbours.
+One rule yields the bytes that each token adds. The rule is read once from the decoder of a tokenizer. Two kinds of
+decoders cover the generative models: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken), and SentencePiece with byte
+fallback (Llama 2, Mistral). Encoder models have WordPiece (BERT) or SentencePiece without byte fallback (XLM-R). In all
+these kinds, the bytes of a token do not depend on neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["TokenPieces", "byte_alphabet", "IncrementalDecoder"]
 
-TOKEN_ID_MAX = 2**32 - 1  # largest id that the tokenizer library can look up
+TOKEN_ID_MAX = 2**32 - 1  # Largest token id that the tokenizers library can look up.
 
 
 class TokenPieces(dict[int, bytes]):
-    """Bytes of each token, by token id. Entries are added when a token is first used. An unknown id has empty bytes.
+    """Bytes of each token, by token id. An entry is added when its token is first used. An unknown id has empty bytes.
 
     Args:
         backend: The tokenizer.
 
     Attributes:
         whole_texts: Texts of the tokens used so far whose bytes are whole characters, by token id.
-        leading_spaces_max: Number of spaces at the beginning of a text that the tokenizer adds, and that are not text.
+        leading_spaces_max: Most spaces that the tokenizer adds at the beginning of a text. These spaces are not part of
+            the text.
 
     Raises:
-        ModelLoadError: The tokenizer's decoder is of another kind than those above.
+        ModelLoadError: The kind of the tokenizer's decoder is not supported.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -53,7 +55,7 @@ class TokenPieces(dict[int, bytes]):
             return b""
         token = self._backend.id_to_token(token_id)
         if token is None:
-            return b""  # not stored: ids beyond the vocabulary would grow the table without bound
+            return b""  # An unknown id is not stored, since the table would grow without bound.
         piece = self[token_id] = self._spell(token)
         with suppress(UnicodeDecodeError):
             self.whole_texts[token_id] = piece.decode("utf-8")
@@ -61,14 +63,14 @@ class TokenPieces(dict[int, bytes]):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of GPT-2's vocabulary files stands for, by character."""
+    """Return the byte that each character in GPT-2's vocabulary files represents, by character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], int]:
-    if backend.decoder is None:  # a plain word list: the library joins the words with spaces
+    if backend.decoder is None:  # The vocabulary is a plain word list, whose words the library joins with spaces.
         return (lambda token: b" " + token.encode()), 1
     steps = _flat_steps(json.loads(backend.decoder.__getstate__()))
     kinds = [step["type"] for step in steps]
@@ -78,7 +80,8 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], in
         return functools.partial(_spell_word_piece, steps[0]["prefix"]), 1
     if kinds == ["Metaspace"]:
         return functools.partial(_spell_metaspace, steps[0]["replacement"]), 1
-    # Strip is allowed only after Fuse, where it applies to the whole text. Before Fuse it would apply to every token.
+    # The step Strip is allowed only after the step Fuse, where Strip applies to the whole text. Before Fuse, Strip
+    # would apply to every token.
     replaces = [step for step in steps if step["type"] == "Replace" and "String" in step["pattern"]]
     rest = steps[len(replaces) :]
     if steps[: len(replaces)] == replaces and [step["type"] for step in rest] in _SENTENCE_PIECE_ENDINGS:
@@ -110,13 +113,13 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
         try:
             return bytes([byte_of[character] for character in token])
         except KeyError:
-            return token.encode()  # an added token, whose text is not in the byte alphabet
+            return token.encode()  # The text of an added token is not written in the byte alphabet.
 
     return spell
 
 
 def _spell_word_piece(prefix: str, token: str) -> bytes:
-    """Return the bytes of a WordPiece token. Unlike the library, keep the spaces before punctuation."""
+    """Return the bytes of a WordPiece token. Spaces before punctuation are kept, unlike in the library."""
     return token.removeprefix(prefix).encode() if token.startswith(prefix) else b" " + token.encode()
 
 
@@ -145,9 +148,10 @@ class IncrementalDecoder:
     become U+FFFD, one per maximal invalid part, as the Unicode standard recommends (section 3.9). The last character of
     a sequence is held back until it is complete or `flush` is called.
 
-    The result differs from the `tokenizers` library in one case: vocabularies with byte fallback. If one byte of a run
-    of byte tokens is wrong, the library replaces the whole run by U+FFFD, valid characters included. This is only known
-    at the end of the run, and a stream cannot retract sent text. So only the invalid part is replaced here.
+    The result differs from that of the `tokenizers` library in one case: vocabularies with byte fallback. If one byte
+    of a run of byte tokens is wrong, the library replaces the whole run by U+FFFD, valid characters included. Whether a
+    byte is wrong is known only at the end of the run, and a stream cannot retract sent text. So this decoder replaces
+    only the invalid part.
 
     Args:
         pieces: Bytes of each token.
@@ -165,7 +169,9 @@ class IncrementalDecoder:
         self._utf8 = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
-        """Return the text that is complete after one more token. It is often empty. An unknown id adds nothing.
+        """Process one more token, and return the text that is now complete.
+
+        The returned text is often empty. An unknown id adds nothing.
 
         Args:
             token_id: The token.
@@ -174,14 +180,14 @@ class IncrementalDecoder:
             return ""
         text = self._whole_texts.get(token_id)
         if text is not None and not self._utf8.buffer and not self._leading_spaces_left:
-            return text  # the result is the same as below, and faster
+            return text  # The code below gives the same result, but is slower.
         piece = self._pieces[token_id]
         if self._leading_spaces_left and piece:
             piece = self._without_leading_spaces(piece)
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """Return U+FFFD if the last character is incomplete, otherwise ""."""
+        """End the text. Return U+FFFD if the last character is incomplete, otherwise ""."""
         return self._utf8.decode(b"", True)
 
     def _without_leading_spaces(self, piece: bytes) -> bytes:

@@ -20,8 +20,9 @@ class FillInMiddle(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         prompt_format: Prompt text, with {prefix} and {suffix} in place of the two texts.
-        tokens: Tokens in `prompt_format`. A vocabulary of the family has all of them.
-        ends: Tokens that end the middle, in addition to the model's own end tokens. A vocabulary may lack some.
+        tokens: Tokens in `prompt_format`. Every vocabulary of the family has all these tokens.
+        ends: Tokens that end the middle, in addition to the model's own end tokens. A vocabulary may lack some of these
+            tokens.
     """
 
     prompt_format: str
@@ -29,7 +30,7 @@ class FillInMiddle(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[str, ...] = ("<|endoftext|>",)
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """Return the prompt text. The model continues it with the middle.
+        """Return the prompt text. The model continues the prompt with the text for the gap.
 
         Args:
             prefix: Text before the gap.
@@ -47,7 +48,7 @@ def _family(prompt_format: str, *tokens: str, ends: tuple[str, ...] = ("<|endoft
 
 
 FORMATS = (
-    # Qwen2.5-Coder and Qwen3-Coder; CodeGemma
+    # Format of Qwen2.5-Coder, Qwen3-Coder and CodeGemma.
     _family(
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
         "<|fim_prefix|>",
@@ -55,7 +56,7 @@ FORMATS = (
         "<|fim_middle|>",
         ends=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
     ),
-    # StarCoder, Granite Code
+    # Format of StarCoder and Granite Code.
     _family(
         "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
         "<fim_prefix>",
@@ -63,20 +64,20 @@ FORMATS = (
         "<fim_middle>",
         ends=("<|endoftext|>", "<file_sep>"),
     ),
-    # DeepSeek-Coder
+    # Format of DeepSeek-Coder.
     _family(
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
         "<｜fim▁begin｜>",
         "<｜fim▁hole｜>",
         "<｜fim▁end｜>",
     ),
-    # Codestral, in whose prompt the suffix comes first
+    # Format of Codestral. The suffix comes first in its prompt.
     _family("[SUFFIX]{suffix}[PREFIX]{prefix}", "[SUFFIX]", "[PREFIX]", ends=()),
 )
 
 
 def fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
-    """Return the prompt format that a vocabulary belongs to, or None if it has no tokens of such a format.
+    """Return the prompt format whose tokens a vocabulary has, or None if the vocabulary has the tokens of no format.
 
     Args:
         tokenizer: Tokenizer of the model.

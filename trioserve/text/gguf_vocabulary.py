@@ -1,8 +1,8 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-The file has the vocabulary, but only names the rule by which a text is split before merging (tokenizer.ggml.pre). The
-table of these names is here. It comes from the models' own tokenizer files and from llama.cpp's src/llama-vocab.cpp.
-The keys are those of the GGUF specification (ggml/docs/gguf.md).
+The file contains the vocabulary, but only the name of the rule that splits a text before merging (tokenizer.ggml.pre).
+A table in this module maps each name to its rule. The table comes from the models' own tokenizer files and from
+llama.cpp's src/llama-vocab.cpp. The keys are those of the GGUF specification (ggml/docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ __all__ = ["KNOWN_SPLITS", "vocabulary_from_gguf"]
 
 _T = TypeVar("_T")
 
-TOKENS_MAX = 2**22  # the largest vocabularies have 262,144
-MERGED_CHARACTERS_MAX = 256  # length of a SentencePiece token that is built from others; real tokens have up to 48
-MERGES_PER_TOKEN_MAX = 16  # average over all tokens; a SentencePiece token can be built in about two ways
+TOKENS_MAX = 2**22  # The largest known vocabularies have 262,144 tokens.
+# Longest SentencePiece token that is built by merges. Tokens of real vocabularies have at most 48 characters.
+MERGED_CHARACTERS_MAX = 256
+# Limit for the average over all tokens. A SentencePiece token can be built from two others in about two ways.
+MERGES_PER_TOKEN_MAX = 16
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
@@ -91,12 +93,12 @@ class _PreTokenizer:
     """Rule that splits a text before merging.
 
     Attributes:
-        splits: Regular expressions, applied one after another. Matches and the texts between them are separate pieces
-            from then on.
+        splits: Regular expressions, applied one after another. Each match becomes a separate piece, and so does each
+            text between two matches.
         splits_like_gpt2: True to apply GPT-2's expression after `splits`.
         normalizes: True to convert the text to NFC first.
-        takes_whole_words: True if a piece that is a token is used as such, without merges.
-        adds_bos: True if a BOS token comes first when the file does not say so.
+        takes_whole_words: True if a piece that equals a token becomes this token without merges.
+        adds_bos: True if a text begins with a BOS token by default. The file can override this.
     """
 
     splits: tuple[str, ...] = ()
@@ -149,18 +151,19 @@ _DEEPSEEK_LLM_SPLITS = (
     r"[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-    r"(?<!\s)\s+$",  # their expression is \s+$, which takes quadratic time in a run of spaces
+    r"(?<!\s)\s+$",  # The model's own expression is \s+$, which takes quadratic time in a run of spaces.
     _DEEPSEEK_CJK,
     r"\p{N}",
 )
 _DEEPSEEK_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
-# Like GPT-4o's expression, but Chinese characters are not letters of words, and a slash does not belong to the
-# punctuation before it.
+# This expression is like GPT-4o's, but Chinese characters are not letters of words, and a slash does not belong to the
+# preceding punctuation.
 _KIMI_SPLIT = r"\p{Han}+|" + _GPT_4O_SPLIT.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
 
-# Splits numbers into groups of three digits, counted from the end. The original expression is the empty match
-# (?=(\d{3})+(?!\d)), which takes quadratic time in a number's length. This expression matches whole pieces instead: the
-# digits before a number's first full group, and each group. Each match includes the text up to the next group.
+# This expression splits numbers into groups of three digits, counted from the end. The original expression is the empty
+# match (?=(\d{3})+(?!\d)), which takes quadratic time in a number's length. This expression matches whole pieces
+# instead: the digits before a number's first full group, and each group. Each match includes the text up to the next
+# group.
 _UP_TO_GROUPS = r"\d{0,2}(?=(?:\d{3})*(?!\d))"
 _GROUPS_OF_THREE = (
     rf"(?<!\d){_UP_TO_GROUPS.replace('0,2', '1,2')}(?:\D++{_UP_TO_GROUPS})*+|\d{{3}}(?:\D++{_UP_TO_GROUPS})*+"
@@ -175,8 +178,8 @@ _GPT_4O = _PreTokenizer(splits=(_GPT_4O_SPLIT,))
 _LLAMA3 = _PreTokenizer(splits=(_LLAMA3_SPLIT,), takes_whole_words=True, adds_bos=True)
 _QWEN2 = _PreTokenizer(splits=(_QWEN2_SPLIT,), normalizes=True)
 _DEEPSEEK_V3 = _PreTokenizer(splits=_DEEPSEEK_V3_SPLITS)
-# Rules by the names that llama.cpp's converter writes. Some names belong to models with the architecture of a supported
-# family but the tokenizer of another.
+# The keys are the names that llama.cpp's converter writes. Some names belong to models that combine the architecture of
+# a supported family with the tokenizer of another family.
 _PRE_TOKENIZERS = {
     "default": _PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "a.x-4.0": _GPT2,
@@ -216,7 +219,8 @@ _PRE_TOKENIZERS = {
     "mpt": _GPT2_COMPOSED,
     "olmo": _GPT2_COMPOSED,
     "phi-2": _GPT2,
-    "pixtral": _LLAMA3,  # as tokenizer.json of these models says, although Mistral's own files use the tekken rule
+    # The tokenizer.json of these models uses this rule, although Mistral's own files use the tekken rule.
+    "pixtral": _LLAMA3,
     "qwen2": _QWEN2,
     "qwen35": _PreTokenizer(splits=(_QWEN35_SPLIT,), normalizes=True),
     "refact": _DIGITS,
@@ -236,7 +240,7 @@ KNOWN_SPLITS = frozenset(split for pre_tokenizer in _PRE_TOKENIZERS.values() for
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
-    name = metadata.get("tokenizer.ggml.pre", "default")  # older files lack the key
+    name = metadata.get("tokenizer.ggml.pre", "default")  # Older GGUF files lack this key.
     if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise ModelLoadError(
             f"the GGUF file's pre-tokenizer is {reprlib.repr(name)}; supported are {', '.join(_PRE_TOKENIZERS)}: "
@@ -286,7 +290,7 @@ def _sentence_piece_bpe(
         fuse_unk=True,
         byte_fallback=_Kind.BYTE in kinds,
     )
-    # As in SentencePiece, each stretch of text gets the space, so also the text after each special token.
+    # As in SentencePiece, a space is added before each text between two special tokens, not only at the beginning.
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     prefix: list[Any] = [normalizers.Prepend(_SPACE)] if prefixed else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
@@ -298,18 +302,18 @@ def _sentence_piece_bpe(
 
 
 def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges that are implied by one score per token, best first.
+    """Return the merges that are implied by one score per token, the best merge first.
 
-    There is one merge for each way to join two tokens into a third. SentencePiece merges the neighbours whose joined
-    token has the best score. The scores do not order different ways to the same token. They are ordered by the length
-    of their left part, longest first.
+    There is one merge for each pair of tokens whose joined text is also a token. SentencePiece merges the neighbours
+    whose joined token has the best score. Pairs that form the same token have equal scores. They are ordered by the
+    length of their left token, the longest first.
     """
     ranked = []
-    known = {token: token for token in tokens}  # one string object per token, however many merges it is part of
+    known = {token: token for token in tokens}  # All merges that contain a token share one string object.
     merges_max = MERGES_PER_TOKEN_MAX * (len(tokens) + 4096)
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind in (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.BYTE):
-            continue  # these tokens never come from text
+            continue  # Text is never encoded as one of these tokens.
         if len(token) > MERGED_CHARACTERS_MAX:
             raise ModelLoadError(
                 f"the GGUF file has a token of {len(token)} characters, allowed are {MERGED_CHARACTERS_MAX}: "
@@ -334,12 +338,12 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: S
 def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
-    except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
+    except Exception as error:  # The library raises plain Exception for a merge of unknown tokens.
         raise ModelLoadError(f"the GGUF file's tokens and merges do not fit together ({error})") from error
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Add the tokens that are searched in a text as a whole, before it is split."""
+    """Add the tokens that are searched in the whole text before the text is split."""
     special = [
         AddedToken(token, special=True, normalized=False)
         for token, kind in zip(tokens, kinds, strict=True)
@@ -366,7 +370,7 @@ def _kinds(metadata: Mapping[str, object], token_count: int) -> Sequence[int]:
 def _named_token(
     metadata: Mapping[str, object], name: str, tokens: Sequence[str], *, default_id: int | None
 ) -> tuple[str, int] | None:
-    """Return the text and id of the token that tokenizer.ggml.<name>_token_id names, or None."""
+    """Return the text and id of the token that the key tokenizer.ggml.<name>_token_id names, or None."""
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key, default_id)
     if token_id is None:

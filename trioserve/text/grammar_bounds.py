@@ -1,9 +1,9 @@
 """Bounds of schemas and grammars, so that compiling one takes at most a second, and a mask some milliseconds.
 
 The library has its own bounds for most costs (grammar_compiler.LIMITS). The bounds here cover costs that the library
-does not limit, or limits too late. They were found by experiment. Intersections of patterns take cubic time. Optional
-properties of an object take quadratic time, and one parser item each. A text without a choice in it is walked to its
-end each time the library is asked for forced tokens. All bounds are checked without recursion.
+does not limit, or limits too late. The bounds were found by experiment. Intersections of patterns take cubic time.
+Optional properties of an object take quadratic time. A text without alternatives is walked to its end in each
+computation of forced tokens. All bounds are checked without recursion.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ __all__ = [
     "with_kept_schemas",
 ]
 
-# A chain of 6,000 rules, the most that fit into a grammar, takes less than half of this stack. Only pages that are used
-# take memory.
+# A grammar has at most 6,000 rules. A chain of 6,000 rules takes less than half of this stack. Only used pages of the
+# stack take memory.
 COMPILE_STACK_BYTES = 512 * 2**20
-FIXED_TEXT_CHARACTERS_MAX = 8192  # length of one text without a choice in it
+FIXED_TEXT_CHARACTERS_MAX = 8192  # Longest text in which a grammar allows no alternatives.
 PATTERN_CHARACTERS_MAX = 8192
-REPEATS_MAX = 10_000  # repetitions of one part of a pattern; those of nested parts are multiplied
-JOINED_PATTERNS_MAX = 32  # patterns of all members of an allOf, including nested members
-OPTIONAL_PROPERTIES_MAX = 480  # per object; each takes four of the 2,000 items that the parser may have at one position
-SCHEMAS_MAX = 1000  # per grammar; a request may offer 128 tools
-URI_CHARACTERS_MAX = 512  # length of an `$id`, which is joined with each reference below it
+REPEATS_MAX = 10_000  # Most repetitions of one part of a pattern. The repetitions of nested parts are multiplied.
+JOINED_PATTERNS_MAX = 32  # Most patterns in all members of an allOf together, nested members included.
+# Limit for one object. Each property takes four of the 2,000 items that the parser may have at one position.
+OPTIONAL_PROPERTIES_MAX = 480
+SCHEMAS_MAX = 1000  # Limit for one grammar. A request may offer 128 tools.
+URI_CHARACTERS_MAX = 512  # Longest `$id`. Each reference within the schema is joined with the `$id`.
 
 _HOLD_NAMES = frozenset(("properties", "$defs", "definitions", "patternProperties", "dependentSchemas", "dependencies"))
 _HOLD_VALUES = frozenset(("const", "enum", "default", "examples"))
-_LIBRARY_URI = "json-schema:///"  # URI of a schema without $id in the library
-_ROOT_URI = "http://schema.invalid/"  # the same here, since urljoin does not support the library's URI
+_LIBRARY_URI = "json-schema:///"  # The library gives this URI to a schema without $id.
+# This module uses another URI for such a schema, since urljoin does not support the library's URI.
+_ROOT_URI = "http://schema.invalid/"
 _INDEX_DIGITS_MAX = 9
 _REPEAT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _LARK_SCHEMA = re.compile(r"%json\s*")
-# Comments, texts and patterns. An unterminated text also matches, otherwise each of its quotes would begin a new text.
+# Matches comments, texts and patterns in a Lark grammar. An unterminated text also matches, otherwise each of its
+# quotes would begin a new text.
 _LARK_TOKEN = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?')
 _LARK_REPEAT = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 
@@ -195,7 +198,7 @@ def _schemas_within(grammar: str, *, param: str) -> Iterator[tuple[Any, int, int
     """Iterate over the schemas in a Lark grammar.
 
     Returns:
-        For each schema: its value, the index of the `%json` before it, and the index of its end.
+        For each schema: the schema itself, the index of the preceding `%json`, and the index of the end of the schema.
     """
     end = count = 0
     for found in _LARK_SCHEMA.finditer(grammar):
@@ -209,7 +212,7 @@ def _schemas_within(grammar: str, *, param: str) -> Iterator[tuple[Any, int, int
         except RecursionError:
             raise InvalidRequest("a schema of the grammar is nested too deeply", param=param) from None
         except ValueError:
-            continue  # the library reports the error in the schema
+            continue  # The library will report this error in the schema.
         yield schema, found.start(), end
 
 
@@ -233,10 +236,10 @@ def _check_properties(node: dict[str, Any], param: str) -> None:
 
 
 class _Rules:
-    """The schemas within one schema, and the targets of their references.
+    """All schemas within one schema, and the schemas to which their references lead.
 
-    Each is identified by its object identity. So it is walked only once, however many references lead to it and however
-    they are spelled.
+    Each schema is identified by its object identity. So a schema is walked only once, for any number of references to
+    it and any spelling of the references.
 
     Attributes:
         nodes: All schemas within the schema, and all objects that a reference treats as a schema.
@@ -245,21 +248,21 @@ class _Rules:
     def __init__(self, schema: Any, param: str) -> None:
         self._root = schema
         self._param = param
-        self._bases: dict[int, str] = {}  # by object identity: base URI of the references in it
+        self._bases: dict[int, str] = {}  # Base URI of the references in a schema, by the schema's object identity.
         self._resources: dict[str, Any] = {_ROOT_URI: schema}
         self._anchors: dict[tuple[str, str], dict[str, Any]] = {}
-        self._joined: dict[int, int] = {}  # by object identity: number of patterns
+        self._joined: dict[int, int] = {}  # Number of patterns of a schema, by the schema's object identity.
         self._walked: set[tuple[int, bool]] = set()
         self.nodes: list[dict[str, Any]] = []
         self._walk(schema, _ROOT_URI)
-        for node in self.nodes:  # grows while it is iterated
+        for node in self.nodes:  # The loop itself appends to `nodes`.
             if (target := self.target(node)) is not None:
                 self._walk(target, self._bases.get(id(target), _ROOT_URI))
 
     def target(self, node: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the schema that a `$ref` leads to. None if there is no reference or it leads out of the schema.
+        """Return the schema that a `$ref` leads to. None if there is no `$ref`, or if it leads out of the root schema.
 
-        The library refuses references that lead out of the schema.
+        The library refuses references that lead out of the root schema.
         """
         reference = node.get("$ref")
         if not isinstance(reference, str):
@@ -282,9 +285,11 @@ class _Rules:
         return found if isinstance(found, dict) else None
 
     def joined_patterns(self, rule: dict[str, Any]) -> int:
-        """Return how many patterns a text must match: those of a schema, of its allOf members, and of their references.
+        """Return how many patterns a text must match.
 
-        A schema that leads back to itself counts once. The library refuses it.
+        These are the patterns of a schema, of its allOf members, and of the schemas that they refer to.
+
+        A schema whose references lead back to itself counts once. The library refuses such a schema.
         """
         counts = self._joined
         if id(rule) in counts:
@@ -319,7 +324,7 @@ class _Rules:
     def _walk(self, schema: Any, base: str) -> None:
         """Add all schemas within a schema to `nodes`.
 
-        Values such as those of `const` are skipped unless a reference leads there.
+        Values, such as the value of `const`, are skipped unless a reference leads to them.
         """
         left: list[tuple[Any, str, bool]] = [(schema, base, False)]
         while left:
@@ -337,7 +342,7 @@ class _Rules:
             left.extend((value, base, key in _HOLD_NAMES) for key, value in node.items() if key not in _HOLD_VALUES)
 
     def _named(self, node: dict[str, Any], base: str) -> str:
-        """Register the `$id` and `$anchor` of a schema. Return the base URI of the references within it."""
+        """Register the `$id` and `$anchor` of a schema. Return the base URI of the references within the schema."""
         name, anchor = node.get("$id"), node.get("$anchor")
         if isinstance(name, str):
             if len(name) > URI_CHARACTERS_MAX:
@@ -356,7 +361,7 @@ class _Rules:
 def _joined_uri(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference.replace(_LIBRARY_URI, _ROOT_URI, 1))
-    except ValueError:  # the reference is not a URI and leads nowhere
+    except ValueError:  # The reference is not a URI, so it leads to no schema.
         return reference
 
 
@@ -368,10 +373,10 @@ def _own_patterns(rule: dict[str, Any]) -> int:
 def _repeats(pattern: str) -> int:
     """Return the largest number of repetitions of a part of a pattern.
 
-    Numbers of nested parts are multiplied. `*` and `+` do not count.
+    The numbers of nested parts are multiplied. `*` and `+` do not count as repetitions.
     """
-    most = [1]  # by open group: largest number in the group so far
-    last = 1  # number of the last complete part
+    most = [1]  # Largest number so far in each open group, the outermost first.
+    last = 1  # Number of repetitions of the last complete part.
     index = 0
     while index < len(pattern):
         character = pattern[index]

@@ -68,7 +68,7 @@ def grammar_source(
             check_pattern(structured.source, param=structured.param)
             return LLMatcher.grammar_from_regex(structured.source)
         case SchemaKind.CHOICE:
-            # Use one terminal for all choices. The parser has an item per rule, and can have 2,000 items.
+            # All choices share one terminal, since the parser needs an item per rule and is limited to 2,000 items.
             choices = " | ".join(map(json.dumps, _choices_of(structured)))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case SchemaKind.GRAMMAR:
@@ -126,31 +126,34 @@ def _lark_of(structured: StructuredOutput) -> str:
         lark: str = any_to_lark(structured.source)
     except RecursionError:
         raise InvalidRequest("the grammar is nested too deeply", param=structured.param) from None
-    except Exception as error:  # the library's GBNF reader raises various exceptions
+    except Exception as error:  # The library's reader of GBNF raises various exceptions.
         raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {error}", param=structured.param) from None
     check_lark(lark, param=structured.param)
     return lark
 
 
-# Limit of the sum of CompiledGrammar.byte_count_max, a worst case. Ordinary grammars take a hundredth of that.
+# Limit for the sum of CompiledGrammar.byte_count_max, which is a worst case. Ordinary grammars take a hundredth of
+# byte_count_max.
 CACHE_BYTES_MAX = 2**30
 GRAMMAR_SEQUENCES_MAX = 2000
-# Measured with a regex that makes new lexer states with each token, up to max_lexer_states.
+# Most memory per mask. It was measured with a regex that makes new lexer states with each token, up to
+# max_lexer_states.
 MASK_BYTES = 36_000
 LEXER_BYTES_MAX = 20 * 2**20
-GRAMMAR_BYTES = 98_304  # memory of a small compiled grammar, measured
-SOURCE_CHARACTER_BYTES = 150  # additional memory per character of the source
+GRAMMAR_BYTES = 98_304  # Measured memory of a small compiled grammar.
+SOURCE_CHARACTER_BYTES = 150  # Additional memory per character of the source.
 MESSAGE_CHARACTERS_MAX = 300
-# Limit for one request with many schemas. 128 tools with schemas of 2,000 characters take a fifth on a slow machine.
+# Limit for all schemas of one request. 128 tools with schemas of 2,000 characters take a fifth of this time on a slow
+# machine.
 COMPILE_SECONDS_MAX = 3.0
-UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # messages of the library
-NOTHING_FITS = "nothing can satisfy it"  # message that replaces them
+UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # Two messages of the library that users would not understand.
+NOTHING_FITS = "nothing can satisfy it"  # This message replaces the two messages of the library.
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,  # 20 ms
-    step_lexer_fuel=200_000,  # 15 ms for a mask
-    step_max_items=10_000,  # up to 20 ms if many tokens are forced in a row, while the event loop waits
-    max_lexer_states=20_000,  # each takes 1 or 2 kB
+    step_lexer_fuel=200_000,  # This fuel lasts for 15 ms per mask.
+    step_max_items=10_000,  # A run of forced tokens takes up to 20 ms, and the event loop waits meanwhile.
+    max_lexer_states=20_000,  # Each lexer state takes 1 or 2 kB.
     max_grammar_size=500_000,
     verbose_errors=False,
 )
@@ -161,15 +164,15 @@ _FREE_TEXT = re.compile(r"\w+(\[\w+\])?: /")
 
 
 def _never_end() -> None:
-    """Default of `check`: never ends the compilation."""
+    """Do nothing. This is the default of `check`, which never ends the compilation."""
 
 
 class CompiledGrammar:
     """A compiled grammar, shared by all sequences that use it.
 
-    The sequences also share its lexer, which gets more states as masks are filled. With too many states, the lexer
-    fails for all sequences. So a grammar wears out after some thousand sequences, or after the first failure. The next
-    request then compiles it again. Sequences that already use it continue with it.
+    The sequences also share the grammar's lexer, which gets more states as masks are filled. With too many states, the
+    lexer fails for all sequences. So a grammar wears out after some thousand sequences, or after the first failure. The
+    next request then compiles the grammar again. Sequences that already use the worn-out grammar continue to use it.
 
     Args:
         matcher: Matcher of the library at the beginning of the grammar. It is copied for each sequence.
@@ -178,7 +181,7 @@ class CompiledGrammar:
         keys: Tracks the keys of a JSON response, or None if no key can be repeated.
 
     Attributes:
-        mask_count: Number of masks that were filled. Callers that fill masks increase it.
+        mask_count: Number of masks that were filled. Callers that fill masks increase this number.
         keys: As above.
         ignored: As above.
     """
@@ -199,7 +202,7 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def wear_out(self) -> None:
-        """Mark the grammar as worn out because it failed a sequence. Any thread may call this."""
+        """Mark the grammar as worn out because it failed for a sequence. Any thread may call this method."""
         self._sequences_left = 0
 
     @property
@@ -212,7 +215,8 @@ class CompiledGrammar:
         return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
 
 
-_GrammarKey = tuple[SchemaKind, str, bool, str | None]  # kind, source, strict or not, cache salt
+# The items are the kind, the source, True if strict, and the cache salt.
+_GrammarKey = tuple[SchemaKind, str, bool, str | None]
 
 
 class GrammarCompiler:
@@ -221,7 +225,7 @@ class GrammarCompiler:
     Args:
         tokenizer: Tokenizer of the model.
         vocab_size: Number of tokens in the vocabulary.
-        end_token_ids: End tokens of the model. Empty to use those of the tokenizer.
+        end_token_ids: End tokens of the model. Empty to use the tokenizer's end tokens.
         cpu_seconds: Returns the CPU time of the calling thread so far, in seconds.
 
     Attributes:
@@ -253,10 +257,10 @@ class GrammarCompiler:
         self.compiles_total = 0
 
     def load(self) -> str | None:
-        """Read the vocabulary into the library. The first compilation does this if nobody has called it.
+        """Read the vocabulary into the library. Otherwise the first compilation does so.
 
         Returns:
-            Why no response of this model can follow a grammar, or None if responses can.
+            The reason why this model's responses cannot follow a grammar, or None if they can.
 
         Cost: 1 s for a large vocabulary. No other thread runs meanwhile.
         """
@@ -268,12 +272,15 @@ class GrammarCompiler:
                 self._library = LLTokenizer(
                     self.tokenizer.serialized(), n_vocab=self.vocab_size, eos_token=list(self.end_token_ids)
                 )
-            except Exception as error:  # the library does not support every tokenizer
+            except Exception as error:  # The library does not support every tokenizer.
                 self._unusable_reason = f"its tokenizer is not supported for this: {in_one_line(str(error))}"
         return self._unusable_reason
 
     def executor(self) -> LLExecutor:
-        """Return the executor that computes masks after draft tokens. Only the thread that fills masks calls this."""
+        """Return the executor that computes masks after draft tokens.
+
+        Only the thread that fills masks calls this method.
+        """
         if self._executor is None:
             self._executor = LLExecutor(1)
         return self._executor
@@ -300,22 +307,23 @@ class GrammarCompiler:
     def compile(
         self, structured: StructuredOutput, cache_salt: str | None = None, *, check: Callable[[], None] = _never_end
     ) -> CompiledGrammar:
-        """Compile a grammar, or return it if another request compiled it meanwhile. Releases the GIL.
+        """Compile a grammar, unless another request has compiled the same grammar meanwhile. Releases the GIL.
 
         Args:
             structured: The structured output that a request asks for.
             cache_salt: Salt of the request, as in `find`.
-            check: Called between the parts of a grammar that has many. An exception from it ends the compilation.
+            check: Called between two schemas of a grammar that has several. If it raises an exception, the compilation
+                ends.
 
         Raises:
-            InvalidRequest: The grammar cannot be compiled, nothing can satisfy it, or its schemas take more than
-                COMPILE_SECONDS_MAX. `param` is the field. The message contains the library's message.
+            InvalidRequest: The grammar cannot be compiled, no text can satisfy it, or its schemas take more than
+                COMPILE_SECONDS_MAX. `param` names the field. The message contains the library's message.
 
         Cost: milliseconds for most grammars, 1 s for the largest.
         """
         began_at = self._cpu_seconds()
         compiled = self.find(structured, cache_salt)
-        if compiled is not None:  # another request has compiled it meanwhile
+        if compiled is not None:  # Another request has compiled the same grammar meanwhile.
             return compiled
         self.load()
         if self._library is None:
@@ -350,7 +358,7 @@ class GrammarCompiler:
         elif structured.kind in (SchemaKind.JSON_OBJECT, SchemaKind.JSON_SCHEMA):
             schemas = [part.get("json_schema") for part in json.loads(grammar)["grammars"]]
         else:
-            return None  # free text may contain text that is not JSON
+            return None  # In free text, braces and quotes need not belong to JSON.
         if not any(map(has_free_keys, schemas)):
             return None
         with self._keys_lock:
@@ -361,7 +369,7 @@ class GrammarCompiler:
     def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:
         matcher = LLMatcher(library, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # initializes the lexer that all sequences share
+            matcher.compute_bitmask()  # This call initializes the lexer that all sequences share.
         return matcher
 
     def _check_parts(
@@ -374,11 +382,11 @@ class GrammarCompiler:
     ) -> None:
         """Compile each schema of a grammar separately.
 
-        If a schema comes after a choice, the library notices that nothing satisfies it only when a response has chosen
-        it.
+        If a schema belongs to one of several alternatives, the library notices that no value satisfies the schema only
+        when a response has begun this alternative.
 
         Raises:
-            InvalidRequest: Nothing satisfies one of the schemas, or compiling all of them takes too long.
+            InvalidRequest: No value satisfies one of the schemas, or compiling all schemas takes too long.
         """
         lark = grammar
         if grammar.startswith("{"):
@@ -413,7 +421,10 @@ class GrammarCompiler:
 
 
 def _fault_of_forced(matcher: LLMatcher) -> str:
-    """Return the error of a grammar that forces endless tokens, or "". The error occurs after its first token."""
+    """Return the error of a grammar that forces endlessly many tokens, or "".
+
+    The error occurs after its first token.
+    """
     forced = matcher.compute_ff_tokens()
     if not forced:
         return ""
@@ -423,7 +434,7 @@ def _fault_of_forced(matcher: LLMatcher) -> str:
 
 
 def in_one_line(message: str) -> str:
-    """Return a message of the library without its drawings, in one line.
+    """Return a message of the library in one line, without the dump of the parser's state.
 
     Args:
         message: The message.

@@ -20,8 +20,9 @@ from trioserve.text.stop_strings import BadWords
 
 __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 
-PATH_TOKENS_MAX: Final = 32  # restraints that allow so many tokens at the beginning count as satisfiable
-TRIED_ROWS_MAX: Final = 64  # masks per request, each takes up to 15 ms for the most complex grammars
+PATH_TOKENS_MAX: Final = 32  # If the restraints allow a beginning of this many tokens, they count as satisfiable.
+# Most masks that are tried per request. For the most complex grammars, each mask takes up to 15 ms.
+TRIED_ROWS_MAX: Final = 64
 TOKENS_SHOWN_MAX: Final = 4
 SHOWN_CHARACTERS_MAX: Final = 40
 
@@ -76,10 +77,11 @@ class PreparedGuides:
             )
 
     def check_restrictions(self, check: Callable[[], None]) -> None:
-        """Refuse allowed_token_ids and bad_words that leave no way to write the response.
+        """Refuse allowed_token_ids and bad_words that make every response impossible.
 
         Tries the possible beginnings, depth first, until one of them completes the grammar or has PATH_TOKENS_MAX
-        tokens. If TRIED_ROWS_MAX masks do not decide it, the request is accepted. It then fails when no token is left.
+        tokens. If TRIED_ROWS_MAX masks give no result, the request is accepted. It may later fail when no token is
+        allowed.
 
         Args:
             check: Raises an exception if the request was cancelled.
@@ -92,12 +94,12 @@ class PreparedGuides:
         sampling = self._sampling
         tokens_max = PATH_TOKENS_MAX if sampling.max_tokens is None else min(PATH_TOKENS_MAX, sampling.max_tokens)
         if sampling.stop or sampling.stop_token_ids:
-            tokens_max = 1  # the response may end before its grammar is complete
+            tokens_max = 1  # A stop string or stop token may end the response before its grammar is complete.
         matcher = None if self._grammar is None else self._grammar.new_matcher()
         written: list[int] = []
-        # Tokens that still have to be tried: at the beginning, and after each token of `written`.
+        # For the beginning and for each token of `written`, the next tokens that still have to be tried.
         ways: list[Iterator[int]] = []
-        refusal: InvalidRequest | None = None  # error about the first dead end
+        refusal: InvalidRequest | None = None  # Error for the first beginning after which no token is allowed.
         for _ in range(TRIED_ROWS_MAX):
             check()
             row, may_end = self._row_after(written, matcher)
@@ -121,10 +123,10 @@ class PreparedGuides:
     def _row_after(
         self, written: Sequence[int], matcher: LLMatcher | None, *, is_restricted: bool = True
     ) -> tuple[bytes, bool]:
-        """Fill a mask row with the tokens that are allowed next at the beginning of the response.
+        """Make a mask row of the tokens that are allowed after the first tokens of a response.
 
         Args:
-            written: Tokens before them.
+            written: The first tokens of the response.
             matcher: Matcher after `written`, or None if the response has no grammar.
             is_restricted: True to clear the tokens that allowed_token_ids and bad_words exclude.
 
@@ -150,7 +152,7 @@ class PreparedGuides:
         return words.tobytes(), may_end
 
     def _dead_end(self, written: Sequence[int], matcher: LLMatcher | None) -> InvalidRequest:
-        """Return the error of a response that cannot continue after these tokens."""
+        """Return the error for a response that cannot continue after the tokens in `written`."""
         tokenizer, sampling = self._compiler.tokenizer, self._sampling
         fields = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
         named = [name for name, value in fields.items() if value]
@@ -177,11 +179,11 @@ class PreparedGuides:
         return tuple(f"{self._structured.param}.{path}" for path in self._grammar.ignored)
 
     def new_guide(self, stop_token_ids: Collection[int], prompt_token_ids: Sequence[int]) -> SequenceGuide:
-        """Make the guide of one sequence. Costs microseconds.
+        """Make the guide of one sequence. This takes microseconds.
 
         Args:
             stop_token_ids: Tokens that end the sequence.
-            prompt_token_ids: Tokens of the prompt, which show whether it has opened reasoning.
+            prompt_token_ids: Tokens of the prompt, which show whether the prompt has opened reasoning.
         """
         reasoning = None
         if self._thinking is not None:
@@ -214,7 +216,7 @@ class GuideFactory:
         self.compiler = compiler
 
     def find(self, sampling: SamplingParams, cache_salt: str | None = None) -> PreparedGuides | None:
-        """Return prepared guides if they need no more than a moment's work, otherwise None.
+        """Return the guides of a request if preparing them takes no noticeable time, otherwise None.
 
         Args:
             sampling: Sampling parameters of the request.
@@ -234,7 +236,7 @@ class GuideFactory:
     ) -> PreparedGuides:
         """Compile and check the restraints of a request.
 
-        Call this in a thread with a large stack, as GrammarCompiler.compile.
+        Call this method in a thread with a large stack, like GrammarCompiler.compile.
 
         Args:
             sampling: Sampling parameters of the request.
@@ -242,8 +244,8 @@ class GuideFactory:
             check: Raises an exception if the request was cancelled.
 
         Raises:
-            InvalidRequest: The grammar cannot be compiled, or allowed_token_ids and bad_words leave no way to follow
-                it.
+            InvalidRequest: The grammar cannot be compiled, or allowed_token_ids and bad_words allow no response that
+                follows the grammar.
         """
         check()
         grammar = (

@@ -1,9 +1,9 @@
-r"""Prevents repeated keys in JSON objects, which no grammar can do, and different spellings of a key.
+r"""Prevents repeated keys and escaped spellings of keys in JSON objects, which no grammar can prevent.
 
 A grammar knows the listed properties of an object. Another key, from additionalProperties or patternProperties, could
-be written twice, and would count twice for minProperties. It could also spell a listed key with an escape, such as
-`"\u0061"` for `"a"`. So a scanner follows the response. In each mask, it clears the tokens that would complete a
-repeated key, or begin a `\u` escape in a key.
+be written twice, and would count twice for minProperties. A response could also write a listed key with an escape, such
+as `"\u0061"` for `"a"`. So a scanner follows the response. In each mask, the scanner clears the tokens that would
+complete a repeated key, or begin a `\u` escape in a key.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ QUOTE, BACKSLASH, COMMA, U = b'"\\,u'
 OPEN_OBJECT, CLOSE_OBJECT, OPEN_ARRAY, CLOSE_ARRAY = b"{}[]"
 ESCAPE: Final = b"\\u"
 
-# Position of a scanner in the text.
+# Positions of a scanner in a JSON text.
 VALUE, KEY_AHEAD, KEY, KEY_ESCAPE, STRING, STRING_ESCAPE = range(6)
 
 
 class KeyTokens:
-    """Tokens of one vocabulary that can complete keys. Shared by all responses of a model.
+    """Tokens of one vocabulary that can complete keys. All responses of a model share one object.
 
     Args:
         vocab_size: Number of tokens. Ids are 0 to vocab_size - 1.
         token_bytes: Returns the bytes of a token.
 
     Attributes:
-        whole: Tokens by a text that is between two of their quotes, so a token may contain the whole key.
-        ends: Texts before the first quote of a token. Each may be the end of a key.
-        ended: Tokens that may end a key and repeat the key. By the part of the key before the token.
+        whole: Tokens that contain a text between two quotes, by this text. The text may be a whole key.
+        ends: All texts before the first quote of a token. Each text may be the end of a key.
+        ended: Tokens that may end a key and then repeat the same key, by the part of the key before the token.
 
     Cost: about 100 ms to create.
     """
@@ -50,7 +50,7 @@ class KeyTokens:
 
         self.ended: dict[bytes, tuple[int, ...]] = {}
 
-        self._twice: list[int] = []  # tokens that may contain a whole key twice
+        self._twice: list[int] = []  # Tokens that may contain the same key twice.
         for token_id in range(vocab_size):
             piece = token_bytes(token_id)
             if b'"' in piece:
@@ -75,7 +75,7 @@ class KeyTokens:
         """Iterate over the tokens that begin with a text.
 
         Args:
-            text: The text. It contains a quote.
+            text: The text, which contains a quote.
         """
         place = bisect_left(self._quoted, text)
         while place < len(self._quoted) and self._quoted[place].startswith(text):
@@ -83,7 +83,7 @@ class KeyTokens:
             place += 1
 
     def doubtful(self, mode: int, *, in_object: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        r"""Return tokens that must be checked at a position.
+        r"""Return the tokens that must be checked one by one at a position.
 
         These are tokens that write `\u` within a key, and tokens that complete two keys.
 
@@ -110,8 +110,8 @@ class Frame(NamedTuple):
 
     Attributes:
         is_object: True for an object, False for an array.
-        outer: The object or array around it, or None.
-        keys: Keys of the object so far, as they are spelled, sorted.
+        outer: The surrounding object or array, or None.
+        keys: Keys of the object so far, in their written spelling, sorted.
         whole: Tokens that contain one of these keys between two quotes.
     """
 
@@ -128,11 +128,11 @@ class JsonKeys:
         tokens: Tokens that can complete keys.
         frame: The innermost open object or array, or None.
         mode: Position of the scanner.
-        key: Part of a key that is written so far.
+        key: Part of the current key that is written so far.
 
     Attributes:
         completed_count: Number of keys that the last token has completed.
-        has_repeated: True if the last token has completed a key that its object already had.
+        has_repeated: True if the last token has completed a key that the object already had.
         has_escaped: True if the last token has written `\u` within a key.
     """
 
@@ -151,12 +151,12 @@ class JsonKeys:
         """Return the state after more bytes of the response.
 
         Args:
-            piece: The bytes, which continue the JSON so far. Braces and quotes must be paired in other text around the
-                JSON, such as that of a format of calls.
+            piece: The bytes, which continue the JSON so far. If there is other text around the JSON, such as the text
+                of a call format, its braces and quotes must be paired.
         """
         mode, frame, key = self._mode, self._frame, self._key
         if mode == STRING and b'"' not in piece and b"\\" not in piece and not self.completed_count:
-            return self  # the case of most tokens in long texts
+            return self  # This fast path serves most tokens of long strings.
         has_repeated = has_escaped = False
         completed_count = 0
         for byte in piece:
@@ -198,13 +198,14 @@ class JsonKeys:
     def prune(self, address: int, words_per_row: int) -> None:
         r"""Clear the tokens in a mask row that would repeat a key, or write a `\u` escape within a key.
 
-        If the grammar allows nothing but an escape, the escape stays. That is a listed key with a control character.
+        If the grammar allows only an escape, the escape stays allowed. This happens in a listed key with a control
+        character.
 
         Args:
             address: Memory address of the row.
             words_per_row: Number of uint32 words in the row.
 
-        Cost: microseconds, and more for each key that begins like the current key.
+        Cost: some microseconds, plus a little for each key of the object that begins like the current key.
         """
         tokens, frame = self._tokens, self._frame
         escapes, twice = tokens.doubtful(self._mode, in_object=frame is not None and frame.is_object)
@@ -227,12 +228,13 @@ class JsonKeys:
                 clear_bits(address, (token_id,))
 
     def _ends_of_keys(self, keys: tuple[bytes, ...]) -> Iterator[bytes]:
-        """Iterate over texts that would complete the current key to one of these keys.
+        """Iterate over texts that would complete the current key to one of the given keys.
 
-        Each is the beginning of some token.
+        Each returned text is the beginning of a token.
         """
         begun, ends = self._key, self._tokens.ends
-        first, after = bisect_left(keys, begun), bisect_left(keys, begun + b"\xff")  # UTF-8 never has byte 0xFF
+        # UTF-8 never contains the byte 0xFF.
+        first, after = bisect_left(keys, begun), bisect_left(keys, begun + b"\xff")
         if after - first <= len(ends):
             return (end for key in keys[first:after] if (end := key[len(begun) :]) in ends)
         return (end for end in ends if _has(keys, begun + end))
@@ -254,9 +256,9 @@ _MEMBERS: Final = ("anyOf", "oneOf", "allOf", "$ref")
 
 
 def has_free_keys(schema: Any) -> bool:
-    """Return True if objects that a schema accepts may have keys that it does not list.
+    """Return True if a schema accepts objects with keys that the schema does not list.
 
-    Also returns True if it is not certain. The responses are then tracked without need, at a small cost.
+    Also returns True if this is uncertain. Then keys may be tracked unnecessarily, at a small cost.
 
     Args:
         schema: The schema.
@@ -274,7 +276,7 @@ def has_free_keys(schema: Any) -> bool:
         wanted = node.get("type")
         kinds = [wanted] if isinstance(wanted, str) else wanted
         if kinds is None and any(key in node for key in _MEMBERS) and not _looks_into_objects(node):
-            kinds = []  # the members name the types
+            kinds = []  # The members of the combined schema name the types.
         has_more = node.get("additionalProperties") is not False or bool(node.get("patternProperties"))
         if has_more and (kinds is None or "object" in kinds):
             return True

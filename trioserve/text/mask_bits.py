@@ -19,7 +19,7 @@ __all__ = [
 
 
 def set_all_bits(address: int, words_per_row: int, vocab_size: int) -> None:
-    """Set the bits of all tokens of the vocabulary, and clear the bits after them.
+    """Set the bits of all tokens in the vocabulary, and clear the unused bits at the end of the row.
 
     Args:
         address: Memory address of the row.
@@ -45,7 +45,7 @@ def clear_bits(address: int, token_ids: Iterable[int]) -> None:
 
 
 def keep_bits(address: int, row: bytes) -> None:
-    """Clear the bits that are not set in another row.
+    """Clear the bits of a row that are not set in another row.
 
     Args:
         address: Memory address of the row to change.
@@ -56,7 +56,7 @@ def keep_bits(address: int, row: bytes) -> None:
 
 
 def allowed_row(token_ids: Iterable[int], words_per_row: int) -> bytes:
-    """Make a row with the bits of the given tokens.
+    """Make a row in which only the bits of the given tokens are set.
 
     Args:
         token_ids: The tokens.

@@ -1,6 +1,6 @@
 """Turns the engine events of one choice into text deltas, and finds the stop string that ends the choice.
 
-The caller aborts the sequence after a stop string.
+After a stop string, the caller must abort the sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ChoiceOutput:
     """Output of one choice of a request so far.
 
     Stop strings behave as in vLLM: the text of the first min_tokens tokens cannot complete a stop string, but may
-    contain its beginning. Text after a stop string is dropped. So are the tokens after the token that completes the
-    stop string.
+    contain its beginning. Text after a stop string is dropped, and tokens after the token that completes the stop
+    string are dropped.
 
     The response continues the prompt. A leading space is part of the response, so prompt and response can be joined.
 
@@ -30,7 +30,7 @@ class ChoiceOutput:
         tokenizer: Decodes the tokens.
         sampling: Stop strings, and other options that select what the client receives.
         index: Index of the choice within its request.
-        cache_salt: Salt of the request. The stop strings of other salts are prepared separately.
+        cache_salt: Salt of the request. Requests with different salts share no prepared stop strings.
 
     Attributes:
         token_count: Number of tokens in the response so far, hidden tokens included.
@@ -46,13 +46,15 @@ class ChoiceOutput:
         self._sampling = sampling
         self._decoder = tokenizer.new_decoder(sampling.skip_special_tokens, continues_text=True)
         self._stops = StopStringFinder(sampling.stop, cache_salt) if sampling.stop else None
-        self._is_plain = self._stops is None and sampling.logprobs is None  # False after the choice has ended, too
+        # This is also False after the choice has ended.
+        self._is_plain = self._stops is None and sampling.logprobs is None
         self.token_count = 0
-        # Tokens since the last delta. Their text is not complete yet.
+        # These tokens arrived since the last delta. Their text is not complete yet.
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._versions: list[tuple[str, int]] = []
-        self._next_version: WeightVersions = ()  # for one token; empty until use_weights is called
+        # Weight version of the next token. It is empty until use_weights is called.
+        self._next_version: WeightVersions = ()
 
     def feed(
         self,
@@ -60,9 +62,9 @@ class ChoiceOutput:
         logprobs: tuple[TokenLogprob, ...] | None,
         finished: RequestFinished | None,
     ) -> Delta | None:
-        """Process new tokens, and the end if it came with them.
+        """Process new tokens, and the end of the sequence if it has ended.
 
-        Call this with `finished` together with the last tokens: the text of a stop token is hidden, and shown text
+        Pass `finished` in the same call as the last tokens, since the text of a stop token is hidden and shown text
         cannot be retracted. If this raises an exception, the choice cannot continue. Other choices are not affected.
 
         Args:
@@ -74,8 +76,8 @@ class ChoiceOutput:
             The next delta, or None if there is no new text and the choice continues.
         """
         if self._is_plain and finished is None and len(token_ids) == 1 and not self._token_ids:
-            # This fast path serves almost every token. It does the same as below for a choice without stop strings and
-            # logprobs.
+            # This fast path serves almost every token of a choice without stop strings and logprobs. Its result is the
+            # same as that of the code below.
             self.token_count += 1
             text = self._decoder.push(token_ids[0])
             if text:
@@ -104,10 +106,10 @@ class ChoiceOutput:
         return self._delta(text) if text else None
 
     def use_weights(self, version: str) -> None:
-        """Set the weight version for all tokens that are fed from now on.
+        """Set the weight version of all tokens that are fed after this call.
 
         Args:
-            version: Version of the weights that sample these tokens.
+            version: Version of the weights that sample the following tokens.
         """
         if self._token_ids and not self._versions:
             self._versions = [(INITIAL_WEIGHTS, len(self._token_ids))]
@@ -117,7 +119,7 @@ class ChoiceOutput:
         """Return the weight versions of the next tokens.
 
         Args:
-            token_count: Number of these tokens.
+            token_count: Number of the next tokens.
         """
         return tuple((version, token_count) for version, _ in self._next_version)
 
@@ -129,7 +131,7 @@ class ChoiceOutput:
         logprobs: Sequence[TokenLogprob] | None = None,
         weight_versions: WeightVersions = (),
     ) -> list[Delta]:
-        """Process tokens that the client already received, for a response that is resumed. New tokens follow them.
+        """Process tokens that the client of a resumed response already received. New tokens follow these tokens.
 
         Tokens after a stop string are ignored.
 
@@ -137,11 +139,11 @@ class ChoiceOutput:
             token_ids: The known tokens.
             finished: The end of the sequence if it is known, otherwise None.
             logprobs: One entry per known token, or None.
-            weight_versions: Versions of the weights that sampled the known tokens. If it is not empty, later tokens
-                count as sampled by INITIAL_WEIGHTS.
+            weight_versions: Versions of the weights that sampled the known tokens. If not empty, later tokens count as
+                sampled by INITIAL_WEIGHTS.
 
         Returns:
-            The deltas of the known tokens, token by token. Joined, they have each token once.
+            The deltas of the known tokens, token by token. The joined deltas have each token once.
         """
         deltas = self._known(token_ids, finished, logprobs, dict(_run_starts(weight_versions)))
         if weight_versions:
@@ -158,7 +160,7 @@ class ChoiceOutput:
         """Implement take_known.
 
         Args:
-            versions: Weight versions, each under the index of its first token.
+            versions: Weight versions by the index of the first token that each version sampled.
         """
         deltas: list[Delta] = []
         last = len(token_ids) - 1
@@ -202,7 +204,7 @@ class ChoiceOutput:
 
     def _finish(self, text: str, finished: RequestFinished) -> Delta:
         text += self._shown(self._decoder.flush())
-        if self._found is not None:  # a stop string that contains U+FFFD
+        if self._found is not None:  # The stop string contains U+FFFD, which flush returned.
             return self._stopped_by_string(text)
         if self._stops is not None:
             text += self._stops.flush()
@@ -252,7 +254,7 @@ def merge(first: Delta, second: Delta) -> Delta:
     """Join two deltas of one choice into one.
 
     Args:
-        first: The earlier delta. It is not the last delta of the choice.
+        first: The earlier delta, which must not be the last delta of the choice.
         second: The delta that follows `first`.
     """
     assert first.index == second.index, f"deltas of choices {first.index} and {second.index}"

@@ -1,4 +1,4 @@
-"""State of a response's reasoning: if the prompt opens it, where it ends in the text, and when its end is forced."""
+"""State of a response's reasoning: whether the prompt opens it, where it ends, and when its end is forced."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptReasoning", "TextFinder", "ReasoningState", "ReasoningPhase"]
 
-_END_TOKENS = 64  # tokens to read of a prompt without control tokens; a marker and white space are shorter
+# Number of last tokens to read of a prompt without control tokens. A marker with white space is shorter.
+_END_TOKENS = 64
 
 
 class PromptReasoning:
     """Finds the last reasoning marker in the last turn of a prompt.
 
-    If the vocabulary writes a marker with control tokens, the marker is compared by token ids. So the same characters
-    in a message are not a marker. If another control token follows a marker, the marker belongs to an earlier turn.
+    If a marker consists of control tokens in the vocabulary, the marker is compared by token ids. So the same
+    characters in a message are not a marker. If another control token follows a marker, the marker belongs to an
+    earlier turn.
 
-    Some vocabularies write a marker as text. Such a marker counts only in two places in the text after the last control
-    token: at its beginning, at most after the name of a role, or at its end.
+    In other vocabularies, a marker is ordinary text. Such a marker counts only in the text after the last control
+    token, either at the end of this text or at its beginning, where only the name of a role may precede the marker.
 
     Args:
         tokenizer: Tokenizer of the model.
         opening: Texts that begin reasoning in the model's family.
         closing: Texts that end reasoning in the model's family.
 
-    Cost: begins_inside reads the tokens after the last control token. These are a handful unless the prompt ends inside
-    of a message.
+    Cost: begins_inside reads only the tokens after the last control token, usually a handful. A prompt that ends inside
+        of a message has more.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, opening: Sequence[str], closing: Sequence[str]) -> None:
@@ -93,13 +95,13 @@ class PromptReasoning:
 
 
 class TextFinder:
-    """Searches for one text in a text that comes in pieces. Immutable: `after` returns a new finder.
+    """Searches a text that arrives in pieces for a wanted text. Immutable: `after` returns a new finder.
 
     Args:
         wanted: The text to find.
-        tail: End of the text so far, as long as it may contain the beginning of `wanted`.
+        tail: End of the text so far that may contain the beginning of `wanted`.
         is_found: True if the text was found.
-        rest: Text after `wanted`, from the piece that completed it.
+        rest: Text after `wanted` in the piece that completed `wanted`.
     """
 
     __slots__ = ("_tail", "_wanted", "is_found", "rest")
@@ -111,7 +113,7 @@ class TextFinder:
         self.rest = rest
 
     def after(self, piece: bytes) -> TextFinder:
-        """Return the finder after one more piece. Do not call this if the text was found.
+        """Return the finder after one more piece. Do not call this method after the text was found.
 
         Args:
             piece: The piece.
@@ -130,20 +132,20 @@ class TextFinder:
 
 
 class ReasoningPhase(enum.Enum):
-    BEFORE = "before"  # the text so far has only white space and possibly a part of the opening tag
+    BEFORE = "before"  # The text so far consists of white space and possibly a part of the opening tag.
     INSIDE = "inside"
-    ENDING = "ending"  # the closing tag is being forced
-    OVER = "over"  # reasoning has ended, or there was none
+    ENDING = "ending"  # The tokens of the closing tag are forced now.
+    OVER = "over"  # Reasoning has ended, or the response has none.
 
 
 class ReasoningState:
     """State of the reasoning of one response. Immutable: `after` returns the state after one more token.
 
     Attributes:
-        phase: Where the response is.
+        phase: Current phase of the response.
         end_token_ids: Tokens that are forced to end reasoning.
         token_count: Tokens of reasoning so far.
-        ending_count: Tokens of `end_token_ids` that were written so far while the end is forced.
+        ending_count: Number of forced tokens of `end_token_ids` so far.
     """
 
     __slots__ = ("_begin", "_end", "_limits", "_start", "end_token_ids", "ending_count", "phase", "token_count")
@@ -172,13 +174,13 @@ class ReasoningState:
     def after_prompt(
         cls, limits: Thinking, end_token_ids: tuple[int, ...], *, begins_inside: bool | None
     ) -> ReasoningState:
-        """Make the state at the beginning of a response.
+        """Make the state for the beginning of a response.
 
         Args:
             limits: Opening and closing tag, and the token limit of the reasoning.
             end_token_ids: Tokens of the closing tag.
-            begins_inside: True if the prompt has opened reasoning, False if it has ended it, None if it says neither,
-                as PromptReasoning.begins_inside returns.
+            begins_inside: True if the prompt has opened reasoning, False if the prompt has ended reasoning, None if the
+                prompt has no marker. PromptReasoning.begins_inside returns this value.
         """
         if begins_inside is False:
             phase = ReasoningPhase.OVER
@@ -190,16 +192,16 @@ class ReasoningState:
 
     @property
     def end_text(self) -> str:
-        """Text that ends reasoning, as the request names it."""
+        """The request's text that ends reasoning."""
         return self._limits.end
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """Tokens that must come next."""
+        """Tokens that must follow now, empty if the end is not forced."""
         return self.end_token_ids[self.ending_count :] if self.phase is ReasoningPhase.ENDING else ()
 
     def may_end_within(self, count: int) -> bool:
-        """Return True if the end may have to be forced within the next tokens.
+        """Return True if the end of reasoning may have to be forced within the next tokens.
 
         Args:
             count: Number of the next tokens.
@@ -217,7 +219,7 @@ class ReasoningState:
         Args:
             token_id: The token.
             piece: Bytes of the token.
-            is_end_due: True to end reasoning now, whatever its token limit.
+            is_end_due: True to end reasoning now, even if its token limit is not reached.
         """
         if self.phase is ReasoningPhase.OVER:
             return self
@@ -225,7 +227,7 @@ class ReasoningState:
             end = self._end.after(piece)
             if end.is_found:
                 return self._with(phase=ReasoningPhase.OVER)
-            # A token that was sampled before the end was forced is one more token of the reasoning.
+            # A token that was sampled before the end was forced still belongs to the reasoning.
             ending_count = self.ending_count + 1 if token_id == self.end_token_ids[self.ending_count] else 0
             if ending_count == len(self.end_token_ids):
                 return self._with(phase=ReasoningPhase.OVER)
@@ -241,7 +243,7 @@ class ReasoningState:
             return self._with(phase=ReasoningPhase.OVER)
         token_count = self.token_count + 1
         phase = ReasoningPhase.INSIDE
-        if not end.is_begun:  # otherwise the model is writing the closing tag itself
+        if not end.is_begun:  # Force nothing while the model writes the closing tag itself.
             phase = self._inside_or_ending(is_end_due=is_end_due, token_count=token_count)
         return self._with(phase=phase, end=end, token_count=token_count)
 

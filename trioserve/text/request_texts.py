@@ -16,14 +16,15 @@ from trioserve.contracts.prompt import ChatPrompt
 
 __all__ = ["TokenPattern", "in_slices", "RequestTexts", "has_character_in"]
 
-SLICE_CHARACTERS = 65_536  # searched in one call of at most 3 ms; other threads can run between two calls
+# One call searches this many characters in at most 3 ms. Other threads can run between two calls.
+SLICE_CHARACTERS = 65_536
 
 
 class TokenPattern:
     """Searches texts for tokens.
 
-    The first token in the text is found first. If several tokens begin at the same character, the longest one is found.
-    The search continues after it.
+    The search finds the first token in the text. If several tokens begin at the same character, the search finds the
+    longest of them. It continues after the found token.
 
     Args:
         tokens: The tokens, none empty.
@@ -36,7 +37,7 @@ class TokenPattern:
         self._pattern: re.Pattern[str] | None = None
         try:
             self._pattern = re.compile(_alternatives(set(tokens))) if tokens else None
-        except (RecursionError, re.error):  # thousands of tokens, each a prefix of the next
+        except (RecursionError, re.error):  # Such tokens are a long chain of prefixes, for example.
             self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
@@ -99,8 +100,8 @@ def _alternatives(words: set[str]) -> str:
     return f"{re.escape(begin)}(?:{branches}){'?' if '' in rests else ''}"
 
 
-# Names from OpenAI's API and JSON Schema. Templates search for these names, so they are never replaced, even if they
-# contain a part of a control token.
+# These are names from OpenAI's API and JSON Schema. Templates search for these names, so they are never replaced, even
+# if they contain a part of a control token.
 _API_KEYS = frozenset(
     (
         "role",
@@ -146,14 +147,14 @@ _API_TYPES = frozenset(
 class RequestTexts:
     """Replaces parts of a chat's texts that may be part of a control token.
 
-    A text may contain a whole token. It may also complete a token with the text next to it, from the template or from
-    another text: with its end, with its beginning, or as a whole.
+    A text may contain a whole control token. A text may also form a control token together with adjacent text, which
+    comes from the template or from another text.
 
     Args:
         tokens: Control tokens that the rendered chat has.
         pattern: Finds these tokens, and possibly others.
         exempt: Tokens that are not replaced in the content of the assistant's messages.
-        substitutions: Pairs of old and new text that the template substitutes in texts.
+        substitutions: Pairs of old and new text. The template replaces old by new text.
 
     Attributes:
         tokens: The control tokens.
@@ -190,7 +191,7 @@ class RequestTexts:
 
         Args:
             replaced: Returns the replacement for a token or a part of a token.
-            beside: Replacements of whole tokens. They take precedence over `replaced`.
+            beside: Replacements for whole tokens, which take precedence over `replaced`.
         """
         texts = copy(self)
         texts._replaced, texts._beside = replaced, beside
@@ -229,7 +230,7 @@ class RequestTexts:
             return message
 
         def replaced(key: str, value: Any) -> Any:
-            if key == "role":  # ChatTemplate allows only known roles
+            if key == "role":  # A role needs no replacement, since ChatTemplate allows only known roles.
                 return value
             if key == "tool_calls" and isinstance(value, list):
                 return _each(value, lambda call: self._call(call, arguments_are_text))
@@ -245,7 +246,7 @@ class RequestTexts:
     def _call(self, call: Any, arguments_are_text: bool) -> Any:
         """Replace texts in a tool call.
 
-        If its arguments will be parsed, parse them first: JSON escapes may hide a token.
+        Arguments that will be parsed later are parsed before the replacement, since JSON escapes may hide a token.
         """
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict):
@@ -255,7 +256,7 @@ class RequestTexts:
             return self._value(call)
         try:
             parsed = json.loads(arguments)
-        except ValueError:  # arguments are empty, or prepared_messages refuses them
+        except ValueError:  # The arguments are empty, or prepared_messages will refuse them.
             return self._value(call)
         rest = {key: value for key, value in call.items() if key != "function"}
         named = {key: value for key, value in function.items() if key != "arguments"}
@@ -284,7 +285,7 @@ class RequestTexts:
     def _named(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Replace whole tokens in template arguments.
 
-        Parts stay, since the template may compare an argument with a word.
+        Parts of tokens are not replaced, since the template may compare an argument with a word.
         """
         wholes = copy(self)
         wholes._begins = wholes._ends = frozenset()

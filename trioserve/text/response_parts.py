@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ContentText(msgspec.Struct, frozen=True):
-    """A piece of the content, which is meant for the reader."""
+    """A piece of the content, which is meant for the user."""
 
     text: str
 
@@ -50,7 +50,7 @@ class ToolCallBegin(msgspec.Struct, frozen=True):
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True):
-    """A piece of a call's arguments. Once the call has ended, the joined pieces are one JSON object.
+    """A piece of a call's arguments. The joined pieces of a complete call are one JSON object.
 
     Attributes:
         index: Index of the call.
@@ -62,7 +62,7 @@ class ToolCallArguments(msgspec.Struct, frozen=True):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True):
-    """End of a complete call. A call without this part was cut off, and must not be shown as complete.
+    """End of a complete call. A call without this part is incomplete, and must not be shown as complete.
 
     Attributes:
         index: Index of the call.
@@ -77,8 +77,8 @@ ResponsePart = ContentText | ReasoningText | ToolCallBegin | ToolCallArguments |
 class ResponseParser(Protocol):
     """Splits the text of one choice into parts.
 
-    The result depends only on the text: however it is cut into pieces, the joined parts are equal. Text is held back
-    only while its meaning is undecided. No text of a model raises an error: text that is not a valid call is content.
+    The joined parts depend only on the text, and not on how it is cut into pieces. Text is held back only while its
+    meaning is undecided. No text of a model raises an error, since text that is not a valid call is content.
     """
 
     def feed(self, text: str) -> list[ResponsePart]:
@@ -132,7 +132,7 @@ class JoinedResponse:
         self.take(parts)
 
     def take(self, parts: Iterable[ResponsePart]) -> None:
-        """Add parts in the order of the response.
+        """Add parts. They must be added in the order of the response.
 
         Args:
             parts: The parts.

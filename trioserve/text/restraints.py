@@ -1,4 +1,4 @@
-"""Grammars for the response to a chat: the schema of its content, forced and strict calls, and the end of reasoning."""
+"""Restrains the response to a chat: the schema of its content, forced and strict calls, and the length of reasoning."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def restrained(
 ) -> SamplingParams:
     """Add the restraints of a chat to sampling parameters: schema, forced or strict calls, and the limit of reasoning.
 
-    Schemas and calls begin after the reasoning of a model that reasons. The reasoning can be ended early by a call of
-    end_reasoning, also if it has no limit.
+    If the model writes reasoning, schemas and calls begin after the reasoning. A call of end_reasoning can end the
+    reasoning early, even if it has no limit.
 
     Args:
         sampling: Sampling parameters of the request.
         families: Formats in which the model writes reasoning and calls.
         tokenizer: Tokenizer of the model.
-        tools: Checked tools that the model is shown, or None.
+        tools: Checked tools that the prompt shows to the model, or None.
         tool_choice: Calls that the request demands or forbids.
-        structured: Structure of content other than reasoning and calls, or None.
+        structured: Required structure of the content, or None.
         parallel_tool_calls: True if the response may have several calls.
         reasoning_tokens_max: Token limit of the reasoning, or None for no limit.
 
@@ -78,7 +78,7 @@ def with_tool_choice(
     tool_choice: object,
     strict: bool | None,
 ) -> tuple[Prompt, SamplingParams]:
-    """Apply the arguments tool_choice and strict of a Python caller to a chat, with the same meaning as over HTTP.
+    """Apply the arguments tool_choice and strict of a Python caller to a chat. Their meaning is the same as over HTTP.
 
     Nothing changes if both are None and no function is strict, or if the sampling parameters force calls already.
 
@@ -116,7 +116,7 @@ def with_tool_choice(
     restrained_sampling = restrained(
         sampling, families, tokenizer, tools=offered, tool_choice=choice, structured=structured
     )
-    # The template gets the tools as they were sent, since some templates print all their fields.
+    # The template gets the unchanged tools of the caller, since some templates print all fields of a tool.
     return msgspec.structs.replace(prompt, tools=choice.offered(tools and list(tools))), restrained_sampling
 
 
@@ -134,7 +134,7 @@ def _restraint(
     *,
     may_repeat: bool,
 ) -> StructuredOutput | None:
-    """Return the structure of the response after the reasoning, or None if it is unrestrained."""
+    """Return the required structure of the response after the reasoning, or None if every text is allowed."""
     tools = offered_tools(shown)
     mode = choice.mode
     if mode is ToolMode.NAMED:
@@ -180,7 +180,7 @@ def _restraint(
 
 
 def _check_channels(structured: StructuredOutput | None) -> None:
-    """Refuse a schema for the content, since the model itself chooses which kind of message it writes next."""
+    """Refuse a schema for the content, since a model with channels itself chooses the channel of its next message."""
     if structured is not None:
         raise InvalidRequest(
             f"{structured.param} and tools are both set: this model's responses can follow a schema or have calls, not "

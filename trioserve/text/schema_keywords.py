@@ -1,9 +1,9 @@
 """Rewrites JSON schemas into keywords that llguidance compiles, and finds keywords that cannot be enforced.
 
 `if`, `not`, `oneOf`, dependencies and similar keywords become `anyOf` with several cases. If the values of a schema can
-be listed, they are listed. The result accepts the same JSON. A keyword that cannot be rewritten is left out and
-reported. A strict schema with such a keyword is refused. Bounds: CASES_MAX cases per schema, and NODES_MAX schemas in
-total.
+be listed, they are listed. The result accepts the same JSON as the original schema. A keyword that cannot be rewritten
+is left out and reported. A strict schema with such a keyword is refused. The rewritten schema has at most CASES_MAX
+cases per schema, and NODES_MAX schemas in total.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trioserve.text.schema_logic import ANNOTATIONS, SchemaLogic, texts_of_patte
 
 __all__ = ["KeptSchema"]
 
-CASES_MAX: Final = 64  # per schema: product of the case counts of its keywords
+CASES_MAX: Final = 64  # Limit for one schema: the product of the case counts of its keywords.
 NODES_MAX: Final = 20_000
-CONTAINS_ITEMS_MAX: Final = 8  # longest array for which `contains` is rewritten
-LISTS_MAX: Final = 256  # most arrays to list for a schema of unique items
-PATTERNS_MAX: Final = 200  # patterns that are tried with the library; further patterns are not checked
+CONTAINS_ITEMS_MAX: Final = 8  # Longest array for which `contains` is rewritten.
+LISTS_MAX: Final = 256  # Most arrays that are listed for a schema with unique items.
+PATTERNS_MAX: Final = 200  # Most patterns that are tried with the library. Further patterns are not checked.
 LENIENT: Final = "lenient"
 OPTIONS: Final = "x-guidance"
 
@@ -47,7 +47,8 @@ _SUBSCHEMAS: Final = (
 )
 _LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Replacement of the pattern that pydantic writes for a Decimal. Its look-ahead requires a digit.
+# The key is the pattern that pydantic writes for a Decimal, whose look-ahead requires a digit. The value replaces the
+# pattern, since the library supports no look-ahead.
 _PATTERNS: Final = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
 _UNENFORCEABLE: Final = (
     "contains",
@@ -70,15 +71,16 @@ class KeptSchema:
     Args:
         schema: The schema. It is not changed.
         param: Field of the request, for error messages.
-        lenient: True to leave out keywords that cannot be enforced. The key `x-guidance` in the schema can request the
-            same.
+        lenient: True to leave out keywords that cannot be enforced. The key `x-guidance` in the schema has the same
+            effect.
 
     Attributes:
         schema: The rewritten schema.
         ignored: Paths of the keywords that were left out, such as `properties.a.contains`.
 
     Raises:
-        InvalidRequest: The schema is strict and has such a keyword, or it is nested too deeply or too large.
+        InvalidRequest: The schema is strict and has a keyword that cannot be enforced, or it is nested too deeply or
+            too large.
     """
 
     def __init__(self, schema: Any, *, param: str, lenient: bool = False) -> None:
@@ -112,7 +114,8 @@ class KeptSchema:
         lists = self._lists_without_repeats(schema)
         if lists is not None:
             return lists | {key: value for key, value in schema.items() if key in _KEYS_BESIDE_VALUES}
-        # Cases are made from the original schema. Their contents are rewritten below, together with the rest.
+        # The cases are made from the original schema. Schemas within the cases are rewritten below, together with the
+        # rest.
         node = dict(schema)
         cases: list[list[Any]] = []
         for rewrite in (self._one_of, self._not, self._if, self._dependencies, self._contains):
@@ -148,7 +151,7 @@ class KeptSchema:
         exclusive = self._exclusive(node, members) if len(members) <= CASES_MAX else None
         if exclusive is None:
             self._ignore("oneOf", path, "two of its members may accept one value")
-            exclusive = members  # at least one of the members
+            exclusive = members  # The response then matches at least one of the members, perhaps several.
         if "anyOf" not in node:
             node["anyOf"] = exclusive
         else:
@@ -163,7 +166,7 @@ class KeptSchema:
                     continue
                 other = self._logic.resolved(other)
                 if isinstance(other, dict) and other.get("type") == _type_in(member, node):
-                    # the type is equal in both, so it cannot tell them apart
+                    # Both members have the same type, so the type cannot make the members disjoint.
                     other = {key: value for key, value in other.items() if key != "type"}
                 negated = self._logic.negated(other)
                 if negated is None:
@@ -284,7 +287,7 @@ class KeptSchema:
         return self._patterns_left < 0 or _is_known_to_library(pattern)
 
     def _names(self, node: dict[str, Any], path: str) -> None:
-        """Replace propertyNames: filter the listed names, or convert it to patternProperties or properties."""
+        """Replace propertyNames: filter the listed properties, or use patternProperties or properties instead."""
         if "propertyNames" not in node:
             return
         wanted = self._logic.resolved(node.pop("propertyNames"))
@@ -336,13 +339,13 @@ class KeptSchema:
                     listed[text] = {"allOf": [listed[text], schema]}
                 else:
                     listed[text] = schema
-        if left:  # a listed name may match one of these patterns, which then applies, too
+        if left:  # If a listed name matches one of the remaining patterns, the schema of that pattern applies, too.
             return
         node["properties"] = listed
         del node["patternProperties"]
 
     def _counts_of_listed(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
-        """Express minProperties of an object that lists all its names as cases of required names."""
+        """Replace minProperties of an object that lists all its names by cases with different required names."""
         listed, least, most = node.get("properties"), node.get("minProperties", 0), node.get("maxProperties")
         if not isinstance(listed, dict) or not isinstance(least, int) or node.get("patternProperties"):
             return
@@ -353,7 +356,7 @@ class KeptSchema:
         required = [name for name in required if name in names] if isinstance(required, list) else []
         optional = [name for name in names if name not in required]
         if isinstance(most, int) and most >= len(names):
-            del node["maxProperties"]  # the limit excludes nothing
+            del node["maxProperties"]  # The limit excludes no object.
         missing = least - len(set(required))
         if (
             "maxProperties" in node
@@ -361,13 +364,13 @@ class KeptSchema:
             or not optional
             or math.comb(len(optional), max(missing, 0)) > CASES_MAX
         ):
-            return  # the library enforces the keyword, or refuses it
+            return  # The library enforces the keyword, or refuses the schema.
         del node["minProperties"]
         found: list[Any] = [{"required": list(one)} for one in itertools.combinations(optional, max(missing, 0))]
         self._add_case(cases, found or [False], "minProperties", path)
 
     def _lists_without_repeats(self, schema: dict[str, Any]) -> dict[str, Any] | None:
-        """List all arrays of a schema with unique items, if there are few. Returns None if they cannot be listed."""
+        """List all arrays that a schema with unique items accepts. Return None if they cannot be listed."""
         if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "items" not in schema:
             return None
         items = self._logic.values(schema["items"])
@@ -406,7 +409,10 @@ _KEYS_BESIDE_VALUES: Final = ANNOTATIONS | {OPTIONS}
 
 
 def _type_in(schema: Any, around: dict[str, Any]) -> Any:
-    """Return the type that a member of a schema names, or else the type that the surrounding schema names."""
+    """Return the type that a member of a schema names.
+
+    If it names none, return the type that the surrounding schema names.
+    """
     return schema["type"] if isinstance(schema, dict) and "type" in schema else around.get("type")
 
 
@@ -419,7 +425,7 @@ def _both(one: Any, other: Any) -> Any:
 def _pattern_of_names(wanted: Any) -> str | None:
     """Return a pattern for the names that a schema accepts.
 
-    "" if it accepts any name, None if no pattern expresses them.
+    "" if the schema accepts any name. None if no pattern can express the names.
     """
     if not isinstance(wanted, dict):
         return None
@@ -442,7 +448,7 @@ def _is_known_to_library(pattern: str) -> bool:
 def _matches(pattern: str, name: str) -> bool | None:
     """Match a name against a pattern with the library, which takes linear time.
 
-    None if the library refuses the pattern.
+    Returns None if the library refuses the pattern.
     """
     matcher = LLMatcher(_byte_library(), LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
     text = list(json.dumps(name, ensure_ascii=False).encode())

@@ -1,4 +1,4 @@
-"""Decides questions about JSON schemas: the values that a schema accepts, its negation, and whether two are disjoint.
+"""Analyses JSON schemas: finds the values that a schema accepts, negates a schema, and detects disjoint schemas.
 
 Every function returns None or False if it cannot decide. No function follows more than REFERENCES_MAX references, or
 recurses deeper than DEPTH_MAX.
@@ -21,7 +21,7 @@ __all__ = [
     "type_names",
 ]
 
-Schema = Any  # a JSON object or a boolean
+Schema = Any  # A schema is a JSON object or a boolean.
 
 ANNOTATIONS: Final = frozenset(
     (
@@ -34,9 +34,9 @@ ANNOTATIONS: Final = frozenset(
 
 DEPTH_MAX: Final = 8
 REFERENCES_MAX: Final = 16
-WORK_MAX: Final = 50_000  # calls per root schema, since pairs of members multiply
-TEXTS_MAX: Final = 64  # most texts to list for a pattern
-COMPLEMENT_CHARACTERS_MAX: Final = 512  # total length of the texts in _complement
+WORK_MAX: Final = 50_000  # Most recursive calls per root schema, since pairs of members multiply.
+TEXTS_MAX: Final = 64  # Most texts that are listed for a pattern.
+COMPLEMENT_CHARACTERS_MAX: Final = 512  # Limit for the total length of the texts in _complement.
 TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _OF_TYPE: Final = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
@@ -70,7 +70,7 @@ class SchemaLogic:
     def resolved(self, schema: Schema) -> Schema:
         """Follow a local reference if the schema has no other keyword.
 
-        Return the schema itself if it cannot be followed.
+        Return the schema itself if it has another keyword, or if the reference cannot be followed.
 
         Args:
             schema: The schema.
@@ -114,7 +114,7 @@ class SchemaLogic:
     def accepts(self, schema: Schema, value: Any, depth: int = 0) -> bool | None:
         """Return True if a schema accepts a value and False if it does not.
 
-        None if it has a keyword that is not known here.
+        Return None if the schema has a keyword that this class does not know.
 
         Args:
             schema: The schema.
@@ -129,7 +129,9 @@ class SchemaLogic:
         return _all_of(self._accepts_by(key, schema, value, depth) for key in schema if key not in ANNOTATIONS)
 
     def negated(self, schema: Schema, depth: int = 0) -> Schema | None:
-        """Return a schema that accepts exactly the other values, or None if it cannot be expressed.
+        """Return a schema that accepts exactly the values that the given schema refuses.
+
+        None if no schema can express this.
 
         Args:
             schema: The schema.
@@ -276,7 +278,7 @@ class SchemaLogic:
             case "type":
                 names = [wanted] if isinstance(wanted, str) else _texts(wanted)
                 if not names or ("integer" in names and "number" not in names):
-                    return None  # no schema expresses "a number that is not whole"
+                    return None  # No schema can express that a number is not whole.
                 rest = [name for name in TYPES if name not in names]
                 return {"type": rest} if rest else False
             case "const":
@@ -322,12 +324,12 @@ def type_names(schema: Schema) -> frozenset[str]:
     wanted = schema.get("type")
     names = {wanted} if isinstance(wanted, str) else set(_texts(wanted)) if isinstance(wanted, list) else set(TYPES)
     if "number" in names:
-        names.add("integer")  # a schema of integers and a schema of numbers have values in common
+        names.add("integer")  # Every integer is also a number, so schemas of both types are not disjoint.
     return frozenset(names)
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Return True if two JSON values are equal: 1 equals 1.0, but not true.
+    """Return True if two JSON values are equal. The number 1 equals 1.0, but not the boolean true.
 
     Args:
         one: The first value.
@@ -343,7 +345,9 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def texts_of_pattern(pattern: str, texts_max: int = TEXTS_MAX) -> list[str] | None:
-    """Return all texts that a pattern with both anchors matches, or None if they are too many or cannot be listed.
+    """Return all texts that a pattern with both anchors matches.
+
+    None if there are too many texts, or if they cannot be listed.
 
     Args:
         pattern: The pattern.
@@ -409,7 +413,7 @@ def _texts_of_one(kind: Any, argument: Any, texts_max: int) -> list[str] | None:
 
 
 def _without(values: list[Any]) -> Schema | None:
-    """Return a schema of all values except these, or None if it cannot be expressed."""
+    """Return a schema that accepts all values except the given values, or None if no schema can express this."""
     left: list[Schema] = []
     names = {_type_of(value) for value in values}
     if names & {"array", "object"}:
@@ -432,7 +436,7 @@ def _without(values: list[Any]) -> Schema | None:
 
 
 def _complement(texts: list[str]) -> str | None:
-    """Return a pattern that matches all texts except these, or None if they are too long."""
+    """Return a pattern that matches all texts except the given texts, or None if the given texts are too long."""
     if sum(map(len, texts)) > COMPLEMENT_CHARACTERS_MAX:
         return None
     wanted = set(texts)
@@ -484,7 +488,7 @@ def _negated(answer: bool | None) -> bool | None:
 
 
 def _property(schema: dict[str, Any], name: str) -> Schema:
-    """Return the schema of an object's value under a name."""
+    """Return the schema for the value that an object has under a name."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]

@@ -1,9 +1,10 @@
 """Guide of one sequence: combines its grammar, the state of its reasoning, its allowed tokens and its bad words.
 
-A token is allowed if all of these allow it. While the end of reasoning is forced, the other restraints do not apply. A
-grammar may begin after reasoning. Before the grammar begins, the response cannot end. If the response may begin either
-with reasoning or with the grammar, both are followed until a token belongs to only one of them. The opening tag of
-reasoning is then followed token by token, as the tokenizer writes it.
+A token is allowed if all these restraints allow the token. While the end of reasoning is forced, the other restraints
+do not apply. A grammar may begin after reasoning. Before the grammar begins, the response cannot end. If the response
+may begin either with reasoning or with text of the grammar, the guide tracks both possibilities until a token belongs
+to only one of them. Meanwhile the opening tag of reasoning must consist of the tokens with which the tokenizer encodes
+it.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class SequenceGuide:
         executor: Returns the library's executor, which computes masks after draft tokens.
         vocab_size: Number of tokens in the vocabulary.
         stop_token_ids: Tokens that end the sequence. Each is allowed where the grammar may end.
-        end_token_ids: Tokens that the matcher treats as its end.
+        end_token_ids: Tokens that the matcher treats as the end of the response.
         grammar: The compiled grammar, or None.
-        free_until: The grammar begins after this text. Empty if it begins with the response.
+        free_until: The grammar begins after this text. Empty if the grammar begins with the response.
         reasoning: State of the reasoning, or None if the response has none.
         reasoning_begin: Tokens of the opening tag of reasoning.
-        allowed: Bits of the only tokens that are allowed, as bytes of a mask row. None to allow all tokens.
+        allowed: Mask row, as bytes, with the bits of the only allowed tokens. None to allow all tokens.
         bad_words: Bad words of the request, or None.
         keys: Tracks the keys of a JSON response, or None if no key can be repeated.
     """
@@ -76,22 +77,23 @@ class SequenceGuide:
         self._matcher = None if grammar is None else grammar.new_matcher()
         self._gate = TextFinder(free_until.encode()) if grammar is not None and free_until else None
         self._reasoning = reasoning
-        # Rest of the opening tag, while the response may begin with reasoning or with the grammar. Otherwise None.
+        # Rest of the opening tag of reasoning, while the response may begin with reasoning or with text of the grammar.
+        # Otherwise None.
         self._opening: tuple[int, ...] | None = None
         if self._gate is not None and reasoning is not None and free_until == reasoning.end_text:
             if reasoning.phase is ReasoningPhase.OVER:
                 self._gate = None
             elif reasoning.phase is ReasoningPhase.BEFORE and reasoning_begin:
                 self._opening = tuple(reasoning_begin)
-        self._may_be_grammar = True  # the tokens so far may be the beginning of the grammar
+        self._may_be_grammar = True  # True while the tokens so far may begin a text of the grammar.
         self._is_end_due = False
         self._allowed = allowed
         self._bad_words = bad_words
-        self._written = 0  # state of the bad words
+        self._written = 0  # State of the bad words after the tokens so far.
         self._keys = self._no_keys = keys
 
     def end_reasoning(self) -> bool:
-        """End the reasoning of the response with the next token. May be called at any time in the core's thread.
+        """Force the end of the response's reasoning. This may be called at any time in the core's thread.
 
         Returns:
             False if the response has no reasoning, or its reasoning has already ended.
@@ -163,7 +165,7 @@ class SequenceGuide:
             if not self._is_allowed(token_id, reasoning, written):
                 return count
             if matcher is not None and gate is None:
-                # From here on the grammar decides, together with the other restraints.
+                # The grammar has begun, so it checks this token and all later draft tokens.
                 valid = matcher.validate_tokens(list(token_ids[count:]))
                 valid = self._new_keys_count(token_ids[count : count + valid], is_draft=True)
                 return count + self._others_acceptable(token_ids[count : count + valid], reasoning, written)
@@ -171,17 +173,17 @@ class SequenceGuide:
             gate, reasoning = self._states_after(token_id, piece, gate, reasoning)
             written = self._bad_words_after(token_id, written)
             if gate is not None and gate.is_found:
-                return count  # tokens after it can be checked only once it was accepted
+                return count  # Later tokens can be checked only after this token was accepted.
         return len(token_ids)
 
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
         row_bytes = 4 * words_per_row
         gate, reasoning, written = self._gate, self._reasoning, self._written
         keys = self._keys
-        filled_from = None  # first row that has the grammar's bits
+        filled_from = None  # Index of the first row that the grammar has filled.
         for row in range(1 + len(draft)):
             at = address + row * row_bytes
-            may_end = False  # True if the grammar is complete before this row's token
+            may_end = False  # True if the response may end before the token of this row.
             if reasoning is not None and reasoning.forced:
                 ctypes.memset(at, 0, row_bytes)
                 set_bits(at, (reasoning.forced[0],))
@@ -230,7 +232,7 @@ class SequenceGuide:
         elif rest and is_grammar:
             self._opening = tuple(rest)
         else:
-            # Certainly reasoning: the tokens so far do not belong to the grammar.
+            # The response begins with reasoning, since the tokens so far do not belong to the grammar.
             self._opening = tuple(rest) or None
             self._matcher = self._grammar.new_matcher()
             self._may_be_grammar = False
@@ -253,8 +255,8 @@ class SequenceGuide:
     def _pass_gate(self, gate: TextFinder) -> None:
         """Set the finder of `free_until` after one more token, and begin the grammar if the text was found.
 
-        The grammar begins with the next token. If the current token has text after `free_until`, the grammar begins
-        with this text, provided that it allows the text.
+        The grammar begins with the next token. If the current token contains text after `free_until`, the grammar
+        begins with that text if it allows the text.
         """
         if not gate.is_found:
             self._gate = gate
@@ -271,7 +273,7 @@ class SequenceGuide:
     def _states_after(
         self, token_id: int, piece: bytes, gate: TextFinder | None, reasoning: ReasoningState | None
     ) -> tuple[TextFinder | None, ReasoningState | None]:
-        """Return the finder of `free_until` and the reasoning state after one more token."""
+        """Return the finder of `free_until` and the state of reasoning after one more token."""
         if gate is not None:
             gate = gate.after(piece)
         if reasoning is not None:
@@ -314,10 +316,10 @@ class SequenceGuide:
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 
     def _allow_end(self, address: int) -> bool:
-        """If the grammar may end here, allow every stop token, and clear the end tokens that do not end the sequence.
+        """If the grammar may end now, allow every stop token, and clear the end tokens that do not end the sequence.
 
         Returns:
-            True if the grammar may end here.
+            True if the grammar may end now.
         """
         if not has_any_bit(address, self._end_token_ids):
             return False
@@ -328,14 +330,14 @@ class SequenceGuide:
     def _restrict(self, address: int, words_per_row: int, written: int, *, may_end: bool, is_next: bool) -> None:
         """Clear the tokens that are not in allowed_token_ids or that are barred by bad_words.
 
-        If the grammar is complete and no other token of it is left, allow an end token, so the response ends.
+        If this clears all tokens and the grammar may end now, allow the stop tokens, so that the response ends.
 
         Args:
             address: Memory address of the row. The row has all bits of the other restraints.
             words_per_row: Number of uint32 words in the row.
             written: State of the bad words.
-            may_end: True if the grammar is complete here.
-            is_next: True if the row is for the next token. If it becomes empty, this guide has a fault.
+            may_end: True if the grammar may end before the row's token.
+            is_next: True if the row is for the next token. If such a row becomes empty, the fault of this guide is set.
         """
         if self._allowed is not None:
             keep_bits(address, self._allowed)
@@ -353,7 +355,10 @@ class SequenceGuide:
             )
 
     def _prune_keys(self, keys: JsonKeys, address: int, words_per_row: int, *, is_next: bool) -> None:
-        """Clear the tokens that would repeat a key of an open object. Arguments are those of `_restrict`."""
+        """Clear the tokens that would repeat a key of an open object.
+
+        The arguments have the same meaning as in `_restrict`.
+        """
         keys.prune(address, words_per_row)
         if is_next and self.fault is None and is_row_empty(address, words_per_row):
             self.fault = (
@@ -362,7 +367,7 @@ class SequenceGuide:
             )
 
     def _new_keys_count(self, token_ids: Sequence[int], *, is_draft: bool) -> int:
-        """Return how many tokens come before the first one that repeats a key. The grammar allows all of the tokens."""
+        """Return how many tokens precede the first token that repeats a key. The grammar must allow all the tokens."""
         keys = self._keys
         if keys is None:
             return len(token_ids)
@@ -374,11 +379,11 @@ class SequenceGuide:
 
     @property
     def _restrictions(self) -> str:
-        """Names of the fields that clear bits, for a message."""
+        """Names of the request's fields that exclude tokens, for error messages."""
         fields = {"allowed_token_ids": self._allowed, "bad_words": self._bad_words}
         return " and ".join(name for name, value in fields.items() if value is not None)
 
     def _note_fault(self, matcher: LLMatcher) -> None:
         assert self._grammar is not None
-        self._grammar.wear_out()  # other sequences of this grammar might fail for the same reason
+        self._grammar.wear_out()  # Other sequences that use this compiled grammar might fail for the same reason.
         self.fault = f"the response cannot continue in its grammar: {in_one_line(matcher.get_error())}"

@@ -1,11 +1,12 @@
-"""Finds stop strings and bad words in a text that comes in pieces.
+"""Finds stop strings and bad words in a text that arrives in pieces.
 
 The stop strings become one automaton (A. V. Aho and M. J. Corasick, "Efficient string matching: an aid to bibliographic
 search", CACM 18, 1975). Each state is a prefix of a stop string. The current state is the longest such prefix that is a
 suffix of the text so far. Each character costs two comparisons on average, however many stop strings there are, and
 however much the stop strings overlap with each other or with the text.
 
-A bad word must not be generated. Once all its tokens but the last are written, the last is barred.
+A bad word must not be generated. Once all tokens of a bad word except its last token are written, the last token is
+barred.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from trioserve.text.mask_bits import clear_bits, keep_bits
 
 __all__ = ["PrefixAutomaton", "StopStringFinder", "BadWords"]
 
-AUTOMATA_KEPT_MAX = 64  # up to 60 KB each; all choices of a request, and requests with equal stop strings, share one
+# Each automaton takes up to 60 KB. All choices of a request share one automaton, and so do requests with equal stop
+# strings.
+AUTOMATA_KEPT_MAX = 64
 
 
 class StopStringFinder:
     """Searches a text that arrives in pieces for the first of several stop strings.
 
-    The stop string that is complete first is found. If several are complete at the same character, the longest one is
-    found. So the end of the text does not depend on how the text is cut into pieces. It is never necessary to compute
-    another token to see whether a longer stop string follows.
+    The finder reports the stop string that is complete first. If several stop strings are complete at the same
+    character, the finder reports the longest of them. So the end of the text does not depend on how the text is cut
+    into pieces. The finder never needs another token to see whether a longer stop string follows.
 
-    The longest suffix of the text that is a prefix of a stop string is held back, and nothing more. That is at most the
-    longest stop string less one character. The work for all pieces is linear in their characters.
+    The finder holds back the longest suffix of the text that is a prefix of a stop string, and nothing more. The held
+    text is shorter than the longest stop string. The work for all pieces is linear in their total length.
 
     Args:
         stops: The stop strings, at least one, none empty.
@@ -58,7 +61,7 @@ class StopStringFinder:
 
         Args:
             text: The piece.
-            may_complete: False if no stop string may end in this piece. A stop string may still begin in it.
+            may_complete: False if no stop string may end in this piece. A stop string may still begin in such a piece.
 
         Returns:
             The text that can be shown now. If a stop string was found, this is the text before it.
@@ -67,7 +70,7 @@ class StopStringFinder:
         state = self._state
         first_characters = self._first_characters
         if not state and first_characters.isdisjoint(text):
-            return text  # the case of almost every token
+            return text  # This fast path serves almost every token.
         automaton = self._automaton
         next_characters, branches = automaton.next_characters, automaton.branches
         falls_back_to, stop_indices = automaton.falls_back_to, automaton.stop_indices
@@ -98,7 +101,7 @@ class StopStringFinder:
         return buffer[:shown_count]
 
     def flush(self) -> str:
-        """Return the text that was held back. Call this when no more text follows."""
+        """Return the text that was held back. Call this method when no more text follows."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -107,8 +110,9 @@ class StopStringFinder:
 class PrefixAutomaton:
     r"""Immutable automaton that recognizes stop strings.
 
-    A state stands for a prefix of a stop string, and state 0 for the empty prefix. In most prefixes, only one character
-    can follow. It leads to the state with the next number, so such a state takes only a few bytes.
+    Each state represents a prefix of a stop string, and state 0 represents the empty prefix. After most prefixes, only
+    one character can follow. This character leads to the state with the next number, so most states take only a few
+    bytes.
 
     Args:
         stops: The stop strings, none empty.
@@ -117,7 +121,7 @@ class PrefixAutomaton:
         stops: The stop strings, sorted.
         first_characters: First characters of all stop strings.
         next_characters: By state, the character that leads to the state with the next number. "\0" if there is none.
-        branches: By state, the further states by their character. Few states have an entry.
+        branches: By state, the states that further characters lead to, by character. Few states have an entry.
         depths: By state, the length of its prefix.
         falls_back_to: By state, the longest proper suffix of its prefix that is a prefix of a stop string but not a
             whole stop string that nothing extends.
@@ -138,15 +142,16 @@ class PrefixAutomaton:
     )
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        # Sorted, so a stop string comes before every longer one that begins with it. So each state that can be left by
-        # some character has an entry in next_characters.
+        # In sorted order, a stop string precedes every longer stop string that begins with it. So each state after
+        # which a character can follow has an entry in next_characters.
         self.stops = stops = tuple(sorted(stops))
         self.first_characters = frozenset(stop[0] for stop in stops)
         self.branches: dict[int, dict[str, int]] = {}
-        next_characters: list[str] = [""]  # the empty text if no character follows
+        next_characters: list[str] = [""]  # By state, the next character, or "" if no character follows.
         depths = [0]
-        ends: dict[int, int] = {}  # index of the stop string that ends in the state
-        entries: list[tuple[int, str, int]] = []  # parent state, character and state, for each state except 0
+        ends: dict[int, int] = {}  # By state, the index of the stop string that ends in the state.
+        # The parent state, the character and the state, for each state except 0.
+        entries: list[tuple[int, str, int]] = []
         for stop_index, stop in enumerate(stops):
             state = depth = 0
             while depth < len(stop) and (known := self._next(next_characters, state, stop[depth])):
@@ -164,10 +169,11 @@ class PrefixAutomaton:
                 next_characters.append("")
                 state = new
             ends.setdefault(state, stop_index)
-        # A fallback state has a shorter prefix, so its own fallback state is already known.
+        # States are processed by the length of their prefix. A fallback state has a shorter prefix, so its own fallback
+        # state is already computed.
         entries.sort(key=lambda entry: depths[entry[2]])
         state_count = len(depths)
-        suffixes = [0] * state_count  # as falls_back_to, but the suffix may be a whole stop string
+        suffixes = [0] * state_count  # Like falls_back_to, but the suffix may be a whole stop string.
         complete = [ends.get(state, -1) for state in range(state_count)]
         for parent, character, state in entries:
             suffix = parent
@@ -179,7 +185,8 @@ class PrefixAutomaton:
             if complete[state] < 0:
                 complete[state] = complete[suffixes[state]]
         self._is_whole = frozenset(state for state in ends if not next_characters[state] and state not in self.branches)
-        # No next character is looked up in a state that is_whole: the text has ended, or the caller has fallen back.
+        # The character "\0" stands for no next character. It is never looked up in a whole stop string, since the text
+        # has ended or the caller has fallen back.
         self.next_characters = "".join(character or "\0" for character in next_characters)
         self.depths = array("I", depths)
         self.stop_indices = array("h", complete)
@@ -209,7 +216,7 @@ class PrefixAutomaton:
     def is_whole(self, state: int) -> bool:
         """Return True if a state is a whole stop string that is no prefix of a longer one.
 
-        Then no text is held back for it.
+        In such a state, no text is held back.
 
         Args:
             state: The state.
@@ -236,25 +243,25 @@ def _automaton(stops: tuple[str, ...], cache_salt: str | None) -> PrefixAutomato
     """Return the automaton of stop strings.
 
     Args:
-        cache_salt: Part of the cache key only. So the time that a request takes does not reveal the stop strings of
-            other keys.
+        cache_salt: Only a part of the cache key. So the time of a request does not reveal the stop strings of other API
+            keys.
     """
     return PrefixAutomaton(stops)
 
 
-SINGLE_BITS_MAX = 16  # more bits are cleared with one operation on the whole row
-ROWS_KEPT_MAX = 8  # cached rows, of 16 KB each for 131,072 tokens
+SINGLE_BITS_MAX = 16  # If more bits must be cleared, one operation on the whole row clears all of them.
+ROWS_KEPT_MAX = 8  # Most cached rows. Each row takes 16 KB for 131,072 tokens.
 
 
 class BadWords:
-    """Bad words of one request. Its choices share them.
+    """Bad words of one request. All choices of the request share one object.
 
-    The output of a sequence so far is a state, which is a number. Each token leads to the next state. The states are
-    those of one PrefixAutomaton, which sees each token as a character. So a step costs the same however many words
-    begin alike.
+    A number, the state, summarizes the output of a sequence so far. Each token leads to the next state. The states
+    belong to one PrefixAutomaton, which treats each token as a character. So the cost of a step does not depend on how
+    many words begin alike.
 
-    Each word is barred as it is and after a space. A text is barred only if it is written with the tokens that it has
-    on its own.
+    Each word is barred with and without a space before it. A word is barred only in the tokens into which the tokenizer
+    encodes the word alone.
 
     Args:
         words: The bad words.
@@ -263,7 +270,7 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> None:
         alone: set[int] = set()
-        last_ids: dict[str, set[int]] = {}  # last tokens of bad words, by the tokens before the last token
+        last_ids: dict[str, set[int]] = {}  # The last tokens of bad words, by the preceding tokens of the word.
         for word in words:
             for text in {word, f" {word.lstrip()}"}:
                 *before, last = encode(text) or (-1,)
@@ -320,7 +327,9 @@ class BadWords:
         return barred
 
     def clear(self, address: int, words_per_row: int, state: int) -> None:
-        """Clear the bits of the barred tokens in one row of a token mask. Only the thread that fills masks calls this.
+        """Clear the bits of the barred tokens in one row of a token mask.
+
+        Only the thread that fills masks calls this method.
 
         Args:
             address: Memory address of the row.
@@ -345,7 +354,8 @@ class BadWords:
         """Return the bits to clear.
 
         Returns:
-            Token ids and None if the bits are few. Otherwise an empty tuple, and a row that has all other bits.
+            Token ids and None if there are few bits to clear. Otherwise an empty tuple, and a row with all bits that
+            stay set.
         """
         token_ids = tuple(token_id for token_id in self.barred(state) if token_id < 32 * words_per_row)
         if len(token_ids) <= SINGLE_BITS_MAX:
@@ -360,4 +370,4 @@ class BadWords:
 
 
 def _character(token_id: int) -> str:
-    return chr(token_id + 1)  # +1, since PrefixAutomaton uses the character 0 for "no character"
+    return chr(token_id + 1)  # PrefixAutomaton uses the character 0 for "no character", so add 1.

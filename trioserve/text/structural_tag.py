@@ -1,8 +1,8 @@
-"""Converts structural tags to a Lark grammar: free text in which each trigger begins a part with a schema or pattern.
+"""Converts structural tags to a Lark grammar: free text in which triggers begin texts that follow a schema or pattern.
 
 Two notations are supported. One has `structures` and `triggers`, as OpenAI-compatible servers introduced it. The other
-has `format`, a tree of formats as in xgrammar (github.com/mlc-ai/xgrammar, docs/tutorials/structural_tag). If a text
-contains the spelling of a special token, that token is meant. All other text stands for its characters.
+has `format`, a tree of formats as in xgrammar (github.com/mlc-ai/xgrammar, docs/tutorials/structural_tag). If a text of
+a structural tag contains the spelling of a special token, it means this token. All other text means its characters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trioserve.text.schema_keywords import KeptSchema
 
 __all__ = ["JSON_OPTIONS", "StructuralTagGrammar", "with_json_options"]
 
-# JSON in the style of Python. If white space were free, nothing would be forced, and small models might write white
-# space forever.
+# JSON is written in the style of Python's json module. If all white space were allowed, no token would be forced, and
+# small models might write white space forever.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "TEXT"
 PARTS_MAX = 1000
@@ -30,7 +30,7 @@ FORMATS = (
 
 
 def with_json_options(schema: Any) -> Any:
-    """Return a schema that specifies how its JSON is written. Options that the schema has already are kept.
+    """Return a schema that also specifies the white space of its JSON. Options that the schema already has are kept.
 
     Args:
         schema: The schema.
@@ -163,7 +163,7 @@ class StructuralTagGrammar:
         return " ".join(part for part in (self._literal(begin), content, end) if part)
 
     def _tag_parts(self, node: dict[str, Any], param: str, depth: int) -> tuple[str, str, str]:
-        """Return the parts of a tag: the text of its begin, and its content and end as Lark expressions."""
+        """Return the parts of a tag: its first text, and Lark expressions for its content and its end."""
         begin = self._text(node, "begin", param)
         ends = (
             self._texts(node, "end", param) if isinstance(node.get("end"), list) else [self._text(node, "end", param)]
@@ -207,12 +207,12 @@ class StructuralTagGrammar:
         at_least_one: bool = False,
         stop_after_first: bool = False,
     ) -> str:
-        """Return the rule for free text with tags in it.
+        """Return the rule for free text that contains tags.
 
         Args:
-            triggers: Texts, one of which begins each tag.
-            tags: For each tag, the text of its begin, its content as Lark, the text of its end, and its path in the
-                request.
+            triggers: Texts. Each tag begins with one of them.
+            tags: For each tag, the text with which it begins, its content as Lark, the text with which it ends, and its
+                path in the request.
             at_least_one: True if the text begins with a tag.
             stop_after_first: True if the response ends after the first tag.
         """
@@ -236,10 +236,11 @@ class StructuralTagGrammar:
         return self._rule(f"{first or ''} {one}* {TEXT}")
 
     def _text_until(self, end: str) -> str:
-        """Return the rule for free text up to the first occurrence of a text, which is included."""
+        """Return the rule for free text up to and including the first occurrence of a given text."""
         match = None if self._special is None else self._special.match(end)
         if match is not None:
-            return self._rule(f"{TEXT} {self._literal(end)}")  # free text never contains special tokens
+            # Free text contains no special tokens, so it ends at this token.
+            return self._rule(f"{TEXT} {self._literal(end)}")
         return self._rule(f"{TEXT} {_quoted(end)}", attributes="[lazy]")
 
     # --- pieces of Lark ---
@@ -271,7 +272,7 @@ class StructuralTagGrammar:
         return f"@{name}"
 
     def _literal(self, text: str) -> str:
-        """Return the expression of a text. Special tokens in it become tokens. Empty for an empty text."""
+        """Return the expression for a text, or "" for an empty text. Spelled special tokens become tokens."""
         check_fixed_text(text, "a text of the structural tag", param=self._param)
         if self._special is None:
             return _quoted(text) if text else ""
@@ -281,7 +282,7 @@ class StructuralTagGrammar:
             if match.start() > end:
                 parts.append(_quoted(text[end : match.start()]))
             token_id = self._special_ids[match[0]]
-            if token_id not in self._end_token_ids:  # an end token is allowed anyway where the grammar ends
+            if token_id not in self._end_token_ids:  # Where the grammar ends, an end token is always allowed.
                 parts.append(f"<[{token_id}]>")
             end = match.end()
         if end < len(text):

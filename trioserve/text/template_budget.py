@@ -1,4 +1,4 @@
-"""Budget of one rendering of a chat template, and the sizes of values. The module template_costs charges the budget."""
+"""Limits the work and memory of one rendering of a chat template, and measures values for the module template_costs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from jinja2.utils import Namespace
 
 __all__ = ["Budget", "TemplateTooCostly", "budget", "json_size", "length", "printed_size"]
 
-STEPS_MAX = 500_000  # loop iterations, 1 to 2 s in total; a chat of 1,000 messages takes a tenth
-CHARACTERS_MAX = 256_000_000  # read or written by all operations of a template, less than 1 s of copying
-# size of one value, and of the result; more than any context, with four million tokens
+# Most loop iterations. They take 1 to 2 s in total. A chat of 1,000 messages needs a tenth of them.
+STEPS_MAX = 500_000
+# Most characters that all operations of a template together read or write. Copying them takes less than 1 s.
+CHARACTERS_MAX = 256_000_000
+# Largest size of one value and of the result. It is about four million tokens, which is more than any context.
 VALUE_CHARACTERS_MAX = 16_000_000
-MADE_BYTES_MAX = 128 * 2**20  # of all values together, since a template may keep them all; a long chat makes 20 MiB
+# Memory limit for all values together, since a template may keep all of them. A long chat needs 20 MiB.
+MADE_BYTES_MAX = 128 * 2**20
 INTEGER_BITS_MAX = 4096
 
-ITEM_CHARACTERS = 32  # an item of a list costs as much time and memory as about 32 characters
-PLAIN_REPR_CHARACTERS_MAX = 65_536  # a text up to this length is printed to measure its length with escapes
+ITEM_CHARACTERS = 32  # An item of a list costs as much time and memory as about 32 characters.
+PLAIN_REPR_CHARACTERS_MAX = 65_536  # A text up to this length is printed to measure its length with escapes.
 ESCAPED_CHARACTERS_MAX = 10  # \U0010ffff
 
 
 class TemplateTooCostly(jinja2.TemplateError):
-    """A template exceeded one of the bounds above."""
+    """A template exceeded one of the bounds of this module."""
 
 
 class Budget:
-    """Resources that one rendering can still use."""
+    """Resources that one rendering may still use."""
 
     __slots__ = ("_bytes_left", "_characters_left", "_steps_left")
 
@@ -52,7 +55,7 @@ class Budget:
             raise TemplateTooCostly(f"it runs more than {STEPS_MAX:,} loop iterations and calls")
 
     def spend(self, characters: int) -> None:
-        """Charge work that is linear in a number of characters.
+        """Charge work whose time is linear in a number of characters.
 
         Args:
             characters: The number of characters.
@@ -78,7 +81,7 @@ class Budget:
         self.spend(characters)
 
     def hold(self, byte_count: int) -> None:
-        """Charge memory that the template may keep until its end.
+        """Charge memory that the template may keep until its rendering ends.
 
         Call this before the memory is allocated if its size is known.
 
@@ -93,7 +96,7 @@ class Budget:
             raise TemplateTooCostly(f"it makes values of more than {MADE_BYTES_MAX:,} bytes together")
 
     def hold_value(self, value: object) -> None:
-        """Charge the memory of a value that was created, without the values in it, which were charged before.
+        """Charge the memory of a created value, without the values that it contains, which were charged before.
 
         Args:
             value: The value.
@@ -118,7 +121,7 @@ def length(value: object) -> int:
 def printed_size(value: object) -> int:
     """Return an approximate upper bound of the length of str(value).
 
-    A list that a value contains several times is counted each time, as it is printed and compared each time.
+    A list that a value contains several times is counted each time, since it is also printed and compared each time.
 
     Args:
         value: The value.
@@ -134,7 +137,8 @@ def json_size(value: object, *, escapes_all: bool) -> int:
 
     Args:
         value: The value.
-        escapes_all: True if characters other than ASCII are written as \uXXXX, twice beyond the basic plane.
+        escapes_all: True if characters other than ASCII are written as \uXXXX. Beyond the basic plane, this is two such
+            escapes.
 
     Raises:
         TemplateTooCostly: The size exceeds VALUE_CHARACTERS_MAX.
@@ -153,7 +157,8 @@ def _size(value: object, text_size: Callable[[str], int]) -> int:
         elif isinstance(item, int):
             size += item.bit_length() // 3
         elif isinstance(item, list | tuple | KeysView | ValuesView | ItemsView):
-            size += ITEM_CHARACTERS * len(item)  # counted before the copy below, which is as large
+            # The items are counted before the copy below, which takes as much memory.
+            size += ITEM_CHARACTERS * len(item)
             if size <= VALUE_CHARACTERS_MAX:
                 waiting.extend(item)
         elif isinstance(item, dict):
@@ -162,25 +167,26 @@ def _size(value: object, text_size: Callable[[str], int]) -> int:
                 waiting.extend(item.keys())
                 waiting.extend(item.values())
         elif isinstance(item, range):
-            size += ITEM_CHARACTERS * len(item)  # its printed text is short, but sorting and comparing takes all items
+            # The printed text of a range is short, but sorting and comparing process all its items.
+            size += ITEM_CHARACTERS * len(item)
         elif isinstance(item, Macro):
             size += 4 * len(item.name)
         elif isinstance(item, Namespace):
             raise TemplateTooCostly("it prints a namespace, whose size is not known")
         elif not isinstance(item, float | Undefined | None):
-            size += 256  # a function or object of the sandbox, which prints the name of its type
+            size += 256  # A function or an object of the sandbox prints the name of its type.
     if size > VALUE_CHARACTERS_MAX:
-        # Such values must not be compared or hashed either, since that could take practically forever.
+        # Larger values must not be compared or hashed either, since this could take practically forever.
         raise TemplateTooCostly(f"it makes a value of more than {VALUE_CHARACTERS_MAX:,} characters")
     return size
 
 
-_WRITTEN_SHORT = ("\n", "\t", "\r")  # each is escaped as two characters
+_WRITTEN_SHORT = ("\n", "\t", "\r")  # Each of these characters is escaped as two characters.
 _CONTROLS = tuple(map(chr, range(0x20)))
 
 
 def _repr_size(text: str) -> int:
-    """Return the length of a text within another value, where it is printed with quotes and escapes."""
+    """Return the length of a text with the quotes and escapes that are printed within another value."""
     if text.isalnum():
         return len(text)
     if len(text) <= PLAIN_REPR_CHARACTERS_MAX:

@@ -1,6 +1,7 @@
-"""Costs of all operators, methods, filters and tests of a template. Each cost is charged before the operation runs.
+"""Charges the cost of each operator, method, filter and test of a template before it runs.
 
-Templates can use only what is in the tables of this module. A method or filter of unknown cost would have no bound.
+Templates can use only the methods, filters and tests in the tables of this module. A method or filter of unknown cost
+would have no bound.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ __all__ = [
     "sliced",
 ]
 
-CALL_STEPS = 4  # steps of a call or a filter, which take longer than an empty iteration of a loop
-TEXT_BYTES = 80  # memory of a short text as an item of a list
-ODD_KEY_CHARACTERS = 16_384  # keys other than texts and small integers can be chosen so that all hashes collide
-SLOW_FILTER_CHARACTERS_MAX = 16_384  # for filters that use regular expressions, some of which take quadratic time
+# A call or a filter is charged as several steps, since it takes longer than an empty iteration of a loop.
+CALL_STEPS = 4
+TEXT_BYTES = 80  # Memory of a short text in a list.
+# Cost of a key other than a text or a small integer. Such keys can be chosen so that all hashes collide.
+ODD_KEY_CHARACTERS = 16_384
+# Longest text for filters with regular expressions, some of which take quadratic time.
+SLOW_FILTER_CHARACTERS_MAX = 16_384
 JSON_INDENT_MAX = 16
 SHORT_TEXT_CHARACTERS = 256
-HTML_CHARACTERS_MAX = 5  # characters per escaped character, if a text is marked as HTML and escapes its operands
+HTML_CHARACTERS_MAX = 5  # Most characters that replace one character if it is escaped as HTML.
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -91,10 +95,10 @@ def _copied_characters(value: object) -> int:
 
 
 def sliced(_: None, value: Any, start: Any, stop: Any, step: Any) -> Any:
-    """Charge and return value[start:stop:step].
+    """Return value[start:stop:step], after charging its cost.
 
     Args:
-        _: Always None, the value of the filter that calls this.
+        _: Always None, the value of the filter that calls this function.
         value: The value to slice.
         start: First index, or None.
         stop: End index, or None.
@@ -112,7 +116,7 @@ def sliced(_: None, value: Any, start: Any, stop: Any, step: Any) -> Any:
 
 
 class Compared:
-    """Operand of a comparison or of `in`. The comparison is charged when the other operand is known.
+    """Operand of a comparison or of `in`. The comparison is charged as soon as its other operand is known.
 
     Args:
         value: Value of the operand.
@@ -149,7 +153,7 @@ class Compared:
 
 
 def compared(value: Any) -> Any:
-    """Return a value that can be compared at no cost as it is, or wrapped in Compared otherwise.
+    """Wrap a value in Compared, unless comparing the value costs nothing.
 
     Args:
         value: Operand of a comparison.
@@ -188,8 +192,8 @@ def charge_search(item: Any, container: Any) -> None:
     elif isinstance(container, dict) or type(container) is type({}.keys()):
         charge_key(item)
     else:
-        # The item is compared with each item of the container. Each comparison costs at most the size of the smaller of
-        # the two, so small items are cheap.
+        # The searched item is compared with each item of the container. Each comparison costs at most the size of the
+        # smaller item, so small items are cheap.
         budget.get().spend(
             ITEM_CHARACTERS // 2 * length(container)
             if item is None or isinstance(item, int | float)
@@ -198,8 +202,8 @@ def charge_search(item: Any, container: Any) -> None:
 
 
 def _search_size(text: str, sought: object) -> int:
-    # Python compares up to the whole of a short search text at each position. Only for long search texts it uses a
-    # linear algorithm.
+    # At each position, Python may compare all characters of a short search text. Python uses a linear algorithm only
+    # for long search texts.
     return (len(text) + 1) * (1 + min(length(sought), 256) // 8)
 
 
@@ -210,8 +214,8 @@ def charge_key(key: Any) -> Any:
         key: The key.
 
     Raises:
-        TemplateTooCostly: The key is a tuple within a tuple, which Python hashes without checking its stack. Or the
-            budget is used up.
+        TemplateTooCostly: The key is a tuple that contains a tuple, which Python hashes without checking its stack.
+            Also raised if the budget is used up.
     """
     if isinstance(key, str) or key is None or (isinstance(key, int) and -(2**60) < key < 2**60):
         return key
@@ -226,7 +230,7 @@ def charge_key(key: Any) -> Any:
 # --- texts with fields ----------------------------------------------------------------------------------------------
 
 _PERCENT_FIELD = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.?)", re.DOTALL)
-FIELD_CHARACTERS = 400  # longest number that is formatted without a width: a float without exponent
+FIELD_CHARACTERS = 400  # Longest printed number without a width. It is a float without exponent.
 _WIDTH_REFUSED = "it formats a field whose width has five digits or more, or is not a literal number"
 
 
@@ -235,7 +239,7 @@ def _percent_size(text: str, values: Any) -> int:
     field_count = text.count("%")
     budget.get().step(field_count)
     values_size = printed_size(values if isinstance(values, tuple) else (values,))
-    # Named values can be used several times, others only once.
+    # Fields can use a named value several times, but any other value only once.
     size = len(text) + values_size * (field_count if isinstance(values, Mapping) else 1)
     start = text.find("%")
     while start >= 0:
@@ -302,7 +306,7 @@ def _only_reads(text: str, given: tuple[Any, ...]) -> None:
 
 
 def _rewrites(text: str, given: tuple[Any, ...]) -> None:
-    budget.get().make(3 * len(text))  # a character becomes up to three characters in another case
+    budget.get().make(3 * len(text))  # One character becomes up to three characters in another case.
 
 
 def _searches(text: str, given: tuple[Any, ...]) -> None:
@@ -446,7 +450,7 @@ def charge_call(callee: Any, args: tuple[Any, ...], options: Mapping[str, Any]) 
     elif callee is dict:
         _charge_pairs(args)
     elif isinstance(receiver, LoopContext):
-        budget.get().spend(sum(map(printed_size, given)))  # loop.changed compares its arguments
+        budget.get().spend(sum(map(printed_size, given)))  # The method loop.changed compares its arguments.
     else:
         budget.get().spend(sum(map(length, given)))
 
@@ -470,7 +474,8 @@ def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) ->
         function: The filter.
         charge: Charges a call. Its arguments are the value, and a tuple of all other arguments.
     """
-    # The first parameter may be the environment or a context. functools.wraps keeps the attribute that marks this.
+    # The first parameter may be the environment or a context. Jinja marks such a filter with this attribute, which
+    # functools.wraps keeps.
     value_index = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -480,7 +485,8 @@ def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) ->
         charge(args[value_index], (*args[value_index + 1 :], *kwargs.values()))
         result = function(*args, **kwargs)
         if isinstance(result, Iterator):
-            result = list(result)  # compute the items now, within the budget; the next filter also needs their number
+            # The items are computed now, within the budget. The next filter also needs their number.
+            result = list(result)
         spent.hold_value(result)
         return result
 
@@ -488,11 +494,11 @@ def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) ->
 
 
 def _item_filter(value: Any, given: tuple[Any, ...]) -> None:
-    """Charge a filter that returns all or some items of its value."""
+    """Charge a filter that returns all items or some items of its value."""
     item_count = length(value)
-    # An argument may be an attribute, a path of attributes, or several paths. One lookup takes as long as an iteration
-    # of a loop: a missing key raises an exception, and then the sandbox checks whether a template may read such an
-    # attribute.
+    # A filter's argument may be an attribute, a path of attributes, or several paths. One lookup takes as long as an
+    # iteration of a loop: a missing key raises an exception, and then the sandbox checks whether a template may read
+    # such an attribute.
     lookup_count = sum(1 + text.count(".") + text.count(",") if isinstance(text, str) else 1 for text in given)
     budget.get().step(item_count * lookup_count)
     budget.get().spend(ITEM_CHARACTERS // 4 * item_count)
@@ -500,7 +506,10 @@ def _item_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 
 def _choosing_filter(value: Any, given: tuple[Any, ...]) -> None:
-    """Charge a filter that selects items by an attribute. Further arguments belong to the test of each item."""
+    """Charge a filter that selects items by an attribute.
+
+    Its further arguments are arguments of the test for each item.
+    """
     _item_filter(value, given[:1])
 
 
@@ -519,13 +528,14 @@ def _comparing_filter(value: Any, given: tuple[Any, ...]) -> None:
     size = printed_size(value) + item_count * given_size
     budget.get().make(size)
     budget.get().spend(size * (1 + math.ceil(math.log2(item_count + 1))))
-    # The filter makes sort keys, one per attribute, with texts converted to lower case.
+    # The filter makes one sort key per item and attribute, and converts texts in sort keys to lower case.
     budget.get().hold(TEXT_BYTES * item_count * (1 + given_size // 2) + 4 * size)
 
 
 def _group_by_filter(value: Any, given: tuple[Any, ...]) -> None:
     _comparing_filter(value, given)
-    for _ in range(2):  # the filter looks up the attribute twice more: to separate the groups, and to name them
+    # The filter looks up the attribute two more times: to separate the groups, and to name the groups.
+    for _ in range(2):
         _item_filter(value, given)
 
 
@@ -533,7 +543,7 @@ def _unique_filter(value: Any, given: tuple[Any, ...]) -> None:
     _comparing_filter(value, given)
     for item in value if not isinstance(value, str) else ():
         charge_key(item)
-    if any(isinstance(text, str) for text in given):  # any value within the items may become a key
+    if any(isinstance(text, str) for text in given):  # Any value within the items may become a key.
         waiting = [value]
         while waiting:
             item = waiting.pop()
@@ -546,7 +556,7 @@ def _unique_filter(value: Any, given: tuple[Any, ...]) -> None:
 def _sum_filter(value: Any, given: tuple[Any, ...]) -> None:
     _item_filter(value, given)
     if not all(isinstance(item, int | float) for item in (*given, *(value if isinstance(value, list) else ()))):
-        # Adding lists copies the sum again for each list.
+        # If the items are lists, each addition copies the sum so far.
         size = printed_size(value) + sum(map(printed_size, given))
         budget.get().make(size)
         budget.get().spend(size * length(value))
@@ -608,7 +618,10 @@ def _slow_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 
 def _json_filter(value: Any, given: tuple[Any, ...]) -> None:
-    """Charge nothing: _tojson in the module template_sandbox charges itself, since its arguments have names there."""
+    """Charge nothing, since the filter _tojson in the module template_sandbox charges itself.
+
+    There, the arguments have names.
+    """
 
 
 FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
@@ -625,7 +638,8 @@ FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
     **dict.fromkeys(("filesizeformat", "pprint", "striptags", "title", "urlencode", "urlize"), _slow_filter),
     **dict.fromkeys(("wordcount", "wordwrap", "xmlattr"), _slow_filter),
     "center": _text_filter(_pads),
-    # Named values may be used several times. Here it is not known whether the values are named, so assume the worst.
+    # Fields may use named values several times. This charge does not know whether the values have names, so it assumes
+    # so.
     "format": _text_filter(lambda text, given: budget.get().make(_percent_size(text, dict(enumerate(given))))),
     "groupby": _group_by_filter,
     "indent": _text_filter(_indents),
@@ -645,7 +659,7 @@ def charge_json(value: Any, *, ensure_ascii: bool, indent: object, separators: o
 
     Args:
         value: The value.
-        ensure_ascii: True if other characters than ASCII are escaped.
+        ensure_ascii: True if characters other than ASCII are escaped.
         indent: Number of spaces, text of one indentation, or None.
         separators: Pair of separators, or None.
 
@@ -664,7 +678,7 @@ def charge_json(value: Any, *, ensure_ascii: bool, indent: object, separators: o
 
 
 def _depth(value: Any) -> int:
-    """Return how deeply lists and dictionaries are nested. Use this only for a value whose size is bounded."""
+    """Return how deeply the lists and dictionaries in a value are nested. The size of the value must be bounded."""
     depth = 0
     level = [value]
     while level:

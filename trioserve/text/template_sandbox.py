@@ -1,14 +1,14 @@
 """Limits a chat template: the objects that it can reach, and the amount that it may compute and write.
 
 A template is a program that comes with a model, or with a request if the operator allows that. Jinja's sandbox protects
-Python's internals and the messages. It does not stop a template that runs forever or fills the memory. So each
-rendering has bounds: iterations of loops together with calls, characters processed by any operation, the size of each
-value, the size of all values together, and the size of the result. The module template_costs has the cost of each
+Python's internals and the messages. Jinja's sandbox does not stop a template that runs forever or fills the memory. So
+each rendering has bounds: iterations of loops together with calls, characters processed by any operation, the size of
+each value, the size of all values together, and the size of the result. The module template_costs has the cost of each
 operation, and template_budget has the bounds.
 
 Jinja compiles templates to Python code. Some operations in this code do not call the environment: loops, joins,
-comparisons, slices, keys, and the output of literal text. So this module inserts its own filters around them into the
-syntax tree.
+comparisons, slices, keys, and the output of literal text. So this module changes the syntax tree and inserts its own
+filters around these operations.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ from trioserve.text.template_costs import (
 
 __all__ = ["TemplateEnvironment", "TemplateTooCostly", "render_within_bounds"]
 
-NODES_MAX = 20_000  # syntax nodes; compiling takes 0.1 ms per node, and the largest known templates have about 4,000
-NODE_CHARACTERS = 32  # cost of each node in the body of a loop or macro, per iteration or call
-SPREAD_ARGUMENTS_MAX = 1024  # arguments passed with * or **; Python makes a tuple of them first
+# Most syntax nodes of a template. Compiling takes 0.1 ms per node, and the largest known templates have about 4,000
+# nodes.
+NODES_MAX = 20_000
+NODE_CHARACTERS = 32  # Cost of each node in the body of a loop or macro, per iteration or call.
+# Most arguments that are passed with * or **. Python first makes a tuple of these arguments.
+SPREAD_ARGUMENTS_MAX = 1024
 
 
 def render_within_bounds(template: jinja2.Template, arguments: dict[str, Any]) -> str:
@@ -107,7 +110,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             name: metered_filter(function, FILTERS[name]) for name, function in self.filters.items() if name in FILTERS
         }
         self.filters |= _OURS
-        tests: Any = self.tests  # jinja annotates the tests as plain functions
+        tests: Any = self.tests  # Jinja annotates the tests as plain functions.
         self.tests = {name: metered_test(function, TESTS[name]) for name, function in tests.items() if name in TESTS}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -121,7 +124,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         spent.step(CALL_STEPS)
         options = {name: value for name, value in kwargs.items() if name not in _ADDED_BY_COMPILER}
         charge_call(callee, args, options)
-        # a recursive call of a loop: its iterations count like those of the outer loop
+        # This is a recursive call of a loop. Its iterations count like the iterations of the outer loop.
         if isinstance(callee, LoopContext):
             args = (_counted(args[0]), *args[1:])
         result = super().call(context, callee, *args, **kwargs)
@@ -141,7 +144,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(Extension):
-    """The block {% generation %}, which marks the assistant's text for training. Here it only shows its content."""
+    """The block {% generation %}, which marks the assistant's text for training. This class only shows its content."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares it so
 
@@ -152,7 +155,7 @@ class _GenerationBlock(Extension):
 
 # --- operations that jinja compiles to plain Python -----------------------------------------------------------------
 
-# Each name has a space, so no template can use it.
+# Each filter name has a space, so no template can use the filter.
 _COUNTED = "counted rounds"
 _CHARGED = "charged body"
 _CONCATENATED = "concatenated operands"
@@ -171,11 +174,11 @@ class _Meter(NodeTransformer):
     """Inserts a filter around each operation that has a cost.
 
     The body of a loop or macro begins with a charge for all its nodes, executed or not. A node that calls nothing is
-    cheap, but a template may have thousands of them.
+    cheap, but a template may have thousands of such nodes.
     """
 
     def __init__(self) -> None:
-        self._cost = 0  # cost of the nodes visited so far
+        self._cost = 0  # Cost of the nodes visited so far.
         self._node_count = 0
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +214,7 @@ class _Meter(NodeTransformer):
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.AssignBlock:
         self.generic_visit(node)
-        # A filter without a value applies to the text of the block.
+        # Jinja applies a filter without a value to the text of the block.
         node.filter = nodes.Filter(node.filter, _HELD, [], [], None, None, lineno=node.lineno)
         return node
 
@@ -306,10 +309,10 @@ _OURS: dict[str, Callable[..., Any]] = {
     _SPREAD: _spread,
 }
 
-_ADDED_BY_COMPILER = ("_block_vars", "_loop_vars")  # jinja passes the loop's variables to every call within a loop
+_ADDED_BY_COMPILER = ("_block_vars", "_loop_vars")  # Jinja passes the loop's variables to every call within a loop.
 
 
-@jinja2.pass_eval_context  # depends on the rendering, so that constants are not printed at compile time
+@jinja2.pass_eval_context  # With this decorator, jinja does not print constants at compile time.
 def _printable(context: nodes.EvalContext, value: Any) -> Any:
     size = printed_size(value) * (HTML_CHARACTERS_MAX if context.autoescape else 1)
     budget.get().make(size)
@@ -337,6 +340,6 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON without HTML escapes, which jinja's own filter would write."""
+    """Return a value as JSON without the HTML escapes that jinja's own filter would write."""
     charge_json(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,9 +1,9 @@
-"""Parts of a chat that a chat template shows: tools, calls, results, system messages.
+"""Finds which parts of a chat a template shows: tools, calls, results, system messages.
 
-Other parts become plain messages.
+Parts that the template does not show become plain messages.
 
 A template that drops a part raises no error, and the model never gets that part. So each template is rendered a few
-times with short chats. Their parts are words that can be found again in the rendered text.
+times with short chats. The parts of these chats are unique words that can be found in the rendered text.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _signature(tool: OfferedTool) -> dict[str, Any]:
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """Renders messages and tools to text. Raises any exception that the template raises."""
 
-# Words of letters and digits that no template contains. No escaping changes them.
+# No template contains these words of letters and digits, and no escaping changes the words.
 _SYSTEM, _TOOL, _CALLED, _RESULT, _SAID = "f5e4dsystem", "f5e4dtool", "f5e4dcalled", "f5e4dresult", "f5e4dsaid"
 
 _USER = {"role": "user", "content": "Hi"}
@@ -155,15 +155,16 @@ class TemplateSupport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tools: True if the template shows the offered tools.
-        history: True if it shows earlier calls and their results in a request with tools.
-        bare_history: True if it shows earlier calls and their results in a request without tools.
-        system: True if it shows a system message at the beginning.
-        keeps_system: True if it shows or refuses a system message at the beginning.
-        keeps_second_system: True if it shows or refuses a second system message directly after the first.
-        keeps_later_system: True if it shows or refuses a system message after other messages.
-        keeps_said: True if it shows or refuses the content of a message that has calls.
-        developer: True if it shows messages of the role developer.
-        arguments_are_text: True if it needs the arguments of calls as JSON text, since it joins them to other text.
+        history: True if the template shows earlier calls and their results in a request with tools.
+        bare_history: True if the template shows earlier calls and their results in a request without tools.
+        system: True if the template shows a system message at the beginning.
+        keeps_system: True if the template shows or refuses a system message at the beginning.
+        keeps_second_system: True if the template shows or refuses a second system message directly after the first.
+        keeps_later_system: True if the template shows or refuses a system message after other messages.
+        keeps_said: True if the template shows or refuses the content of a message that has calls.
+        developer: True if the template shows messages of the role developer.
+        arguments_are_text: True if the template needs the arguments of calls as JSON text, since it joins them to other
+            text.
     """
 
     tools: bool
@@ -186,8 +187,8 @@ def find_support(
     Args:
         render: Renders messages and tools.
         variables: Variables that the template reads but does not set.
-        source: Text of the template. If the template refuses all of the chats, it is assumed to show what its text
-            mentions.
+        source: Text of the template. If the template refuses all these chats, it is assumed to show the parts that its
+            text mentions.
         content_format: Format that the template expects for the content of messages.
     """
 
@@ -199,7 +200,7 @@ def find_support(
             return render(
                 prepared_messages(prompt, content_format, final_end="", arguments_are_text=arguments_are_text), tools
             )
-        except Exception:  # an untrusted program may refuse this chat with any exception
+        except Exception:  # An untrusted template may refuse this chat with any exception.
             return None
 
     def calling(*, are_text: bool, tools: list[dict[str, Any]] | None = None, said: str = "") -> str | None:
@@ -242,7 +243,7 @@ def with_supported_parts(prompt: ChatPrompt, support: TemplateSupport, tool_fami
     Args:
         prompt: The chat.
         support: Parts that the template shows.
-        tool_family: Format for tools and calls. If it is None, they are not converted.
+        tool_family: Format for tools and calls. None to leave tools and calls unchanged.
     """
     messages = prompt.messages
     if not support.developer and any(message.get("role") == "developer" for message in messages):
@@ -297,7 +298,7 @@ def _kept_system(messages: list[dict[str, Any]], support: TemplateSupport) -> li
     if support.keeps_system and support.keeps_second_system and support.keeps_later_system:
         return messages
     kept: list[dict[str, Any]] = []
-    waiting: list[Any] = []  # content for the next message of the user
+    waiting: list[Any] = []  # Content to add to the next message of the user.
     for message in messages:
         role = message.get("role")
         follows_first = len(kept) == 1 and kept[0].get("role") == "system"
@@ -326,7 +327,7 @@ def _kept_system(messages: list[dict[str, Any]], support: TemplateSupport) -> li
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Join two contents with a blank line between them."""
+    """Join the contents of two messages with a blank line between them."""
     if isinstance(first, list) or isinstance(second, list):
         return [*_parts(first), *_parts(second)]
     return f"{first or ''}\n\n{second or ''}".strip("\n")
@@ -349,7 +350,7 @@ def _shows_history(text: str | None) -> bool:
 
 
 def _is_unfit(text: str | None) -> bool:
-    """Return True if the template failed with an object as arguments, or printed the object in Python's notation."""
+    """Return True if the template failed when arguments were an object, or printed this object in Python's notation."""
     return text is None or _REPR in text
 
 

@@ -1,15 +1,15 @@
-"""Finds how many bytes of text one token can stand for. So texts that are too long are refused before tokenization.
+"""Finds the most bytes of text that one token can represent. So too long texts are refused before tokenization.
 
-The reasoning: a tokenizer normalizes a text, splits it, and spells each part with tokens. It leaves nothing out. So a
-text of b bytes has at least b / L tokens if the longest token spells L bytes. This holds only under the conditions
-below. They are checked for the given tokenizer. If one of them fails, no bound is claimed.
+A tokenizer normalizes a text, splits the text, and represents each part by tokens. It leaves nothing out. So a text of
+b bytes has at least b / L tokens if the longest token has L bytes. This holds only under the following conditions,
+which are checked for the given tokenizer. If a condition fails, no bound is claimed.
 
 - Nothing is left out. No splitting step removes the separator, and every byte has a token. Some vocabularies have no
-  token for some bytes, such as control characters. Such bytes may vanish, or several may become one "unknown" token, so
-  they are not counted.
+  token for some bytes, such as control characters. Such bytes may vanish, or several such bytes may become one
+  "unknown" token, so they are not counted.
 - Normalizing does not shorten a text, or only by a known factor. NFC writes at most 3.5 bytes as one byte (U+1FBE
   U+0308 U+0301 as U+0390). SentencePiece's handling of spaces only lengthens a text.
-- A special token stands for its own text. If a special token absorbs the spaces around it, spaces are not counted.
+- A special token represents its own text. If a special token absorbs adjacent spaces, spaces are not counted.
 
 Tokens that are added around the text only increase the count.
 """
@@ -27,22 +27,22 @@ from trioserve.text.request_texts import in_slices
 
 __all__ = ["TokenSpan", "steps_of"]
 
-NFC_SHRINKS_AT_MOST = 4  # UTF-8 bytes before NFC, divided by bytes after it
+NFC_SHRINKS_AT_MOST = 4  # Largest factor by which NFC shortens a text, in UTF-8 bytes.
 
 _BYTES_OUTSIDE_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
 
-# Splitting steps that keep every character. Split and Punctuation keep separators unless their behavior is "Removed".
+# These splitting steps keep every character. Split and Punctuation keep separators unless their behavior is "Removed".
 _KEEPING_CUTS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"})
 
 
 class TokenSpan:
-    """Bound of the text that one token of a tokenizer stands for.
+    """Bound of the text that one token of a tokenizer represents.
 
     Args:
         backend: The tokenizer.
 
     Attributes:
-        bytes_max: Most UTF-8 bytes that one token stands for, or None if no bound is certain.
+        bytes_max: Most UTF-8 bytes that one token represents, or None if no bound is certain.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -61,11 +61,11 @@ class TokenSpan:
         if not vocabulary:
             return
         if any(step["type"] == "ByteLevel" for step in cuts):
-            longest = max(map(len, vocabulary))  # each character of a token stands for one byte
+            longest = max(map(len, vocabulary))  # Each character of a byte-level token represents one byte.
             missing = bytes(byte for character, byte in byte_alphabet().items() if character not in vocabulary)
             self._uncounted = missing.translate(None, _BYTES_OUTSIDE_UTF8)
             if self._uncounted and backend.normalizer is not None:
-                return  # the normalizer might produce these bytes from other text
+                return  # The normalizer might turn counted text into these bytes.
         else:
             longest = max(len(token.encode()) for token in vocabulary)
             if not model.byte_fallback or any(f"<0x{byte:02X}>" not in vocabulary for byte in range(0x100)):
@@ -86,16 +86,16 @@ class TokenSpan:
 
     def _byte_count(self, text: str) -> int:
         byte_count = 0
-        for part in in_slices(text):  # other threads can run between two slices
+        for part in in_slices(text):  # Other threads can run between two slices.
             if not self._counts_spaces:
                 part = "".join(part.split())
-            # Lone surrogates are allowed here, since `encode` refuses them with a better message.
+            # Lone surrogates are allowed in this count, since `encode` will refuse them with a better message.
             byte_count += len(part.encode("utf-8", "surrogatepass").translate(None, self._uncounted))
         return byte_count
 
 
 def _shrinks_at_most(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the largest factor by which normalizing shortens a text, or None if it is not known."""
+    """Return the largest factor by which normalizing shortens a text, or None if this factor is not known."""
     factor = 1
     for step in steps_of(backend.normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -110,7 +110,7 @@ def _added_tokens(backend: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
 
 
 def _added_bytes(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> int:
-    """Return the length of the longest text that is recognized as this token, before or after normalizing."""
+    """Return the length of the longest text that is recognized as a given token, before or after normalizing."""
     content: str = token.content
     if token.normalized and backend.normalizer is not None:
         content = max(content, backend.normalizer.normalize_str(content), key=lambda text: len(text.encode()))

@@ -1,6 +1,6 @@
-"""Converts text to token ids and back, for the files of a Hugging Face directory and for the metadata of a GGUF file.
+"""Converts text to token ids and back. Tokenizers come from Hugging Face directories or from metadata of GGUF files.
 
-A special token that is spelled out in a plain prompt ("<|im_end|>") becomes the special token, as in vLLM and
+If a plain prompt contains the spelling of a special token ("<|im_end|>"), it becomes the special token, as in vLLM and
 llama.cpp. In a chat, only the chat template can write special tokens. The module control_tokens explains how.
 """
 
@@ -28,7 +28,8 @@ __all__ = ["Cut", "EncodedInput", "Tokenizer"]
 
 
 NAME_BYTES = 16
-# Content of an assistant's message. The text that a template writes after it ends the assistant's turn.
+# Content of an assistant's message, for a test rendering. The text that a template writes after this content ends the
+# assistant's turn.
 TURN_TEXT = "Zq7"
 
 
@@ -54,12 +55,12 @@ class Tokenizer:
         parts: Contents of the model's tokenizer files.
 
     Attributes:
-        vocab_size: Upper bound of the token ids that have a text. The model's own vocabulary may be larger, with ids
-            that have no text.
+        vocab_size: Upper bound of the token ids that have a text. The model's own vocabulary may be larger and contain
+            ids without a text.
         bos_token: Text of the token that begins a sequence, or None if the files name none.
         eos_token: Text of the token that ends a sequence, or None if the files name none.
         pad_token: Text of the token that fills batches, or None if the files name none.
-        eos_token_id: Id of `eos_token`, or None if it has none.
+        eos_token_id: Id of `eos_token`, or None if `eos_token` has no id.
         chat_template: Chat template of the model, or None if the files have none.
 
     Raises:
@@ -68,7 +69,7 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._backend = parts.backend
-        # Tokenizer files may ask to truncate or pad texts, for training batches. Prompts of a server must stay whole.
+        # Tokenizer files may enable truncation and padding for training batches. Prompts of a server must stay whole.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
@@ -136,7 +137,7 @@ class Tokenizer:
         self._find_control_tokens()
 
     def parse_control_tokens_in_chats(self) -> None:
-        """Let the messages of a chat contain control tokens, as the template does.
+        """From now on, read control tokens in the messages of chats as control tokens.
 
         Call this before other threads use the tokenizer.
         """
@@ -146,7 +147,7 @@ class Tokenizer:
         """Render a chat for `encode_chat`.
 
         Args:
-            template: Chat template to render. It is the model's own, or one that the request sent.
+            template: Chat template to render: the model's own template, or a template in the request.
             prompt: The chat.
             tool_family: Format for tools and calls that the template cannot show, as in ChatTemplate.render.
 
@@ -164,7 +165,8 @@ class Tokenizer:
             chat: Result of `render`.
 
         Raises:
-            InvalidRequest: The text has lone surrogates, or cannot be encoded without control tokens from the request.
+            InvalidRequest: The text has lone surrogates, or the tokenizer cannot encode control tokens in the messages
+                as plain text.
             RequestFailed: The tokenizer library fails on the text.
         """
         if not chat.is_kept:
@@ -176,7 +178,7 @@ class Tokenizer:
     def end_token_ids(self) -> tuple[int, ...]:
         """Return the ids of tokens that end a response.
 
-        These are EOS, and the token that the chat template writes after an assistant's message.
+        These tokens are EOS, and the token that the chat template writes after an assistant's message.
 
         A fine-tuned model may name the end of its turns only in the template, while its config names the end token of
         its base model.
@@ -193,7 +195,7 @@ class Tokenizer:
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": TURN_TEXT}]
         try:
             text = self.chat_template.render(ChatPrompt(messages=messages, add_generation_prompt=False))
-        except InvalidRequest:  # the template requires other messages before these
+        except InvalidRequest:  # The template requires other messages before these messages.
             return None
         _, found, after = text.rpartition(TURN_TEXT)
         after = after.lstrip()
@@ -242,14 +244,14 @@ class Tokenizer:
     ) -> EncodedInput:
         """Return the token ids of one text or a pair of texts, for a pooling model.
 
-        If the input is too long, its texts are truncated. Special tokens are never truncated. Of a pair, the longer
-        text is truncated first.
+        If the input is too long, its texts are truncated. Special tokens are never truncated. The longer text of a pair
+        is truncated first.
 
         Args:
             text: The text, or the first text of a pair.
             second: The second text of a pair, or None.
             add_special_tokens: True to add special tokens around the texts.
-            cut: Maximum token count and the side to truncate, or None to keep every token.
+            cut: Maximum token count, and the side from which tokens are removed. None to keep every token.
 
         Raises:
             InvalidRequest: A text has lone surrogates.
@@ -274,7 +276,7 @@ class Tokenizer:
         return EncodedInput(ids, first_segment_tokens)
 
     def encode_labelled(self, text: str | ChatText, labels: Sequence[str], *, add_special_tokens: bool) -> EncodedInput:
-        """Return the token ids of a text, and for each label the one token that the label adds to the text.
+        """Return the token ids of a text, and for each label the single token that the label adds to the text.
 
         Args:
             text: The text, or a rendered chat.
@@ -292,8 +294,8 @@ class Tokenizer:
             return self.encode_chat(chat._replace(text=part))
 
         token_ids = self.encode(chat.text) if add_special_tokens else encode(chat.text)
-        # The tokenizer encodes the text after the last special token separately. So it is enough to append each label
-        # to that tail.
+        # The tokenizer encodes the text after the last special token separately. So each label is appended only to this
+        # last text.
         end = max((place for place, token in enumerate(token_ids) if token in self._special_ids), default=-1) + 1
         tail, tail_ids = chat.text, encode(chat.text)
         if end > 0:
@@ -339,7 +341,7 @@ class Tokenizer:
     def token_count_min(self, text: str) -> int:
         """Return a lower bound of a text's token count, from its length and the longest token.
 
-        0 if no bound is certain.
+        The bound is 0 if no bound is certain.
 
         Args:
             text: The text.
@@ -371,10 +373,10 @@ class Tokenizer:
         return self._backend.to_str()
 
     def special_ids(self) -> dict[str, int]:
-        """Return the ids of tokens that no text in a grammar matches, by their text.
+        """Return the ids of all tokens that no text in a grammar can match, by the text of the token.
 
-        These are the special tokens, and added tokens in angle brackets such as Qwen's <tool_call>. llguidance treats
-        these added tokens as special.
+        These tokens are the special tokens, and added tokens in angle brackets such as Qwen's <tool_call>. llguidance
+        treats such added tokens as special.
         """
         added = self._backend.get_added_tokens_decoder()
         return {
@@ -399,9 +401,9 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def is_added(self, token_id: int) -> bool:
-        """Return True for special tokens and other added tokens.
+        """Return True if a token is a special token or another added token.
 
-        The tokenizer recognizes these as a whole in every text.
+        The tokenizer recognizes added tokens as a whole in every text.
 
         Args:
             token_id: Id of the token.
@@ -411,7 +413,7 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special or not. A partial character becomes U+FFFD.
 
-        An id without a text gives "".
+        The text of an unknown id is "".
 
         Args:
             token_id: Id of the token.
@@ -428,14 +430,14 @@ class Tokenizer:
 
 
 def _shares(lengths: list[int], tokens_max: int) -> list[int]:
-    """Divide a token limit between one or two texts. The longer of two texts is shortened first.
+    """Divide a token limit among one or two texts. The longer of two texts is shortened first.
 
     Args:
         lengths: Token counts of the texts.
         tokens_max: Limit for all texts together.
 
     Returns:
-        The token count to keep of each text.
+        For each text, the number of tokens to keep.
     """
     if sum(lengths) <= tokens_max:
         return lengths

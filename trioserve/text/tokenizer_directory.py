@@ -1,10 +1,10 @@
-"""Reads a tokenizer from a Hugging Face directory: tokenizer.json, and the files around it that complete it.
+"""Reads a tokenizer from a Hugging Face directory: tokenizer.json, and the other files that complete it.
 
-A tokenizer.json is checked before its first use: how much longer it may make a text, and how long its patterns take.
-The library's regex engine backtracks. A pattern such as (a+)+$ takes practically forever on some texts, and nothing can
-interrupt the engine. So a child process tries every pattern that is not from a known family. The child is killed after
-PROBE_SECONDS_MAX. The texts that it tries provoke backtracking: runs of characters from the patterns, each followed by
-a character that does not match.
+Before its first use, two properties of a tokenizer.json are checked: how much its steps may lengthen a text, and how
+long its patterns take. The library's regex engine backtracks. A pattern such as (a+)+$ takes practically forever on
+some texts, and nothing can interrupt the engine. So a child process tries every pattern that is not from a known
+family. The child is killed after PROBE_SECONDS_MAX. The child tries texts that provoke backtracking: runs of characters
+from the patterns, each followed by a character that does not match.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from trioserve.text.tokenizer_parts import TokenizerParts, add_sequence_ends
 
 __all__ = ["check_patterns", "check_tokenizer", "TokenizerDirectory"]
 
-GROWTH_MAX = 64  # length of a text after all steps, divided by its length before; NFKC in SentencePiece reaches 18
-WORD_CHARACTERS_MAX = 1_000  # WordPiece takes quadratic time in the length of a word; real tokenizers allow 100
+GROWTH_MAX = 64  # Largest factor by which all steps together may lengthen a text. NFKC in SentencePiece reaches 18.
+# WordPiece takes quadratic time in the length of a word. Real tokenizers allow 100 characters.
+WORD_CHARACTERS_MAX = 1_000
 
-PROBE_SECONDS_MAX = 20.0  # an ordinary pattern takes under a second, the start of Python included
-PROBE_CHARACTERS = 1000  # length of each text that the child process tries
+PROBE_SECONDS_MAX = 20.0  # An ordinary pattern takes under a second, including the start of Python.
+PROBE_CHARACTERS = 1000  # Length of each text that the child process tries.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 COMMON = "aA1 \n中é'"
-OWN_CHARACTERS_MAX = 24  # characters from the patterns that the texts repeat
+OWN_CHARACTERS_MAX = 24  # Most characters of the patterns that the texts repeat, in addition to COMMON.
 
-# KNOWN_SPLITS, and patterns of families whose tokenizers the library transformers makes.
+# These patterns are known to be safe: KNOWN_SPLITS, and patterns of families whose tokenizers the library transformers
+# makes.
 KNOWN_PATTERNS = KNOWN_SPLITS | {
     r"\s+",
     " {2,}",
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
 }
 
-GAVE_UP = 3  # exit status of a child in which the library panicked because it gave up on a pattern
+GAVE_UP = 3  # Exit status of the child process if the library gave up on a pattern and panicked.
 
 _PROBE = f"""
 import json, sys, tokenizers
@@ -68,7 +70,7 @@ for text in texts:
 
 
 def check_tokenizer(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
-    """Check how much longer a tokenizer may make a text, the length of its words, and its patterns.
+    """Check how much a tokenizer may lengthen a text, the length limit of its words, and its patterns.
 
     Args:
         tokenizer: The tokenizer.
@@ -102,7 +104,7 @@ def _state(tokenizer: tokenizers.Tokenizer, name: str) -> Any:
 def _growth(state: object) -> float:
     """Return the largest factor by which a part of a tokenizer may lengthen a text.
 
-    Factors of nested parts are multiplied.
+    The factors of nested parts are multiplied.
     """
     growth, waiting = 1.0, [state]
     while waiting and growth <= GROWTH_MAX:
@@ -115,7 +117,7 @@ def _growth(state: object) -> float:
                 waiting += [inner for name, inner in found.items() if name != "type"]
             elif kind == "Replace":
                 pattern = found["pattern"]
-                replaced = len(pattern.get("String", "")) or 1  # a regular expression may match one character
+                replaced = len(pattern.get("String", "")) or 1  # A regular expression may match a single character.
                 growth *= max(1.0, len(found["content"]) / replaced)
             elif kind == "Precompiled":
                 growth *= _longest_replacement(base64.b64decode(found["precompiled_charsmap"]))
@@ -126,17 +128,17 @@ def _growth(state: object) -> float:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Return the number of characters of the longest text that SentencePiece's table writes in place of one character.
+    """Return the length of the longest text with which SentencePiece's table replaces one character, in characters.
 
     Args:
-        charsmap: Length of a trie in 4 bytes, the trie, and then the texts. A zero byte ends each text.
+        charsmap: The length of a trie in 4 bytes, the trie, and the texts. A zero byte ends each text.
     """
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
     return max(1, *(len(text.decode(errors="replace")) for text in texts))
 
 
 def check_patterns(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
-    """Try the patterns of a tokenizer as its library has read them, except those of known families.
+    """Try the patterns of a tokenizer as the library has read them, except patterns of known families.
 
     Args:
         tokenizer: The tokenizer.
@@ -190,8 +192,8 @@ def _patterns(value: object) -> Iterator[str]:
 def _texts(patterns: set[str]) -> Iterator[str]:
     own = sorted({letter for pattern in patterns for letter in pattern if letter.isalnum()} - set(COMMON))
     letters = (*COMMON, *own[:OWN_CHARACTERS_MAX])
-    # Each run is followed by a character that ends it. The second tail also has every character that a pattern may
-    # require anywhere, since the library searches for required characters first.
+    # Each run is followed by a tail that ends the run. The second tail also has every character that a pattern may
+    # require anywhere, since the library first searches for required characters.
     tails = ("!", "\0" + "\0".join(letters))
     for letter in letters:
         for tail in tails:
@@ -200,14 +202,16 @@ def _texts(patterns: set[str]) -> Iterator[str]:
         yield (first + second) * (PROBE_CHARACTERS // 2) + tails[1]
 
 
-TOKENIZER_BYTES_MAX = 256 * 2**20  # size of tokenizer.json; the largest vocabularies take 35 MB
-JSON_BYTES_MAX = 32 * 2**20  # size of each other file; with a full list of added tokens it has about 5 MB
-JSON_MARKS_MAX = 2**20  # commas and opening brackets; bounds the number of values, of about 100 bytes each in memory
-TEMPLATE_BYTES_MAX = 2**20  # four times TEMPLATE_CHARACTERS_MAX, since a character may take four bytes
+TOKENIZER_BYTES_MAX = 256 * 2**20  # Largest tokenizer.json. The largest known vocabularies take 35 MB.
+JSON_BYTES_MAX = 32 * 2**20  # Largest size of each other file. A file with a full list of added tokens has about 5 MB.
+# Most commas and opening brackets in a JSON file. They bound the number of values, each of which takes about 100 bytes
+# in memory.
+JSON_MARKS_MAX = 2**20
+TEMPLATE_BYTES_MAX = 2**20  # This is four times TEMPLATE_CHARACTERS_MAX, since a character may take four bytes.
 
 
 class TokenizerDirectory:
-    """Reader for the tokenizer files of one directory. Other modules read generation_config.json and config.json.
+    """Reads the tokenizer files of one directory. Other modules read generation_config.json and config.json.
 
     Args:
         path: The directory.
@@ -232,7 +236,7 @@ class TokenizerDirectory:
         self._add_missing_tokens(backend, config)
         _mark_special(backend, (bos_token, eos_token))
         if isinstance(config.get("add_bos_token"), bool):
-            # The option is explicit, so it overrides the rule that was saved in tokenizer.json.
+            # The config sets this option explicitly, so the option overrides the rule that was saved in tokenizer.json.
             add_sequence_ends(
                 backend,
                 bos=_end_token(backend, bos_token) if config["add_bos_token"] else None,
@@ -257,13 +261,13 @@ class TokenizerDirectory:
         self._check_size(path, TOKENIZER_BYTES_MAX)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for every fault of the file
+        except Exception as error:  # The library raises plain Exception for every fault of the file.
             raise ModelLoadError(f"{path} cannot be read as a tokenizer ({error}): download it again") from error
         check_tokenizer(backend, path)
         return backend
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file, or an empty one if the file does not exist."""
+        """Return the JSON object in a file, or an empty object if the file does not exist."""
         path = self._path / name
         if not path.is_file():
             return {}
@@ -275,8 +279,8 @@ class TokenizerDirectory:
                     f"{path} has {mark_count} commas and opening brackets, at most {JSON_MARKS_MAX} are read"
                 )
             content = json.loads(text)
-            # JSON escapes can produce half of a surrogate pair, which no tokenizer accepts. Refuse it here, where the
-            # file is known.
+            # JSON escapes can produce half of a surrogate pair, which no tokenizer accepts. Such a file is refused at
+            # once, so that the error can name the file.
             json.dumps(content, ensure_ascii=False).encode()
         except (OSError, ValueError, RecursionError) as error:
             raise ModelLoadError(f"{path} cannot be read as JSON ({error}): download it again") from error
@@ -285,7 +289,10 @@ class TokenizerDirectory:
         return content
 
     def _add_missing_tokens(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-        """Add the tokens that are missing in tokenizer.json but listed in other files, in the order of their ids."""
+        """Add the tokens that are missing in tokenizer.json but listed in other files.
+
+        Add them in the order of their ids.
+        """
         stated: dict[int, AddedToken] = {}
         for content, token_id in self._read_json("added_tokens.json").items():
             stated[_token_id(token_id, "added_tokens.json")] = AddedToken(content, normalized=False)
@@ -310,7 +317,7 @@ class TokenizerDirectory:
                 )
 
     def _read_chat_templates(self, config: dict[str, Any]) -> tuple[str | None, str | None]:
-        """Return the template for chats, and the template for chats with tools. Either is None if there is none."""
+        """Return the template for chats and the template for chats with tools. A missing template is None."""
         named: dict[str, str] = {}
         entry = config.get("chat_template")
         if isinstance(entry, str):
@@ -341,7 +348,7 @@ class TokenizerDirectory:
 
 
 def _token_text(entry: object) -> str | None:
-    """Return the text of a token, which a file writes as a string or as an object with the key "content"."""
+    """Return the text of a token that a file contains as a string or as an object with the key "content"."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None

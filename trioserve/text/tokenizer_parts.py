@@ -1,4 +1,4 @@
-"""Contents of a model's tokenizer files, independent of their format. A Tokenizer is built from them."""
+"""Defines the contents of a model's tokenizer files, independent of the file format. A Tokenizer is built from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenizerParts:
         bos_token: Text of the token that begins a sequence, or None.
         eos_token: Text of the token that ends a sequence, or None.
         chat_template: Chat template, or None.
-        tool_chat_template: Chat template for requests with tools. None if `chat_template` serves them too.
+        tool_chat_template: Chat template for requests with tools. None if such requests use `chat_template`.
         pad_token: Text of the token that fills batches, or None.
     """
 
@@ -60,7 +60,7 @@ def panics_become_load_errors(what: str) -> Iterator[None]:
     """Turn panics of the tokenizer library into ModelLoadError while a tokenizer is built.
 
     Args:
-        what: Source of the tokenizer, with which the error message begins.
+        what: Source of the tokenizer. The error message begins with this text.
 
     Raises:
         ModelLoadError: The library panicked.

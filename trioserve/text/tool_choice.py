@@ -14,18 +14,20 @@ from trioserve.text.chat_messages import check_shape
 
 __all__ = ["FUNCTION_NAME", "TOOLS_MAX", "ToolChoice", "ToolMode", "checked_tools", "named_functions", "tool_choice_of"]
 
-TOOLS_MAX = 128  # as in OpenAI's API; each tool is part of the prompt, and a branch of the grammar of forced calls
+# Most tools of a request, as in OpenAI's API. Each tool takes prompt tokens, and adds a branch to the grammar of forced
+# calls.
+TOOLS_MAX = 128
 NAME_CHARACTERS_MAX = 128
 FUNCTION_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{NAME_CHARACTERS_MAX}}}")
-TOOL_CHARACTERS_MAX = 262_144  # size of one tool as JSON; the largest known tools have a tenth
+TOOL_CHARACTERS_MAX = 262_144  # Largest size of one tool as JSON. The largest known tools have a tenth of this size.
 _NAMES_ALLOWED = f"allowed are 1 to {NAME_CHARACTERS_MAX} letters, digits, underscores, dots and hyphens"
 
 
 class ToolMode(enum.Enum):
-    AUTO = "auto"  # the model decides whether it calls a function
-    NONE = "none"  # the model does not get the tools
-    REQUIRED = "required"  # the response consists of one or more calls
-    NAMED = "named"  # the response is a call of the named function
+    AUTO = "auto"  # The model decides whether it calls a function.
+    NONE = "none"  # The prompt does not show the tools to the model.
+    REQUIRED = "required"  # The response consists of one or more calls.
+    NAMED = "named"  # The response is a call of the named function.
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +35,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         mode: Kind of choice.
-        name: Name of the function for ToolMode.NAMED, otherwise None.
+        name: Name of the required function for ToolMode.NAMED, otherwise None.
         allowed: Names of the functions that may be called, or None for all.
     """
 
@@ -42,7 +44,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     allowed: tuple[str, ...] | None = None
 
     def offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Return the tools that the model is shown and may call, or None if there are none.
+        """Return the tools that the prompt shows and the model may call, or None if there are none.
 
         Args:
             tools: Checked tools of the request, or None.

@@ -1,6 +1,6 @@
 """DeepSeek V3, R1 and V3.1: calls between special tokens.
 
-In V3 and R1, a call is its type, its name and fenced JSON. In V3.1, it is its name and JSON.
+In V3 and R1, a call consists of its type, its name and fenced JSON. In V3.1, a call consists of its name and JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = re.compile(r"\w+")
 
 
 def read_section(reading: CallReading) -> Script[None]:
-    """Read calls after the token that opens all calls.
+    """Read all calls of a response. The token that opens the section of calls was already read.
 
     Args:
         reading: State of the script.
@@ -43,7 +43,7 @@ def read_section(reading: CallReading) -> Script[None]:
 
 
 def read_call(reading: CallReading) -> Script[None]:
-    """Read one call after the token that opens it, including the token that closes it.
+    """Read one call and its closing token. Its opening token was already read.
 
     Args:
         reading: State of the script.

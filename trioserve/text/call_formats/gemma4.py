@@ -1,6 +1,6 @@
 """Gemma 4: <|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>.
 
-Keys of objects have no quotes. Strings have a special token as their quote.
+Keys of objects have no quotes. Strings are enclosed in the special token <|"|>.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_gemma4_call(reading: CallReading) -> Script[None]:
         reading: State of the script.
     """
     source, sink = reading.source, reading.sink
-    if (yield from source.need_after_space()) == "{":  # a forced call
+    if (yield from source.need_after_space()) == "{":  # The grammar of a forced call writes JSON.
         yield from read_calls(reading, is_bare=False)
     else:
         yield from source.expect(_PREFIX)
@@ -60,7 +60,7 @@ def read_gemma4_call(reading: CallReading) -> Script[None]:
 
 def _read_object(reading: CallReading) -> Script[None]:
     source, sink = reading.source, reading.sink
-    objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
+    objects = bytearray()  # One byte per open value, the outermost first: 1 is an object, 0 is an array.
     at = _At.VALUE
     while True:
         character = yield from source.need_after_space()
@@ -106,7 +106,7 @@ def _read_key(reading: CallReading) -> Script[None]:
 
 
 def _read_plain_value(reading: CallReading) -> Script[None]:
-    """Read a string in quotes, a number, true, false or null. Any other word is a string."""
+    """Read a string in quotes, a number, true, false or null. Any other word is read as a string."""
     source, sink = reading.source, reading.sink
     if not (yield from source.take((_QUOTE,))):
         word = (yield from source.take_while(_KEY_OR_WORD, _WORD_CHARACTERS_MAX)).strip()
@@ -135,13 +135,13 @@ def _value(value: object) -> str:
     return json.dumps(value)
 
 
-# Forced calls are JSON between the family's markers, since a grammar of a schema cannot express objects with unquoted
-# keys.
+# A forced call is JSON between the family's markers, since a grammar made from a JSON schema cannot express objects
+# with unquoted keys.
 GEMMA4_FORMAT = CallFormat(call=json_call(before=CALL_MARKER, after=_CALL_END), separator="\n")
 
 
 def written_by_gemma4(call: WholeCall) -> str:
-    """Return a call in the format that the model itself writes.
+    """Return a call in the format that Gemma 4 writes itself, with unquoted keys.
 
     Args:
         call: The call.

@@ -1,6 +1,6 @@
 """GLM 4.5 and later: <tool_call>name, then <arg_key> and <arg_value> for each argument.
 
-In 4.5 and 4.6, there are line breaks between the tags. Since 4.7, there are none.
+GLM 4.5 and 4.6 write line breaks between the tags. GLM 4.7 and later write none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GLM_TOKENS: Final = (CALL_TAG, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _NAME = re.compile(r"[\w.:/\-]+")
 _CLOSINGS = (
     Closing(tag=_VALUE_END, followed_by=(_KEY, _CALL_END)),
-    Closing(tag=_CALL_END, followed_by=(CALL_TAG,), ends_text=True),  # the value has no closing tag of its own
+    # This tag also closes a value whose own closing tag is missing.
+    Closing(tag=_CALL_END, followed_by=(CALL_TAG,), ends_text=True),
 )
 
 
@@ -68,7 +69,7 @@ def read_glm_call(reading: CallReading) -> Script[None]:
 
 
 def glm_format(line_break: str) -> CallFormat:
-    """Return the format of calls.
+    """Return the format in which GLM writes calls.
 
     Args:
         line_break: Text between two tags.

@@ -4,7 +4,7 @@
     <|start|>assistant<|channel|>final<|message|>...<|return|>                      content, like commentary
     <|start|>assistant to=functions.NAME<|channel|>commentary <|constrain|>json<|message|>{...}<|call|>
 
-A message may contain the text of such a mark. The text after it shows whether it is a mark.
+The text of a message may contain the spelling of a mark. The text after the spelling shows whether it is a mark.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _CLOSINGS = (
 def read_harmony(
     source: TextSource, sink: PartSink, tools: Mapping[str, OfferedTool], begins_inside: bool | None
 ) -> Script[None]:
-    """Read a response. Its prompt ends with <|start|>assistant, or inside of reasoning if `begins_inside` is True.
+    """Read a whole response, from the end of its prompt on.
+
+    The prompt ends with <|start|>assistant, or inside of reasoning if `begins_inside` is True.
 
     Args:
         source: Text of the response.
@@ -59,14 +61,14 @@ def read_harmony(
         while (yield from source.peek()):
             yield from _read_message(reading)
     except TextEnded:
-        source.at = len(source.text)  # the text ends within a header or a call
+        source.at = len(source.text)  # The text ended within a header or a call, so the rest is dropped.
 
 
 def _read_message(reading: CallReading) -> Script[None]:
     source, sink = reading.source, reading.sink
     has_header = yield from source.find_whole((_START, _CHANNEL, _MESSAGE))
     if not (has_header or (yield from source.find((_RECIPIENT_MARK,)))):
-        yield from _read_text(source, sink.content)  # the message has no header
+        yield from _read_text(source, sink.content)  # A message without a header is content.
         return
     source.mark()
     try:
@@ -84,7 +86,8 @@ def _read_message(reading: CallReading) -> Script[None]:
         return
     source.unmark()
     if recipients and not _is_for_the_user(recipients[-1]):
-        yield from _read_text(source, _drop)  # a call of one of the model's own tools, which the request does not offer
+        # The message calls a built-in tool of the model that the request does not offer, so its text is dropped.
+        yield from _read_text(source, _drop)
     elif channels and channels[-1] in _REASONING_CHANNELS:
         yield from _read_text(source, sink.reasoning)
     else:
@@ -92,7 +95,7 @@ def _read_message(reading: CallReading) -> Script[None]:
 
 
 def _called(recipient: str | None, tools: Mapping[str, OfferedTool]) -> str | None:
-    """Return the tool that a message is for, or None if it has another recipient."""
+    """Return the name of the tool that a message calls, or None if the message calls no tool."""
     if recipient is None or not tools:
         return None
     if recipient.startswith(_FUNCTIONS):
@@ -109,7 +112,7 @@ def _drop(_text: str) -> None:
 
 
 def _read_call(reading: CallReading, name: str) -> Script[None]:
-    """Read a call after its header. The source records the text from the header on."""
+    """Read the arguments of a call. The header was already read, and the source records all text since the header."""
     source, sink = reading.source, reading.sink
     try:
         yield from source.need_after_space()
@@ -126,7 +129,7 @@ def _read_call(reading: CallReading, name: str) -> Script[None]:
 
 
 def _read_text(source: TextSource, use: Callable[[str], None]) -> Script[None]:
-    """Read the text of a message, including the mark that ends it."""
+    """Read the text of a message and the mark that ends the message."""
     try:
         yield from read_raw_value(source, _CLOSINGS, use, trims_lines=False)
     except TextEnded:

@@ -1,6 +1,6 @@
 """Calls as <invoke name="..."> with <parameter name="...">value</parameter> in it.
 
-DeepSeek writes them as DSML, whose tags have a mark before their name. MiniMax writes them without a mark.
+DeepSeek writes these tags as DSML, with a mark before each tag name. MiniMax writes the tags without a mark.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class InvokeTags(msgspec.Struct, frozen=True, kw_only=True):
     """Tags of one variant.
 
     Attributes:
-        mark: Text with which the name of each tag begins.
-        around: Names of the tag around all calls. Current models write the first.
-        around_mark: Text with which the name of the tag around all calls begins. None for `mark`.
-        says_text: True if each parameter has an attribute that tells whether it is a string. Otherwise the tool's
-            schema tells.
+        mark: Text before the name of each tag.
+        around: Names of the tag around all calls. Current models write the first name.
+        around_mark: Text before the name of the tag around all calls. None to use `mark`.
+        says_text: True if each parameter has an attribute that shows whether its value is a string. If False, the
+            tool's schema decides.
         trims_lines: True if one line break at each end of a value belongs to the tags.
     """
 
@@ -60,7 +60,7 @@ MINIMAX = InvokeTags(mark="", around=("tool_call",), around_mark="minimax:", tri
 
 
 def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
-    """Return the script that reads calls after the tag around them.
+    """Return the script that reads calls. The tag around all calls was already read.
 
     Args:
         tags: Tags of the variant.
@@ -115,8 +115,8 @@ def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
 
 def invoke_format(tags: InvokeTags, around: str) -> CallFormat:
     parameter_end = tags.closing("parameter") + "\n"
-    # The line break is part of the call, since a grammar cannot distinguish it from the line break before a closing
-    # tag.
+    # The line break after a call is part of the call, since a grammar cannot distinguish it from the line break before
+    # a closing tag.
     end = tags.closing("invoke") + "\n"
 
     def begin(name: str, is_text: bool) -> str:

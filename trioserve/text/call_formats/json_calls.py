@@ -22,7 +22,7 @@ __all__ = [
     "tagged_calls",
 ]
 
-_STRAY = re.compile(r"[\s}\]]+")  # models often write one closing bracket too many
+_STRAY = re.compile(r"[\s}\]]+")  # Models often write one closing bracket too many after a call.
 _STRAY_CHARACTERS_MAX: Final = 256
 HERMES_FORMAT = CallFormat(
     call=json_call(before="<tool_call>\n", after="\n</tool_call>"), separator="\n", trigger="<tool_call>"
@@ -31,13 +31,13 @@ LLAMA3_FORMAT = CallFormat(call=json_call(arguments_key="parameters"), separator
 
 
 def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
-    """Return the script that reads one or more calls after an opening tag, and the first closing tag.
+    """Return the script that reads one or more calls after an opening tag, up to and including a closing tag.
 
     The closing tag may be missing at the end of the text.
 
     Args:
         *closing: The closing tags.
-        is_bare: True if the tag alone does not make the text a call. Then the name must be that of an offered tool.
+        is_bare: True if the opening tag may also appear in ordinary text. Then a call must name an offered tool.
     """
 
     def read(reading: CallReading) -> Script[None]:
@@ -50,7 +50,7 @@ def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
 
 
 def read_bare_calls(reading: CallReading) -> Script[None]:
-    """Read calls after a marker that has no closing marker.
+    """Read calls in a format that marks only the beginning of calls. The marker was already read.
 
     Args:
         reading: State of the script.
@@ -59,7 +59,7 @@ def read_bare_calls(reading: CallReading) -> Script[None]:
 
 
 def read_nothing(_reading: CallReading) -> Script[None]:
-    """Read nothing after a mark around content, which has no meaning of its own.
+    """Read nothing. This is the script for marks around content, which are dropped.
 
     Args:
         _reading: State of the script.
@@ -81,7 +81,7 @@ COHERE_FORMAT = CallFormat(
 
 
 def json_format(opening: str, closing: str, *, is_array: bool) -> CallFormat:
-    """Return the format for an array of calls between two tags, or for one call between them.
+    """Return the format for an array of calls between two tags, or for a single call between two tags.
 
     Args:
         opening: Text before the array or call.

@@ -1,7 +1,7 @@
 """Kimi: formats of calls.
 
-Kimi K2 writes calls between special tokens. Each has an id with its name, such as functions.name:0, and JSON. Kimi K3
-writes channels, calls and arguments between <|open|>name<|sep|> and <|close|>name<|sep|>.
+Kimi K2 writes each call between special tokens: an id that contains the tool's name, such as functions.name:0, and JSON
+arguments. Kimi K3 writes channels, calls and arguments between <|open|>name<|sep|> and <|close|>name<|sep|>.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _SEPARATOR = "<|sep|>"
 _ATTRIBUTE = re.compile(r'\b(\w+)="([^"]*)"')
 _CLOSINGS = (Closing(tag=_ARGUMENT_END, followed_by=(_ARGUMENT, _CALL_END)),)
 
-# The tag that begins the part after reasoning also ends reasoning. So a prompt that has begun that part has no open
-# reasoning.
+# The tag that opens the response channel also ends reasoning. So reasoning is not open in a prompt that ends with this
+# tag.
 K3_REASONING = ReasoningTags(
     opening=("<|open|>think<|sep|>",), closing=("<|close|>think<|sep|>", _RESPONSE), interleaves=True
 )
 
 
 def _read_calls(reading: CallReading) -> Script[None]:
-    """Read calls after the tag around them."""
+    """Read calls. The tag around all calls was already read."""
     source = reading.source
     while True:
         yield from source.need_after_space()
@@ -110,7 +110,7 @@ def _type_of(value: object) -> str:
 
 
 def _type_in(tool: OfferedTool, name: str) -> str:
-    """Return the first type that the schema of an argument allows."""
+    """Return the first JSON type that the schema of an argument allows."""
     names = sorted(argument_types(tool, name) or ("object",))
     return "number" if names[0] == "integer" else names[0]
 
@@ -145,11 +145,11 @@ _CALL_MARKER_END: Final = "<|tool_call_end|>"
 _ARGUMENTS: Final = "<|tool_call_argument_begin|>"
 KIMI_TOKENS: Final = (SECTION_MARKER, _SECTION_END, CALL_MARKER, _CALL_MARKER_END, _ARGUMENTS)
 _ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
-_NOISE_CHARACTERS_MAX: Final = 1024  # unexpected text between the tokens of a section
+_NOISE_CHARACTERS_MAX: Final = 1024  # Longest unexpected text that is skipped before a call.
 
 
 def read_section(reading: CallReading) -> Script[None]:
-    """Read calls after the token that opens all calls.
+    """Read all calls of a section. The token that opens the section was already read.
 
     Args:
         reading: State of the script.
@@ -164,7 +164,7 @@ def read_section(reading: CallReading) -> Script[None]:
 
 
 def read_call(reading: CallReading) -> Script[None]:
-    """Read one call after the token that opens it, including the token that closes it.
+    """Read one call and its closing token. Its opening token was already read.
 
     Args:
         reading: State of the script.
@@ -181,8 +181,8 @@ def read_call(reading: CallReading) -> Script[None]:
         raise NotACall
 
 
-# The model counts the calls of a conversation, but the grammar does not know how many there were. So it always writes
-# 0.
+# The model numbers the calls of a conversation, but the grammar does not know the number of earlier calls. So the
+# grammar always writes the number 0.
 K2_FORMAT = CallFormat(
     call=lambda tool: (f"{CALL_MARKER}functions.{tool.name}:0{_ARGUMENTS}", arguments_of(tool), _CALL_MARKER_END),
     opening=SECTION_MARKER,

@@ -1,6 +1,6 @@
 """Mistral: [TOOL_CALLS] and a JSON array of calls. Since version 11, [TOOL_CALLS]name[ARGS]{...} for each call.
 
-Some versions write [CALL_ID]id after the name.
+Some versions write [CALL_ID] and an id after the name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CALL_ID = re.compile(r"[\w\-]+")
 
 
 def read_mistral_calls(reading: CallReading) -> Script[None]:
-    """Read calls after [TOOL_CALLS].
+    """Read calls. The token [TOOL_CALLS] was already read.
 
     Args:
         reading: State of the script.

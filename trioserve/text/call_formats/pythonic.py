@@ -34,9 +34,9 @@ _IDENTIFIER = re.compile(r"\w+")
 
 
 def read_python_list(reading: CallReading) -> Script[None]:
-    """Read a list of calls after its opening bracket: calls of offered tools in Python, or calls in JSON.
+    """Read a list of calls after its opening bracket. The calls are Python calls of offered tools, or JSON.
 
-    A list in Python is one expression, so its calls are complete only when the list is.
+    A list in Python is one expression, so its calls are complete only when the whole list is complete.
 
     Args:
         reading: State of the script.
@@ -57,7 +57,7 @@ def read_python_list(reading: CallReading) -> Script[None]:
 
 
 def tagged_list(closing: str) -> CallReader:
-    """Return the script that reads a list of calls after an opening tag, and the closing tag.
+    """Return the script that reads a list of calls between two tags. The opening tag was already read.
 
     Args:
         closing: The closing tag.
@@ -75,7 +75,7 @@ def tagged_list(closing: str) -> CallReader:
 
 
 def python_lines(closing_tag: str) -> CallReader:
-    """Return the script that reads one call per line after an opening tag, and the closing tag.
+    """Return the script that reads one call per line between two tags. The opening tag was already read.
 
     Args:
         closing_tag: The closing tag.
@@ -95,7 +95,7 @@ def python_lines(closing_tag: str) -> CallReader:
 
 
 def _read_call(reading: CallReading, *, needs_offer: bool = True) -> Script[None]:
-    """Read name(argument=value, ...). The call is closed, and completed together with its list."""
+    """Read name(argument=value, ...). The call is closed at once, but completed only together with its list."""
     source, sink = reading.source, reading.sink
     yield from source.need_after_space()
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
@@ -128,8 +128,7 @@ def _call_pieces(tool: OfferedTool) -> Sequence[Piece]:
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     schemas = argument_schemas(tool)
     names = [name for name in schemas if _IDENTIFIER.fullmatch(name)]
-    # Required arguments come first. So there is a comma before each further required argument, and before each optional
-    # one.
+    # Required arguments come first. So a comma precedes every further required argument and every optional argument.
     first = [name for name in names if name in required]
     pieces: list[Piece] = [f"{tool.name}("]
     for name in (*first, *(name for name in names if name not in first)):
@@ -149,7 +148,7 @@ def _written(call: WholeCall) -> str:
 
 
 def _python(value: object) -> str:
-    """Return a value as a Python literal, with JSON's quotes."""
+    """Return a value as a Python literal. Strings are quoted as in JSON."""
     if isinstance(value, dict):
         return (
             "{"
@@ -171,8 +170,8 @@ PYTHONIC_FORMAT = list_format("", "")
 
 
 def lines_format(opening: str, closing: str) -> CallFormat:
-    # The line break is part of the call, since a grammar cannot distinguish it from the line break before a closing
-    # tag.
+    # The line break after a call is part of the call, since a grammar cannot distinguish it from the line break before
+    # a closing tag.
     return CallFormat(
         call=lambda tool: (*_call_pieces(tool), "\n"),
         write=lambda call: _written(call) + "\n",

@@ -1,7 +1,7 @@
 """Qwen3-Coder: <function=name> with <parameter=name> and plain text in it, within <tool_call>.
 
-Seed-OSS writes these tags within <seed:tool_call>. Models sometimes omit the tag around them, and the closing tag of a
-parameter.
+Seed-OSS writes the same tags within <seed:tool_call>. Models sometimes omit the surrounding tag, or the closing tag of
+a parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PARAMETER_END: Final = "</parameter>"
 
 
 def function_calls(closing_tag: str) -> CallReader:
-    """Return the script that reads calls after the tag around them.
+    """Return the script that reads calls. The tag around the calls was already read.
 
     Args:
         closing_tag: The tag that closes the calls.
@@ -50,9 +50,9 @@ def function_calls(closing_tag: str) -> CallReader:
 
 
 def read_bare_function(closing_tag: str) -> CallReader:
-    """Return the script that reads a call after <function=, without the tag around it.
+    """Return the script that reads a call after <function= if the tag around the call is missing.
 
-    The name must be that of an offered tool.
+    The call must name an offered tool.
 
     Args:
         closing_tag: The tag that may close the call.
@@ -79,7 +79,7 @@ def _closings(closing_tag: str) -> Sequence[Closing]:
 
 
 def _read_function(reading: CallReading, closings: Sequence[Closing], *, is_bare: bool = False) -> Script[None]:
-    """Read a call after <function=, including its closing tag."""
+    """Read a call and its closing tag. The text <function= was already read."""
     source = reading.source
     name, _ = yield from source.take_until((">",), NAME_CHARACTERS_MAX)
     name = name.strip().strip("\"'")

@@ -1,4 +1,4 @@
-"""Formats of tool calls as pieces of text, from which a grammar for forced calls is made."""
+"""Describes formats of tool calls as pieces of text. Grammars for forced calls are made from these pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "without_trigger",
 ]
 
-Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # a str is fixed text
+Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # A piece of type str is fixed text.
 
 
 class JsonOf(msgspec.Struct, frozen=True):
@@ -75,13 +75,13 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         call: Returns the pieces of one call of a tool.
-        opening: Text before all calls of a response.
-        closing: Text after all calls of a response.
+        opening: Text before the first call of a response.
+        closing: Text after the last call of a response.
         separator: Text between two calls. None if a response has at most one call.
-        trigger: First text of `opening`, or of each call if `opening` is empty. A call follows wherever the trigger is
-            written. Empty if no text announces calls, or if other parts of a response have special tokens, too. Then no
-            grammar covers a response that may also have content.
-        before: Pieces that may precede all of this in a response.
+        trigger: First text of `opening`, or of each call if `opening` is empty. A call follows every trigger in a
+            response. Empty if no text announces calls, or if content is written with special tokens, too. Without a
+            trigger, no grammar covers a response that may also have content.
+        before: Pieces that may precede `opening` in a response.
         write: Writes one call as text. None to join the pieces of `call`, with the call's arguments as JSON.
     """
 
@@ -94,7 +94,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     write: Callable[[WholeCall], str] | None = None
 
     def written(self, calls: Sequence[WholeCall]) -> str:
-        """Return the text with which a model of the family makes calls. "" if there are none.
+        """Return the text that a model of the family writes for calls. "" if there are no calls.
 
         Args:
             calls: The calls.
@@ -143,7 +143,7 @@ def json_call(
 
 
 def without_trigger(pieces: Sequence[Piece], trigger: str) -> list[Piece]:
-    """Return the pieces of a call without the trigger at their beginning.
+    """Return the pieces of a call without the trigger with which they begin.
 
     Args:
         pieces: The pieces. The first begins with the trigger.
@@ -160,13 +160,13 @@ def raw_argument_pieces(
 ) -> list[Piece]:
     """Return the pieces of a call's arguments for formats that write each argument between tags.
 
-    A string is written as it is, and any other value as JSON. Arguments are in the order of the schema.
+    A string is written without quotes, and any other value as JSON. Arguments are in the order of the schema.
 
     Args:
         tool: The tool.
-        begin: Returns the text before a value, by the argument's name and whether the value is a string.
+        begin: Returns the text before a value. Its arguments are the argument's name, and True for a string.
         end: Text after a value.
-        says_text: True if the text before a value tells whether the value is a string. Otherwise an argument that may
+        says_text: True if the text before a value shows whether the value is a string. If False, an argument that may
             be a string is written as a string.
     """
     required = (tool.parameters or {}).get("required")
@@ -192,7 +192,7 @@ def _raw_value_pieces(tool: OfferedTool, name: str, end: str, *, says_text: bool
 
 
 def raw_text(value: object) -> str:
-    """Return a value as formats with tags write it: a string as it is, any other value as JSON.
+    """Return a value in the notation of formats with tags: a string without quotes, any other value as JSON.
 
     Args:
         value: The value.

@@ -1,4 +1,4 @@
-"""Reads calls and arguments that are written as JSON. Defines what scripts that read calls work with."""
+"""Reads calls and arguments that are written as JSON. Defines the state of scripts that read calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _KEY_CHARACTERS_MAX: Final = 256
 _NAME_KEYS = frozenset(("name", "tool_name"))
 _ID_KEYS = frozenset(("id", "tool_call_id"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
-# Keys of a tool's schema that a call does not have. A model that shows a tool to the reader does not call it.
+# These keys of a tool's definition never occur in a call. JSON with these keys only shows the tool to the reader.
 _SCHEMA_KEYS = frozenset(("description", "strict", "properties", "required"))
-# These keys may come before the name. Any other key shows that the JSON is an answer, which is then not held back
-# longer.
+# These keys may come before the name of a call. Any other key shows that the JSON is content, which is then released.
 _KEYS_BEFORE_NAME = frozenset(("type", "index", "id", "tool_call_id"))
 _BETWEEN_CALLS = re.compile(r"[,;\s]+")
 
@@ -37,7 +36,7 @@ class CallReading:
     """State of a script that reads calls.
 
     Args:
-        source: Text of the response, at the marker that opens a call or after it.
+        source: Text of the response. The script begins at the marker that opens a call, or after the marker.
         sink: Receives the calls.
         tools: Offered tools by name.
     """
@@ -52,7 +51,7 @@ class CallReading:
     def end_call(self) -> None:
         """Complete the current call.
 
-        If the text after it turns out not to be a call, only that text becomes content.
+        If the text after the call turns out not to be a call, only that later text becomes content.
         """
         self.sink.end_call()
         self.source.mark()
@@ -63,15 +62,15 @@ class CallReading:
         self.source.mark()
 
 
-# Script that reads calls after their opening marker. Raises NotACall if the text is not a call, and TextEnded if the
-# text ends within a call. Calls that were completed before remain.
+# A CallReader is a script that reads calls after their opening marker. It raises NotACall if the text is not a call,
+# and TextEnded if the text ends within a call. Calls that were completed before the exception remain.
 CallReader = Callable[[CallReading], Script[None]]
 
 
 def read_json(
     source: TextSource, scanner: JsonScanner | JsonStringDecoder | PythonLiteral, use: Callable[[str], None]
 ) -> Script[None]:
-    """Read one value and pass on its text piece by piece.
+    """Read one value, and pass its text to a function piece by piece.
 
     Args:
         source: The text.
@@ -79,7 +78,7 @@ def read_json(
         use: Receives each piece.
 
     Raises:
-        NotACall: The text is not such a value.
+        NotACall: The text is not a value of this kind.
         TextEnded: The text ends within the value.
     """
     while scanner.state is ScanState.MORE:
@@ -105,7 +104,7 @@ def read_arguments(reading: CallReading) -> Script[None]:
 
 
 class _ArgumentsInString:
-    """Reads arguments that the model wrote as JSON within a string."""
+    """Reads arguments that the model wrote as JSON text within a JSON string."""
 
     def __init__(self, use: Callable[[str], None]) -> None:
         self._scanner = JsonScanner("{")
@@ -127,7 +126,7 @@ class _ArgumentsInString:
 
 
 class _CallObject:
-    """State of a call object whose keys are read. Arguments are passed to the sink once the name is known.
+    """State of a call object whose keys are being read. Arguments reach the sink once the name of the call is known.
 
     Args:
         reading: State of the script.
@@ -183,18 +182,18 @@ class _CallObject:
 
 
 def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
-    """Read {"name": ..., "arguments": {...}} with its keys in any order.
+    """Read the call {"name": ..., "arguments": {...}} with its keys in any order.
 
     Also accepts "parameters" for "arguments", arguments as JSON in a string, and OpenAI's {"function": {...}} around
     the keys.
 
     Args:
-        is_bare: True if no marker announced the call. Then it must have the name of an offered tool, and arguments.
+        is_bare: True if no marker announced the call. Such a call must name an offered tool and have arguments.
     """
     source = reading.source
     call = _CallObject(reading, is_bare=is_bare)
     yield from source.expect("{")
-    is_inside = False  # True within "function": {
+    is_inside = False  # True while the keys within "function": {...} are read.
     while True:
         character = yield from source.need_after_space()
         if character == "}":
@@ -245,7 +244,7 @@ def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
         elif character == "n":
             yield from source.expect("null")
             call.arguments("{}")
-        elif character == "[":  # an empty array for no arguments
+        elif character == "[":  # Some models write an empty array for no arguments.
             source.at += 1
             yield from source.need_after_space()
             yield from source.expect("]")
@@ -275,11 +274,13 @@ def _read_string(source: TextSource, characters_max: int) -> Script[str]:
 
 
 def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
-    """Read one call object, an array of them, or several objects with commas, semicolons or white space between them.
+    """Read one call object, an array of call objects, or several call objects with separators between them.
+
+    Commas, semicolons and white space are separators.
 
     Args:
         reading: State of the script.
-        is_bare: True if no marker announced the calls. Then each must have the name of an offered tool, and arguments.
+        is_bare: True if no marker announced the calls. Each such call must name an offered tool and have arguments.
 
     Raises:
         NotACall: The text is not a call.
@@ -294,7 +295,9 @@ def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
 
 
 def read_opened_array(reading: CallReading, *, is_bare: bool) -> Script[None]:
-    """Read call objects after the bracket that opens an array, and the closing bracket. It may be missing at the end.
+    """Read the call objects of an array and its closing bracket. The opening bracket was already read.
+
+    The closing bracket may be missing at the end of the text.
 
     Args:
         reading: State of the script.
@@ -319,7 +322,7 @@ def _read_call_objects(reading: CallReading, *, is_bare: bool, is_array: bool) -
             source.at += 1
             return
         if not character and between.strip():
-            raise TextEnded  # the text ends between two calls
+            raise TextEnded  # The text ended between two calls.
         if character != "{":
             if is_array and character:
                 raise NotACall

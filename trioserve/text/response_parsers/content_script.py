@@ -1,9 +1,9 @@
 """Splits a response's text into content and calls.
 
-A marker opens a call anywhere except in a quotation. A call without a marker, as JSON with or without a fence, counts
-only if the response consists of calls alone.
+A marker opens a call everywhere except in a quotation. A call without a marker is JSON, with or without a fence. Such a
+call counts only if the response consists of calls alone.
 
-Code spans, fenced blocks, block quotes and quotation marks quote or explain.
+Text in code spans, fenced blocks, block quotes and quotation marks is a quotation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RUNS = re.compile(r"(`+|~+|\n)")
 _OPENING_QUOTES: Final = frozenset("\"'\u201c\u2018\u00ab\u201e\u300c")
 _BEFORE_QUOTE: Final = frozenset(" \t([{:>")
 _FENCE_CHARACTERS_MIN: Final = 3
-_INDENT_CHARACTERS_MAX: Final = 3  # with more indentation, a fence or block quote is code or text
+_INDENT_CHARACTERS_MAX: Final = 3  # Markdown allows at most this indentation before a fence or a block quote.
 
 
 class Quotation:
@@ -38,11 +38,11 @@ class Quotation:
     __slots__ = ("_fence", "_has_text", "_indent", "_is_block_quote", "_last", "_run", "_run_begins_line", "_span")
 
     def __init__(self) -> None:
-        self._fence = ""  # characters that opened the fence, or ""
-        self._span = 0  # number of backticks that opened the code span, or 0
-        self._run = ""  # current run of backticks or tildes, which may continue
+        self._fence = ""  # Characters that opened the current fence, or "".
+        self._span = 0  # Number of backticks that opened the current code span, or 0.
+        self._run = ""  # Current run of backticks or tildes. More may follow.
         self._run_begins_line = False
-        self._last = "\n", "\n"  # the last two characters
+        self._last = "\n", "\n"  # The last two characters of the text so far.
         self._begin_line()
 
     def includes(self, next_character: str) -> bool:
@@ -131,12 +131,12 @@ _BARE_OPENERS = ("{", "[")
 
 
 def read_bare(reading: CallReading) -> Script[None]:
-    """Read JSON calls of offered tools. The bracket that opens them was already read.
+    """Read JSON calls of offered tools. Their opening bracket was already read.
 
     Args:
         reading: State of the script.
     """
-    reading.source.at -= 1  # the bracket is part of the JSON
+    reading.source.at -= 1  # The opening bracket is part of the JSON, so it is read again.
     yield from read_calls(reading, is_bare=True)
 
 
@@ -155,7 +155,7 @@ _LENIENT_READERS: Mapping[str, CallReader] = {_FENCE: _read_fenced, **dict.fromk
 
 
 class _HeldReading(CallReading):
-    """Reads calls that count only if the response ends after them. All of their text stays marked until then."""
+    """Reads calls that count only if the response ends after them. The text of all calls stays recorded until then."""
 
     def end_call(self) -> None:
         self.sink.end_call()
@@ -171,13 +171,13 @@ class ContentScript:
         source: Text of the response without its reasoning.
         sink: Receives the parts.
         tools: Offered tools by name.
-        readers: Scripts that read a call, by the marker that opens it. These markers count anywhere except in
+        readers: Scripts that read a call, by the marker that opens the call. These markers count everywhere except in
             quotations.
         line_readers: Scripts by markers that count only at the beginning of a line.
         first_readers: Scripts for formats without markers, by the first character of a call. They count only as long
             as the response has no content.
         drops_space: True if white space before a call is not content, since the family's template writes it.
-        has_channels: True if the family's markers separate content from other text. Then no text is a quotation.
+        has_channels: True if the family's markers separate content from other text. Such a response has no quotations.
         is_lenient: True to accept JSON without marks, in a fence or not, if the response consists of calls alone.
 
     Attributes:
@@ -211,10 +211,10 @@ class ContentScript:
         self._markers_at_first = _longest_first({**self._anywhere, **self._held, **self._at_line, **self._at_first})
         firsts = "".join(sorted({marker[0] for marker in self._markers_at_first}))
         self._plain = re.compile(f"[^{re.escape(firsts)}]+" if firsts else r"[\s\S]+")
-        self._pending: list[str] = []  # white space that becomes content if no call follows
+        self._pending: list[str] = []  # White space that becomes content if no call follows.
         self._quotation = Quotation()
         self._begins_line = True
-        self._has_text = False  # text other than calls and white space
+        self._has_text = False  # True once the response has text other than calls and white space.
         self._is_after_call = False
         self.is_in_content = True
 
@@ -234,7 +234,7 @@ class ContentScript:
             is_quoted = not self._has_channels and self._quotation.includes(character)
             try:
                 marker = yield from (source.take_whole if self._is_after_call else source.take)(self._markers())
-            except TextEnded:  # the text ends within the marker of the next call
+            except TextEnded:  # The text ended within the marker of the next call.
                 source.at = len(source.text)
                 break
             if not marker:
@@ -250,7 +250,7 @@ class ContentScript:
             self._sink.content("".join(self._pending))
 
     def _markers(self) -> list[str]:
-        """Return the markers that count at this position."""
+        """Return the markers that count at the current position."""
         if not self._has_text:
             return self._markers_at_first
         return self._markers_at_line if self._begins_line else self._markers_anywhere
@@ -287,7 +287,7 @@ class ContentScript:
         except TextEnded:
             was_partial = True
             source.at = len(source.text)
-            # Without a marker, the text is not known to be a call until it has a name.
+            # If no marker announced a call, the text counts as a call only once it has a name.
             refused = not is_marked and sink.calls_begun == begun
         self.is_in_content = True
         text = source.unmark()
@@ -299,9 +299,9 @@ class ContentScript:
             self._begins_line = text.endswith("\n")
 
     def _read_quoted(self, marker: str) -> Script[None]:
-        """Read a call in a quotation, and show all of it as content.
+        """Read a call in a quotation, and show its whole text as content.
 
-        So markers in its arguments are not read as calls.
+        The call is read only so that markers in its arguments are not read as calls.
         """
         source = self._source
         source.mark(back=len(marker))
@@ -323,7 +323,7 @@ class ContentScript:
         return next(readers[marker] for readers in (self._anywhere, self._at_first, self._at_line) if marker in readers)
 
     def _read_held(self, marker: str) -> Script[None]:
-        """Read calls without markers, and hold them back until it is certain that only calls follow."""
+        """Read calls without markers, and hold them back until it is certain that the response has only calls."""
         source = self._source
         held = PartSink()
         reading = _HeldReading(source, held, self._reading.tools)

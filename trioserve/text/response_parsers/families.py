@@ -33,7 +33,7 @@ from trioserve.text.response_parsers.scripts import PartSink, Script, TextSource
 
 __all__ = ["REASONING_FAMILIES", "TOOL_FAMILIES", "ReasoningFamily", "ToolFamily", "WholeScript"]
 
-# Script that reads a whole response, for families with channels. The last argument is begins_inside, as for
+# A WholeScript reads a whole response of a family with channels. Its last argument is begins_inside, as in
 # make_response_parser.
 WholeScript = Callable[[TextSource, PartSink, Mapping[str, OfferedTool], bool | None], Script[None]]
 
@@ -47,11 +47,13 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
         first_readers: As for ContentScript.
         drops_space: As for ContentScript.
         has_channels: As for ContentScript.
-        special_tokens: Markers that are special tokens in the family's vocabulary. The decoder must not skip them.
+        special_tokens: Markers that are special tokens in the family's vocabulary. The decoder must not skip these
+            tokens.
         whole: Script that reads a whole response, including reasoning, instead of `readers`. None for other families.
-        ends_reasoning: Texts that end reasoning without a closing tag. All other calls within reasoning are ignored.
+        ends_reasoning: Beginnings of calls that end reasoning without a closing tag. All other calls within reasoning
+            are ignored.
         call_format: Format in which current models of the family write calls.
-        older_formats: Formats of older models, by a special token that their vocabulary lacks.
+        older_formats: Formats of older models, by a special token that the vocabularies of these models lack.
     """
 
     readers: dict[str, CallReader] = {}
@@ -80,9 +82,9 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tags: Tags around reasoning.
-        special_tokens: Tags that are special tokens in the family's vocabulary. The decoder must not skip them.
-        channels: Family of calls whose markers also surround the content. Its script then reads the content, even
-            without tools. None for other families.
+        special_tokens: Tags that are special tokens in the family's vocabulary. The decoder must not skip these tokens.
+        channels: Family of calls whose markers also surround the content. The script of that family then reads the
+            content, even without tools. None if the content has no markers.
     """
 
     tags: ReasoningTags = ReasoningTags()
@@ -91,7 +93,7 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _json(opening: str, closing: str, *, is_array: bool = False) -> ToolFamily:
-    """Make a family that writes calls as JSON between two tags, or after one tag."""
+    """Make a family that writes calls as JSON between two tags, or after a single tag."""
     return ToolFamily(
         readers={opening: tagged_calls(closing) if closing else read_bare_calls},
         special_tokens=tuple(filter(None, (opening, closing))),
@@ -127,7 +129,8 @@ def _invoke(tags: InvokeTags, around: str, special_tokens: tuple[str, ...]) -> T
     """Make a family that writes calls with <invoke> tags.
 
     Args:
-        around: Name of the tag that the family writes around calls. The other tags of `tags.around` are read, too.
+        around: Name of the tag that the family writes around calls. The parser also reads the other names in
+            `tags.around`.
     """
     readers = {tags.around_opening(name): invoke_calls(tags, name) for name in tags.around}
     return ToolFamily(readers=readers, special_tokens=special_tokens, call_format=invoke_format(tags, around))

@@ -22,8 +22,8 @@ from trioserve.text.response_parsers.offered_tools import OfferedTool
 
 __all__ = ["LarkGrammar", "calls_or_json", "forced_calls", "strict_calls"]
 
-# JSON in the style of Python's json module, which models know. If any white space were allowed, a model could write it
-# forever.
+# Schemas use the JSON style of Python's json module, which models know. If any white space were allowed, a model could
+# write white space forever.
 _JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -31,8 +31,8 @@ class LarkGrammar:
     """Collects the rules of a grammar.
 
     Args:
-        special_token_ids: Special tokens of the vocabulary, by their text. No text in a grammar matches them, so their
-            spelling in a text becomes the token.
+        special_token_ids: Special tokens of the vocabulary, by their text. No text in a grammar matches a special
+            token. So the spelling of a special token in a text becomes the token itself.
     """
 
     def __init__(self, special_token_ids: Mapping[str, int]) -> None:
@@ -55,8 +55,8 @@ class LarkGrammar:
 
         Args:
             expression: Right side of the rule.
-            attributes: Attributes after its name, such as "[lazy]".
-            is_terminal: True to make it a terminal.
+            attributes: Attributes after the rule's name, such as "[lazy]".
+            is_terminal: True to make the rule a terminal.
         """
         name = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {expression}")
@@ -66,7 +66,7 @@ class LarkGrammar:
         return " ".join(filter(None, map(self.piece, pieces)))
 
     def piece(self, piece: Piece) -> str:
-        """Return an expression for a piece, which can be joined to others by spaces. Empty for an empty text.
+        """Return an expression for a piece, or "" for an empty text. Spaces can join expressions.
 
         Args:
             piece: The piece.
@@ -101,7 +101,7 @@ class LarkGrammar:
         return self._schemas[text]
 
     def raw_until(self, stop: str) -> str:
-        """Return an expression for any text up to and including the first `stop`. The text ends at any special token.
+        """Return an expression for any text up to and including the first `stop`. Any special token also ends the text.
 
         Args:
             stop: The text.
@@ -124,7 +124,7 @@ class LarkGrammar:
         return self.rule(r"/(.|\n)*/", is_terminal=True)
 
 
-_LINE_BREAKS = r"/[ \n]{0,4}/"  # after reasoning
+_LINE_BREAKS = r"/[ \n]{0,4}/"  # White space between reasoning and calls.
 
 
 def forced_calls(
@@ -136,7 +136,7 @@ def forced_calls(
     reasoning_family: str | None = None,
     begins_inside: bool | None = None,
 ) -> StructuredOutput:
-    """Return the grammar of a response that only calls tools, after its reasoning. The family's parser reads the calls.
+    """Return the grammar of a response that has only calls after its reasoning. The family's parser can read the calls.
 
     Args:
         tool_family: Family in whose format the calls are written.
@@ -144,8 +144,8 @@ def forced_calls(
         may_repeat: True if the response may have several calls.
         special_token_ids: Special tokens of the vocabulary, by their text.
         reasoning_family: Family in whose format reasoning is written, or None for a model without reasoning.
-        begins_inside: True if the prompt has opened reasoning, False if it has ended it. None if the response may open
-            it.
+        begins_inside: True if the prompt has opened reasoning, False if the prompt has ended reasoning. None if the
+            response may open reasoning.
     """
     call_format = TOOL_FAMILIES[tool_family].format_for(special_token_ids)
     lark = LarkGrammar(special_token_ids)
@@ -219,7 +219,8 @@ def _calls(
     """Return the expression for one call, or for several.
 
     Args:
-        trigger: Text that the response has already written: the beginning of all calls, or of the first call.
+        trigger: Text that the response has already written: the beginning of the first call, or of the text before all
+            calls.
     """
     one = lark.any_of([call_format.call(tool) for tool in tools])
     more = "" if call_format.separator is None or not may_repeat else _further_calls(lark, call_format.separator, one)
@@ -230,7 +231,7 @@ def _calls(
 
 
 def _further_calls(lark: LarkGrammar, separator: str, one: str) -> str:
-    """Return the expression for further calls. A separator does not commit the model to another call.
+    """Return the expression for further calls. A separator need not be followed by a call.
 
     Models often write a line break after their last call. If only a call could follow the line break, such a model
     could never end its response. The parsers of all families ignore a separator without a call after it.
@@ -238,6 +239,7 @@ def _further_calls(lark: LarkGrammar, separator: str, one: str) -> str:
     between = lark.text(separator)
     if not between:
         return f"{one}*"
-    # Use the same texts as between two calls, since the lexer takes the longest text that any rule allows.
+    # The last separator is one of the texts between two calls, since the lexer prefers the longest text that any rule
+    # allows.
     last = " | ".join(lark.text(text) for text in dict.fromkeys((separator, separator.rstrip())) if text)
     return f"({between} {one})* ({last})?"

@@ -1,7 +1,7 @@
-"""Scans one JSON value that comes in pieces, without recursion: where it ends, and whether it is valid.
+"""Scans one JSON value that arrives in pieces, to find its end and errors. Scanning needs no recursion.
 
-The scanner tolerates one common mistake of models: a raw line break or another control character in a string. It is
-replaced by its escape.
+The scanner tolerates one common mistake of models: a raw line break or another control character in a string. The
+scanner replaces the character by its escape.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 __all__ = ["DEPTH_MAX", "At", "JsonScanner", "JsonStringDecoder", "ScanState", "ValueScanner"]
 
-DEPTH_MAX: Final = 128  # nested objects and arrays; Python's json module fails at about 1,000
+DEPTH_MAX: Final = 128  # Most nested objects and arrays. Python's json module fails at about 1,000.
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -25,18 +25,18 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class ScanState(enum.Enum):
-    MORE = "more"  # the value is not complete
+    MORE = "more"  # The value is not complete yet.
     DONE = "done"
-    BROKEN = "broken"  # the text is not JSON
+    BROKEN = "broken"  # The text is not valid JSON.
 
 
 class At(enum.Enum):
-    """Place in a value where a scanner is."""
+    """Position of a scanner within a value."""
 
     VALUE = enum.auto()
     VALUE_OR_END = enum.auto()  # after [
     KEY_OR_END = enum.auto()  # after {
-    KEY = enum.auto()  # after a comma in an object
+    KEY = enum.auto()  # The scanner is after a comma in an object.
     COLON = enum.auto()
     COMMA_OR_END = enum.auto()
     STRING = enum.auto()
@@ -44,19 +44,19 @@ class At(enum.Enum):
     HEX = enum.auto()
     NUMBER = enum.auto()
     LITERAL = enum.auto()
-    BARE = enum.auto()  # a number or a name of Python
+    BARE = enum.auto()  # The scanner is in a number or a name of a Python literal.
     OVER = enum.auto()
-    NOWHERE = enum.auto()  # the text is not JSON
+    NOWHERE = enum.auto()  # The text is not valid JSON.
 
 
 class ValueScanner:
-    """State that scanners of values share."""
+    """Base class with the state that all scanners of values have."""
 
     __slots__ = ("_at", "_objects", "_out")
 
     def __init__(self) -> None:
         self._at = At.VALUE
-        self._objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
+        self._objects = bytearray()  # One byte per open value, the outermost first: 1 is an object, 0 is an array.
         self._out: list[str] = []
 
     @property
@@ -66,7 +66,7 @@ class ValueScanner:
         return ScanState.BROKEN if self._at is At.NOWHERE else ScanState.MORE
 
     def take(self) -> str:
-        """Return the JSON of the value since the last call."""
+        """Return the JSON text that was scanned since the last call of this method."""
         text = "".join(self._out)
         self._out.clear()
         return text
@@ -76,10 +76,10 @@ class ValueScanner:
 
 
 class JsonScanner(ValueScanner):
-    """Scans one JSON value. A number at the top level ends with the character after it, or with `end`.
+    """Scans one JSON value. A number at the top level is complete at the next character, or when `end` is called.
 
     Args:
-        only: Character with which the value must begin. Empty to accept any value.
+        only: Required first character of the value. Empty to accept any value.
     """
 
     __slots__ = ("_hex_left", "_is_key", "_literal", "_number", "_only")
@@ -156,7 +156,7 @@ class JsonScanner(ValueScanner):
             self._at = At.NOWHERE
 
     def _character(self, character: str) -> bool:
-        """Scan one character of an escape or a literal. Return False if it is wrong there."""
+        """Scan one character of an escape or a literal. Return False if the character is not allowed there."""
         if self._at is At.ESCAPE and (character in _ESCAPES or character == "u"):
             self._at = At.HEX if character == "u" else At.STRING
             self._hex_left = 4
@@ -215,12 +215,12 @@ class JsonStringDecoder:
 
     def __init__(self) -> None:
         self.state = ScanState.MORE
-        self._escape = ""  # the escape so far
-        self._high = ""  # first half of a surrogate pair
+        self._escape = ""  # Characters of the current escape so far.
+        self._high = ""  # First half of a surrogate pair, or "".
         self._out: list[str] = []
 
     def take(self) -> str:
-        """Return the decoded text since the last call."""
+        """Return the text that was decoded since the last call of this method."""
         text = "".join(self._out)
         self._out.clear()
         return text
@@ -279,6 +279,6 @@ class JsonStringDecoder:
 
     def _put(self, text: str) -> None:
         if self._high:
-            self._out.append("\ufffd")  # half of a pair is not a character
+            self._out.append("\ufffd")  # Half of a surrogate pair is not a character.
             self._high = ""
         self._out.append(text)

@@ -27,7 +27,7 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tools_by_name(tools: Iterable[OfferedTool]) -> dict[str, OfferedTool]:
-    """Return tools by name. Of several tools with one name, the last counts.
+    """Return tools by name. If several tools have the same name, the last tool counts.
 
     Args:
         tools: The tools.
@@ -53,10 +53,10 @@ def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool
     ]
 
 
-ANY_TYPE: Final[frozenset[str]] = frozenset()  # the schema names no type
-_STEPS_MAX: Final = 64  # references and alternatives to follow; a schema may refer to itself
+ANY_TYPE: Final[frozenset[str]] = frozenset()  # This value stands for a schema that names no type.
+_STEPS_MAX: Final = 64  # Most references and alternatives to follow, since a schema may refer to itself.
 _OF_PYTHON: Final = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-# Names that some callers send, and that vLLM accepts.
+# These are other names of types that some clients send and vLLM accepts.
 _ALIASES: Final = {
     "str": "string",
     "text": "string",
@@ -81,7 +81,9 @@ def argument_schemas(tool: OfferedTool | None) -> dict[str, Mapping[str, Any]]:
 
 
 def argument_types(tool: OfferedTool | None, name: str) -> frozenset[str] | None:
-    """Return the JSON types that an argument may have. ANY_TYPE if its schema names none, None if it has no schema.
+    """Return the JSON types that an argument may have.
+
+    ANY_TYPE if the argument's schema names no type. None if the argument has no schema.
 
     Args:
         tool: The tool, or None.
@@ -107,7 +109,7 @@ def argument_types(tool: OfferedTool | None, name: str) -> frozenset[str] | None
 def _types_here(
     schema: Mapping[str, Any], root: Mapping[str, Any], waiting: list[Mapping[str, Any]]
 ) -> set[str] | None:
-    """Return the types that one part of a schema names, or None if it allows any type.
+    """Return the types that one part of a schema names, or None if this part allows any type.
 
     Adds referenced parts to `waiting`.
     """

@@ -1,7 +1,7 @@
-"""Scans a Python literal that comes in pieces, without recursion, and converts it to JSON.
+"""Converts a Python literal that arrives in pieces to JSON, without recursion.
 
-Supports lists, dicts with string keys, strings in any quotes, numbers, True, False and None, and JSON's names for
-these. Names, calls and operators are refused, since nothing is evaluated.
+Supported are lists, dicts with string keys, strings in any quotes, numbers, True, False and None, and also true, false
+and null. Other names, calls and operators are refused, since nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 _ESCAPES = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v",
             "a": "\a", "0": "\0", "\n": ""}  # fmt: skip
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_BARE_CHARACTERS_MAX: Final = 4096  # longest number or name
+_BARE_CHARACTERS_MAX: Final = 4096  # Longest number or name that is scanned.
 
 
 class PythonLiteral(ValueScanner):
-    """Scans one Python literal. A number or name at the top level ends with the character after it, or with `end`."""
+    """Scans one Python literal.
+
+    A number or name at the top level is complete at the next character, or when `end` is called.
+    """
 
     __slots__ = (
         "_bare",
@@ -40,12 +43,12 @@ class PythonLiteral(ValueScanner):
 
     def __init__(self) -> None:
         super().__init__()
-        # The comma is written only before the next value, since Python allows a trailing comma.
+        # A comma is passed on only before the next value, since Python allows a trailing comma and JSON does not.
         self._needs_comma = False
         self._is_key = False
         self._quote = ""
-        self._quotes = 0  # consecutive quotes so far, at the beginning or the end of a string
-        self._is_triple: bool | None = None  # None if it is not known yet
+        self._quotes = 0  # Number of consecutive quotes so far at the beginning or the end of a string.
+        self._is_triple: bool | None = None  # None until the number of opening quotes is known.
         self._escape = ""
         self._bare = ""
 
@@ -93,7 +96,7 @@ class PythonLiteral(ValueScanner):
                     self._is_triple, self._quotes = True, 0
                 return at + 1
             if self._quotes == 2:
-                self._end_string()  # an empty string, which ended before this character
+                self._end_string()  # The two quotes before this character were an empty string.
                 return at
             self._is_triple, self._quotes = False, 0
         if self._escape:
@@ -130,7 +133,7 @@ class PythonLiteral(ValueScanner):
         if code_point > 0x10FFFF:
             self._at = At.NOWHERE
         elif 0xD800 <= code_point < 0xE000:
-            self._out.append(f"\\u{code_point:04x}")  # half of a surrogate pair; the other half may follow
+            self._out.append(f"\\u{code_point:04x}")  # This is half of a surrogate pair. Its second half may follow.
         else:
             self._put(chr(code_point))
 
@@ -162,7 +165,10 @@ class PythonLiteral(ValueScanner):
         self._end_value()
 
     def _token(self, character: str) -> bool:
-        """Scan one character outside of strings, numbers and names. Return False if it does not belong to the value."""
+        """Scan one character outside of strings, numbers and names.
+
+        Return False if the character is not part of the value.
+        """
         at, self._at = self._at, At.NOWHERE
         is_value = at in (At.VALUE, At.VALUE_OR_END)
         if character in ("]", "}"):
@@ -209,13 +215,13 @@ def _json_number(word: str) -> str | None:
     sign, whole, fraction, exponent = match.groups()
     digits = (whole or "0").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
-        return None  # numbers with a leading zero are codes, such as postal codes
+        return None  # A number with a leading zero is a code, such as a postal code.
     tail = "" if fraction is None else (fraction.replace("_", "") if len(fraction) > 1 else ".0")
     return f"{'-' if sign == '-' else ''}{digits}{tail}{exponent or ''}"
 
 
 def json_of_python(text: str) -> str | None:
-    """Convert a whole text to JSON, or return None if it is not a Python literal.
+    """Convert a whole text to JSON, or return None if the text is not a Python literal.
 
     Args:
         text: The text.

@@ -1,9 +1,9 @@
-"""Arguments that a family writes as text between tags. Each becomes JSON of the type that the tool's schema names.
+"""Reads arguments that a family writes as text between tags, and converts each to the JSON type in the tool's schema.
 
 Strings are streamed. Other values are held back until they are complete.
 
-A value is any text up to a closing tag, and may contain the text of the tag itself. The text after a tag shows whether
-the tag closes the value.
+A value is any text up to a closing tag. The value may also contain the spelling of that tag. The text after a tag shows
+whether the tag closes the value.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tag: The tag.
-        followed_by: The tag closes the value if one of these texts follows, after optional white space. Empty if any
-            text may follow.
+        followed_by: Texts, one of which must follow the tag after optional white space. Empty if any text may follow.
         at_line: True if the tag counts only at the beginning of a line.
-        is_read: True to read the tag together with the value. False to leave it in the source.
-        ends_text: True if the end of the text may also follow the tag.
+        is_read: True to read the tag together with the value. False to leave the tag in the source.
+        ends_text: True if the response may also end after the tag.
     """
 
     tag: str
@@ -64,7 +63,7 @@ def read_raw_value(
     """
     tags = sorted({closing.tag for closing in closings}, key=len, reverse=True)
     plain = re.compile("[^\\n" + re.escape("".join(sorted({tag[0] for tag in tags}))) + "]+")
-    line_break = ""  # a line break that is held back, since it may belong to the closing tag
+    line_break = ""  # Line break that is held back, since it may belong to the closing tag, or "".
     at_line = True
     if trims_lines and (yield from source.need()) == "\n":
         source.at += 1
@@ -100,7 +99,8 @@ def _closing_or_text(source: TextSource, candidates: Sequence[Closing]) -> Scrip
     """Decide whether a tag closes the value.
 
     Returns:
-        The condition that closes the value and "". Or None and the text that was read, which belongs to the value.
+        If a tag closes the value, its condition and "". Otherwise None and the text that was read, which belongs to the
+        value.
     """
     first = candidates[0]
     if not first.is_read and not first.followed_by:
@@ -129,17 +129,18 @@ _TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f
 _TEXT = frozenset(("string",))
 _TEXT_OR_NULL = frozenset(("string", "null"))
 _NULL = "null"
-_NULL_CHARACTERS_MAX: Final = 16  # longest "null" with white space around it
+_NULL_CHARACTERS_MAX: Final = 16  # Longest text of the value null with surrounding white space.
 _WHOLE_NUMBER = re.compile(r"([+-]?)([0-9]+)")
 
 
 class RawArguments:
-    """Arguments of the current call.
+    """Converts the arguments of the current call to JSON.
 
     Args:
         reading: State of the script that reads the call.
         name: Name of the function.
-        unknown_is_text: True if an argument without a schema is a string. Otherwise its text determines the type.
+        unknown_is_text: True if an argument without a schema is a string. If False, the text of such an argument
+            determines its type.
     """
 
     def __init__(self, reading: CallReading, name: str, *, unknown_is_text: bool) -> None:
@@ -156,8 +157,8 @@ class RawArguments:
 
         Args:
             name: Name of the argument.
-            is_text: True if the family's format marks the value as a string, False if as JSON. None if the format has
-                no such mark.
+            is_text: True if the response marks the value as a string, False if it marks the value as JSON. None if the
+                family's format has no such mark.
 
         Raises:
             NotACall: The call already has this argument.
@@ -213,7 +214,7 @@ def _escaped(text: str) -> str:
 
 
 def json_of_raw(text: str, types: frozenset[str]) -> str:
-    """Convert a whole value to JSON. If it cannot be read as one of the types, it becomes a string.
+    """Convert a whole value to JSON. A value that has none of the allowed types becomes a string.
 
     Args:
         text: The value.
@@ -241,7 +242,7 @@ def _fits(value: str, types: frozenset[str]) -> bool:
     if types == ANY_TYPE:
         return True
     if kind == "string":
-        return "string" not in types  # a string is written without JSON quotes, so these quotes are part of it
+        return "string" not in types  # A string is written without JSON quotes, so such quotes belong to the string.
     if kind == "number":
         is_whole = re.fullmatch(r"-?[0-9]+(\.0*)?", value) is not None
         return "number" in types or ("integer" in types and is_whole)

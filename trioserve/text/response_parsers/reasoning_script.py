@@ -18,8 +18,8 @@ class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
     """Tags with which a family writes reasoning.
 
     Attributes:
-        opening: Opening tags. Current models write the first. The others are read, too.
-        closing: Closing tags. Current models write the first. The others are read, too.
+        opening: Opening tags. Current models write the first tag. The parser also reads the other tags.
+        closing: Closing tags. Current models write the first tag. The parser also reads the other tags.
         begins_inside: True if the response begins inside of reasoning unless the prompt shows otherwise.
         interleaves: True if the family reasons several times in a response, so an opening tag counts at the beginning
             of any line. Otherwise reasoning begins only at the beginning of the response.
@@ -34,19 +34,19 @@ class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningScript:
     """Script that separates reasoning from the rest of a response.
 
-    Templates write line breaks after an opening tag and around a closing tag. These are dropped. If the text ends
-    within reasoning, the text so far is reasoning.
+    Templates write line breaks after an opening tag and around a closing tag. The script drops these line breaks. If
+    the response ends within reasoning, its text so far is reasoning.
 
     Args:
         source: Text of the response.
         sink: Receives the reasoning.
         tags: Tags of the family.
-        begins_inside: True if the response begins inside of reasoning. False if the prompt has ended it, so there is no
-            reasoning unless the family interleaves. None if the response may open it.
-        ended_by: Texts that end reasoning and do not belong to it: beginnings of calls.
-        push: Receives all other text.
-        may_begin: Returns True if reasoning may begin at the current position of that other text. For families that
-            interleave.
+        begins_inside: True if the response begins inside of reasoning. False if the prompt has ended reasoning, so the
+            response has none unless the family interleaves. None if the response may open reasoning.
+        ended_by: Beginnings of calls that end reasoning and do not belong to the reasoning.
+        push: Receives all text outside of reasoning.
+        may_begin: Returns True if reasoning may begin at the current position outside of reasoning. Used for families
+            that interleave.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class ReasoningScript:
         return "".join(pieces)
 
     def _read_reasoning(self) -> Script[bool]:
-        """Read reasoning after its opening tag, up to and including its closing tag.
+        """Read reasoning and its closing tag. The opening tag was already read.
 
         Returns:
             True if another opening tag follows and was read.
         """
         source = self._source
         yield from self._space()
-        while (yield from source.take(self._opening)):  # the model repeated the tag
+        while (yield from source.take(self._opening)):  # Some models repeat the opening tag.
             yield from self._space()
         space: list[str] = []
         has_begun = False
@@ -136,7 +136,7 @@ class ReasoningScript:
         return False
 
     def _read_end(self) -> Script[bool]:
-        """Read blank lines and repeated closing tags after reasoning. They are not content.
+        """Read blank lines and repeated closing tags after reasoning. This text is not content.
 
         Returns:
             True if another opening tag follows and was read.
@@ -152,7 +152,9 @@ class ReasoningScript:
         return False
 
     def _read_outside(self) -> Script[bool]:
-        """Read other text up to and including the next opening tag, if the family interleaves, or to the end.
+        """Read text outside of reasoning, up to the end of the response or of the next opening tag.
+
+        Only families that interleave have further opening tags.
 
         Returns:
             True if an opening tag was read.

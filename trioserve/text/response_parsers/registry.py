@@ -1,6 +1,6 @@
-"""Makes the parser of a response for two families, which options name or the chat template shows.
+"""Makes response parsers for a family of calls and a family of reasoning. Options or the chat template select both.
 
-The parser runs two scripts. The first separates reasoning, the second separates calls from content.
+The parser runs two scripts. The first script separates reasoning, the second script separates calls from content.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = [
     "ResponseFamilies",
 ]
 
-# Texts to search for in a template, and the family that they show. The first line whose texts all occur wins.
+# Each line has texts to search for in a template, and the family that they show. The first line whose texts all occur
+# in the template determines the family.
 _TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|start|>"), "openai"),
     (("<|tool_call>", "call:"), "gemma4"),
@@ -88,7 +89,7 @@ _REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def families_of_template(template: str) -> tuple[str | None, str | None]:
-    """Return the families of tool calls and of reasoning that a chat template is written for. None if it shows none.
+    """Return the families of tool calls and of reasoning that a chat template shows, each None if it shows no family.
 
     Args:
         template: Text of the template.
@@ -101,7 +102,9 @@ def _family_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) ->
 
 
 class RunningScript:
-    """A script and the source that it reads. Pushed text is read at the next `flush` or at the end.
+    """A script and the source that it reads.
+
+    The script reads pushed text at the next `flush` or at the end of the response.
 
     Args:
         source: The source.
@@ -145,7 +148,7 @@ class ScriptedParser:
 
     Args:
         sink: Receives the parts.
-        scripts: The scripts in order. Each pushes text to the next.
+        scripts: The scripts in order. Each script pushes text to the next script.
         pass_on: Receives the text of the response. It is `push` of the first script, or of the sink if there are no
             scripts.
     """
@@ -186,8 +189,8 @@ def make_response_parser(
         tool_family: Name in TOOL_FAMILIES, or None to find no calls.
         reasoning_family: Name in REASONING_FAMILIES, or None to find no reasoning.
         tools: Tools that the model may call. Without tools, nothing is a call.
-        begins_inside: True if the prompt has opened reasoning, False if it has ended it, as PromptReasoning returns.
-            None to use the default of the family.
+        begins_inside: True if the prompt has opened reasoning, False if the prompt has ended reasoning. PromptReasoning
+            returns this value. None to use the default of the family.
         is_lenient: True to accept JSON calls without marks, if the response consists of calls alone. Formats with
             channels ignore this.
     """
@@ -252,7 +255,7 @@ def _always() -> bool:
 
 
 def named_families(tool_family: str, reasoning_family: str, template: str | None) -> tuple[str | None, str | None]:
-    """Return the families of tool calls and reasoning that two options mean.
+    """Return the families of tool calls and reasoning that two options select.
 
     Args:
         tool_family: A name in TOOL_FAMILIES, "auto" or "none".
@@ -305,7 +308,7 @@ class ResponseFamilies:
         tool_call_leniency: "lenient" to accept JSON calls without the family's marks.
 
     Attributes:
-        tool_family: Family of tool calls. If "auto" detects none, COMMON_TOOL_FAMILY. None for "none".
+        tool_family: Family of tool calls. COMMON_TOOL_FAMILY if "auto" detects no family. None for "none".
         reasoning_family: Family of reasoning, or None if the model writes no reasoning.
 
     Raises:
@@ -340,17 +343,17 @@ class ResponseFamilies:
 
     @property
     def reasoning_tags(self) -> ReasoningTags | None:
-        """Tags around the model's reasoning, or None if it writes no reasoning."""
+        """Tags around the model's reasoning, or None if the model writes no reasoning."""
         return None if self.reasoning_family is None else REASONING_FAMILIES[self.reasoning_family].tags
 
     @property
     def content_begin(self) -> str | None:
-        """Text before the content, if reasoning, content and calls have separate channels. Otherwise None."""
+        """Text that opens the content channel, or None if content has no channel of its own."""
         tools = self.tool_family is not None and TOOL_FAMILIES[self.tool_family].whole is not None
         return HARMONY_CONTENT if tools or REASONING_FAMILIES.get(self.reasoning_family or "") is _HARMONY else None
 
     def call_id(self, unique: str) -> str:
-        """Return an id for a call to which the model gave none. The chat template of the model accepts it.
+        """Return an id for a call that the model wrote without an id. The model's chat template accepts this id.
 
         Templates of Mistral accept only ids of nine characters.
 
@@ -360,7 +363,7 @@ class ResponseFamilies:
         return unique[:MISTRAL_ID_CHARACTERS] if self.tool_family == "mistral" else f"call_{unique}"
 
     def needs_parser(self, *, has_tools: bool) -> bool:
-        """Return True if responses may have reasoning or calls. Otherwise all of a response is content.
+        """Return True if responses may have reasoning or calls. If False, the whole response is content.
 
         Args:
             has_tools: True if the request offers tools.

@@ -1,7 +1,7 @@
-"""Text of a response as scripts read it, piece by piece, and the parts that they write.
+"""Defines the source from which scripts read a response piece by piece, and the sink that receives its parts.
 
-A script is a generator that reads from a TextSource, and yields when it needs more text. So it can be written as if the
-whole text were there. Its result does not depend on how the text is cut into pieces.
+A script is a generator that reads from a TextSource, and yields when it needs more text. So a script can be written as
+if the whole text had arrived. Its result does not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class TextEnded(Exception):
 
 
 class TextSource:
-    """Text that has arrived and is not yet read.
+    """Received text of a response that is not yet read.
 
-    The text stays short, since a script reads on at once, or waits for at most the length of a marker.
+    The unread text stays short, since a script reads it at once, or waits for at most the length of a marker.
 
     Attributes:
-        text: The current text. Its part from `at` on is not yet read.
+        text: The current text. The characters from index `at` on are not yet read.
         at: Index of the first character that is not yet read.
         over: True if no more text will come.
         characters_copied: Number of characters that were copied so far, for tests of the cost.
@@ -83,10 +83,10 @@ class TextSource:
         self.characters_copied += len(self.text)
 
     def mark(self, back: int = 0) -> None:
-        """Start to record the text that is read from here on.
+        """Start to record all text that is read after this call.
 
         Args:
-            back: Number of characters before this position to record, too. They must still be in `text`.
+            back: Number of characters before the current position that are also recorded. They must still be in `text`.
         """
         self._marked = []
         self._mark_at = self.at - back
@@ -100,7 +100,7 @@ class TextSource:
         return text
 
     def unread(self, text: str) -> None:
-        """Put back text that was read last. It is also removed from the recording.
+        """Put the text that was read last back into the source. The text is also removed from the recording.
 
         Args:
             text: The text.
@@ -141,14 +141,14 @@ class TextSource:
         return self.text[self.at]
 
     def expect(self, text: str) -> Script[None]:
-        """Read exactly the given text.
+        """Read exactly the given text, or raise an exception.
 
         Args:
             text: The text.
 
         Raises:
-            NotACall: Other text comes.
-            TextEnded: The text ends before.
+            NotACall: A different text follows.
+            TextEnded: The response ends before the text is complete.
         """
         for character in text:
             if (yield from self.need()) != character:
@@ -156,10 +156,10 @@ class TextSource:
             self.at += 1
 
     def find(self, markers: Sequence[str]) -> Script[str]:
-        """Return the marker that comes next, or "" if none does. Reads nothing.
+        """Return the marker at the current position, or "" if there is none. Reads nothing.
 
         Args:
-            markers: The markers. A marker comes before all markers that are its prefixes.
+            markers: The markers. Each marker must precede all markers that are prefixes of it.
         """
         while True:
             waits = False
@@ -175,7 +175,7 @@ class TextSource:
             yield
 
     def take(self, markers: Sequence[str]) -> Script[str]:
-        """Read the marker that comes next and return it, or "" if none does.
+        """Read the marker at the current position and return it, or "" if there is none.
 
         Args:
             markers: As for find.
@@ -185,7 +185,7 @@ class TextSource:
         return found
 
     def find_whole(self, markers: Sequence[str]) -> Script[str]:
-        """Return the marker that comes next, or "" if none does, for positions where only a marker can follow.
+        """Return the marker at the current position, or "" if there is none. Use this where only a marker can follow.
 
         Args:
             markers: As for find.
@@ -201,7 +201,7 @@ class TextSource:
         return found
 
     def take_whole(self, markers: Sequence[str]) -> Script[str]:
-        """Read the marker that comes next and return it, as find_whole.
+        """Read the marker at the current position and return it, with the result of find_whole.
 
         Args:
             markers: As for find.
@@ -239,11 +239,11 @@ class TextSource:
         """Read and return characters as long as a pattern matches, or until the text ends.
 
         Args:
-            run: Pattern of one or more characters of a class.
+            run: Pattern that matches one or more characters of a class.
             characters_max: Most characters to read.
 
         Raises:
-            NotACall: More characters match.
+            NotACall: More than `characters_max` characters match.
         """
         pieces: list[str] = []
         count = 0
@@ -259,7 +259,7 @@ class TextSource:
             yield
 
     def take_until(self, markers: Sequence[str], characters_max: int) -> Script[tuple[str, str]]:
-        """Read up to and including the first of the markers.
+        """Read text up to and including the first of several markers.
 
         Args:
             markers: As for find.
@@ -269,7 +269,7 @@ class TextSource:
             The text before the marker, and the marker.
 
         Raises:
-            NotACall: More characters come before a marker.
+            NotACall: More than `characters_max` characters precede the first marker.
             TextEnded: The text ends without a marker.
         """
         stops = re.compile("[^" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]+")
@@ -290,13 +290,15 @@ class TextSource:
                 raise NotACall
 
 
-CALLS_MAX: Final = 128  # per response, as many as OpenAI allows tools in a request; further calls are content
-NAME_CHARACTERS_MAX: Final = 256  # four times OpenAI's limit
-ARGUMENT_CHARACTERS_MAX: Final = 8 << 20  # per call; more than any context, and bounds the memory of held text
+# Most calls per response. OpenAI allows as many tools in a request. Further calls become content.
+CALLS_MAX: Final = 128
+NAME_CHARACTERS_MAX: Final = 256  # Longest name of a function, four times OpenAI's limit.
+# Longest arguments of a call. This is more than any context, and bounds the memory of text that is held back.
+ARGUMENT_CHARACTERS_MAX: Final = 8 << 20
 
 
 class PartSink:
-    """Receives the parts of a response. A call is begun, gets arguments, and is then ended or given up.
+    """Receives the parts of a response. A call begins, gets arguments, and is then completed or given up.
 
     A call that is given up has no ToolCallEnd.
 
@@ -322,7 +324,7 @@ class PartSink:
         return self._calls
 
     def drain(self) -> list[ResponsePart]:
-        """Return the parts since the last call of `drain`."""
+        """Return the parts that were received since the last call of this method."""
         self._join()
         parts, self._parts = self._parts, []
         return parts
@@ -375,7 +377,7 @@ class PartSink:
         self.calls_ended += 1
 
     def close_call(self) -> None:
-        """Close the open call, which counts only once end_closed_calls is called.
+        """Close the open call. The call is complete only after end_closed_calls is called.
 
         Later parts are held back until then.
         """
@@ -394,7 +396,7 @@ class PartSink:
         self._held = None
 
     def give_up_call(self) -> None:
-        """Give up the open call and all closed calls, since they are invalid or were cut off."""
+        """Give up the open call and all closed calls, because they are invalid or incomplete."""
         self.in_call = False
         if self._held is not None:
             self._join()
