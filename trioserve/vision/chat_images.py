@@ -1,4 +1,4 @@
-"""The images in chat messages: finding them, and reading their bytes from data URLs."""
+"""Finds the images in chat messages, and reads image bytes from data URLs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from trioserve.contracts.images import ImageLimits
 __all__ = ["IMAGE_KINDS", "ImageSource", "content_of", "image_count", "split_images"]
 
 IMAGE_KINDS = ("image_url", "image")
-_MARK = {"type": "image"}  # chat templates look for this part; trioserve.text.chat_messages must accept it
+# Chat templates look for this content part, and trioserve.text.chat_messages must accept this part.
+_MARK = {"type": "image"}
 
 
 class ImageSource(NamedTuple):
@@ -21,7 +22,7 @@ class ImageSource(NamedTuple):
 
     Attributes:
         place: name of the image in error messages, such as messages[0].content[1].
-        sent: a URL, or the bytes of the file.
+        sent: the URL that the client sent, or the bytes of the file.
     """
 
     place: str
@@ -34,7 +35,7 @@ class ImageSource(NamedTuple):
 
 
 def image_count(messages: Sequence[object]) -> int:
-    """Count the parts of messages that are images. Does not validate them.
+    """Count the content parts of messages that are images. Does not validate the images.
 
     Args:
         messages: messages from a client, not validated yet.
@@ -48,7 +49,7 @@ def image_count(messages: Sequence[object]) -> int:
 
 
 def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """Separate the images from messages. Fast: it does not decode base64.
+    """Separate the images from messages. This is fast, since it decodes no base64.
 
     Args:
         messages: messages of a chat.
@@ -77,7 +78,7 @@ def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def content_of(source: ImageSource, limits: ImageLimits) -> bytes:
-    """Return the bytes of an image file. Takes some milliseconds for a large image.
+    """Return the bytes of an image file. This takes some milliseconds for a large image.
 
     Args:
         source: the image.

@@ -1,8 +1,8 @@
-"""A separate process that decodes images: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
+"""Decodes images in a separate process: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
 
 FD is the file descriptor of the connection to the server. The process runs one job after another. It ends when the
 connection ends, when the thread that started it ends, or when a job needs more memory or CPU time than allowed. It
-imports Pillow, numpy and little else.
+imports only a few modules besides Pillow and numpy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from trioserve.vision.tiles import tiles_of
 
 __all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
 
-FRAME = struct.Struct("<II")  # must be the same as in trio_tools.process_pool
+FRAME = struct.Struct("<II")  # This format must equal the format in trio_tools.process_pool.
 PR_SET_PDEATHSIG = 1
-OWN_BYTES = 256 * 2**20  # memory in addition to the image: free memory of the allocator, tables of decoders
-PIXEL_BYTES = 40  # per pixel: Pillow needs up to six copies of 4 bytes, numpy three of 8 bytes for 16-bit samples
+OWN_BYTES = 256 * 2**20  # Memory in addition to the image, for free memory of the allocator and tables of decoders.
+# Memory per pixel. Pillow needs up to six copies of 4 bytes, and numpy three copies of 8 bytes for 16-bit samples.
+PIXEL_BYTES = 40
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +81,8 @@ def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryv
         content: bytes of the file.
 
     Returns:
-        The reply, and the pixels: uint8 [count, tile_size, tile_size, 3] for tiles, [height, width, 3] otherwise. If
-        the reply has an error, there are no pixels.
+        The reply and the pixels. Pixels are uint8 [count, tile_size, tile_size, 3] for tiles, and [height, width, 3]
+        otherwise. If the reply has an error, there are no pixels.
     """
     try:
         if job.kind == "tiles":
@@ -115,8 +116,9 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Return True if the server has ended. The server may end while this process starts, before PR_SET_PDEATHSIG is
-    set.
+    """Return True if the server has ended.
+
+    The server may end while this process starts, before PR_SET_PDEATHSIG is set.
     """
     poll = select.poll()
     poll.register(connection, 0)
@@ -124,14 +126,14 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _limit_itself(memory_bytes: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not available: the system is not Linux
+    with contextlib.suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG exists only on Linux.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # ignore the signal, because the server ends this process
+        signal.signal(number, signal.SIG_IGN)  # Ignore the signal, because the server ends this process.
     _load_decoders()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # not available: the system is macOS
+    with contextlib.suppress(OSError, ValueError):  # This limit is not available on macOS.
         memory_bytes += _address_bytes()
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
@@ -151,8 +153,9 @@ def _load_decoders() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Limit the CPU time of one job. Normally the server kills a slow process. This limit also works if the server has
-    ended.
+    """Limit the CPU time of one job.
+
+    Normally the server kills a slow process. The limit also works if the server has ended.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime + seconds) + 2
@@ -174,5 +177,5 @@ def _received(connection: socket.socket, byte_count: int) -> bytearray | None:
 if __name__ == "__main__":
     try:
         main()
-    except OSError:  # the server has closed the connection
+    except OSError:  # The server has closed the connection.
         os._exit(0)

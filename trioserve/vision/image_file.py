@@ -1,9 +1,9 @@
-"""Decoding of a client's image file with Pillow, inside of a process that can be killed (decoding_process).
+"""Decodes a client's image file with Pillow, inside of a process that can be killed (decoding_process).
 
 image_header checks the header first. So a small file whose header announces a billion pixels is refused without
 decoding. Only the first frame of an animation is decoded.
 
-Generated images are encoded here, too. Each function takes milliseconds, so callers run it in a thread or in another
+This module also encodes generated images. Each function takes milliseconds, so callers run it in a thread or in another
 process.
 """
 
@@ -54,7 +54,7 @@ def pixels_of(content: bytes, place: str) -> Image:
         place: name of the image in error messages.
 
     Raises:
-        InvalidRequest: the file is incomplete or damaged, or its pixels have another size than its header.
+        InvalidRequest: the file is incomplete or damaged, or the size of its pixels differs from its header.
     """
     header = scan_header(content, place)
     try:
@@ -75,7 +75,7 @@ def transparency_of(content: bytes, place: str) -> Image | None:
         transparent pixel.
 
     Raises:
-        InvalidRequest: see pixels_of.
+        InvalidRequest: the file is refused for one of the reasons in pixels_of.
     """
     import PIL.ImageChops
 
@@ -85,7 +85,7 @@ def transparency_of(content: bytes, place: str) -> Image | None:
         if not _may_be_transparent(image):
             return None
         alpha = image.convert("RGBA").getchannel("A")
-        if alpha.getextrema() == (255, 255):  # many programs write an alpha channel that is opaque everywhere
+        if alpha.getextrema() == (255, 255):  # Many programs write an alpha channel that is opaque everywhere.
             return None
         return _upright(PIL.ImageChops.invert(alpha), header.orientation)
     except Exception as error:  # a decoder may raise anything on untrusted bytes
@@ -96,10 +96,11 @@ def _loaded(content: bytes, header: ImageHeader) -> Image:
     import PIL.Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about many pixels; read_header has checked our own limit
+        # Pillow warns about images with many pixels, but read_header has already checked our own limit.
+        warnings.simplefilter("ignore")
         try:
             image = PIL.Image.open(io.BytesIO(content), formats=(header.format,))
-        except PIL.UnidentifiedImageError:  # raise our own error, because Pillow's message names a Python object
+        except PIL.UnidentifiedImageError:  # Raise our own error, because Pillow's message names a Python object.
             raise ValueError(f"Pillow cannot read it as {header.format}") from None
     if image.size != (header.width, header.height):
         width, height = image.size
@@ -139,7 +140,8 @@ def _may_be_transparent(image: Image) -> bool:
 def _rgb(image: Image) -> Image:
     import PIL.Image
 
-    if image.mode.startswith("I") or image.mode == "F":  # 16 bits: keep the upper 8, because Pillow would clip to 255
+    # Of 16-bit samples, keep the upper 8 bits, because Pillow would clip the samples to 255.
+    if image.mode.startswith("I") or image.mode == "F":
         import numpy as np
 
         values = np.asarray(image).astype(np.float64)
@@ -153,7 +155,8 @@ def _rgb(image: Image) -> Image:
 
 ImageKind = Literal["png", "jpeg", "webp"]
 IMAGE_FORMATS: tuple[ImageKind, ...] = ("png", "jpeg", "webp")
-PNG_COMPRESSION = 4  # zlib level, 0 to 9; twice as fast as Pillow's default of 6, and photographs are 2 % larger
+# The zlib level, from 0 to 9. It is twice as fast as Pillow's default of 6, and makes photographs 2 % larger.
+PNG_COMPRESSION = 4
 
 
 class ImageFormat(msgspec.Struct, frozen=True):
@@ -210,10 +213,10 @@ def decoded_mask(content: bytes, limits: ImageLimits, place: str) -> RGBImage:
     bright pixels mark this part, as in diffusers.
 
     Args:
-        content, limits, place: see decoded_image.
+        content, limits, place: the same as in decoded_image.
 
     Raises:
-        InvalidRequest: see decoded_image.
+        InvalidRequest: the file is refused for one of the reasons in decoded_image.
     """
     read_header(content, limits, place)
     image = transparency_of(content, place)

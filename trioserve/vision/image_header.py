@@ -1,6 +1,6 @@
-"""Reading of the header of a client's image file with bounded work, before a decoder sees the file.
+"""Reads the header of a client's image file with bounded work, before a decoder gets the file.
 
-The scanner visits the segments, chunks or blocks of a file without decoding them. It counts the parts on which a
+The scanner visits the segments, chunks or blocks of a file without decoding them. It counts everything on which a
 decoder would spend time: scans of a progressive JPEG, segments, chunks, animation frames, comments. A file that exceeds
 a limit is refused.
 
@@ -19,21 +19,24 @@ from trioserve.contracts.images import ImageLimits
 
 __all__ = ["ImageHeader", "read_header", "scan_header"]
 
-# Each limit is several times higher than real files need. A decoder takes about 1 us for a segment, chunk or block.
-JPEG_SCANS_MAX = 64  # encoders write 1 to 12; one scan of 40 million pixels takes up to 0.1 s
-JPEG_SEGMENTS_MAX = 2048  # an ICC profile and XMP of 16 MB have 256 segments each
-PNG_CHUNKS_MAX = 16_384  # 16 MB in IDAT chunks of 1 KB; encoders write 4 to 64 KB
-WEBP_CHUNKS_MAX = 4096  # each frame of an animation is one chunk; only the first frame is decoded
-GIF_BLOCKS_MAX = 256  # blocks before the first frame; later frames are not decoded
-GIF_SUBBLOCKS_MAX = 16_384  # in all blocks before the first frame: 4 MB
-EXIF_ENTRIES_MAX = 512  # cameras write about 20 to the first directory
+# Each limit is several times higher than real files need. A decoder takes about 1 microsecond per segment, chunk or
+# block.
+JPEG_SCANS_MAX = 64  # Encoders write 1 to 12 scans. One scan of 40 million pixels takes up to 0.1 s.
+JPEG_SEGMENTS_MAX = 2048  # An ICC profile of 16 MB has 256 segments, and so has XMP metadata of 16 MB.
+PNG_CHUNKS_MAX = 16_384  # These are 16 MB in IDAT chunks of 1 KB. Encoders write chunks of 4 to 64 KB.
+WEBP_CHUNKS_MAX = 4096  # Each frame of an animation is one chunk. Only the first frame is decoded.
+GIF_BLOCKS_MAX = 256  # Most blocks before the first frame. Later frames are not decoded.
+GIF_SUBBLOCKS_MAX = 16_384  # Most subblocks in all blocks before the first frame. Together they have 4 MB.
+EXIF_ENTRIES_MAX = 512  # Cameras write about 20 entries to the first directory.
 
 SEARCH_BYTES = 262_144
-_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # without fill bytes, escaped bytes and restart markers
-_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: the kinds that browsers decode
-_JPEG_OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)  # arithmetic, lossless, hierarchical
-_ORIENTATION = 274  # the EXIF tag of the orientation
-_TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
+# This matches all JPEG markers except fill bytes, escaped bytes and restart markers.
+_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # Browsers decode these frames: baseline, extended and progressive.
+# These frames are arithmetic, lossless or hierarchical.
+_JPEG_OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+_ORIENTATION = 274  # The EXIF tag of the orientation.
+_TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
 
 
 class ImageHeader(NamedTuple):
@@ -57,7 +60,7 @@ class ImageHeader(NamedTuple):
 
 
 class _TooCostly(Exception):
-    """A file has too many parts. The message completes the sentence "the image has ..."."""
+    """A file has too many scans, segments, chunks or blocks. The message completes the sentence "the image has ..."."""
 
 
 class _Damaged(Exception):
@@ -73,7 +76,8 @@ def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
         place: name of the image in error messages, such as messages[0].content[1].
 
     Raises:
-        InvalidRequest: the file is not an image, is damaged, is too large, or has too many parts.
+        InvalidRequest: the file is not an image, is damaged, is too large, or has too many scans, segments, chunks or
+            blocks.
     """
     if len(content) > limits.image_bytes_max:
         raise InvalidRequest(
@@ -99,7 +103,7 @@ def scan_header(content: bytes, place: str) -> ImageHeader:
         place: name of the image in error messages.
 
     Raises:
-        InvalidRequest: the file is not an image, is damaged, or has too many parts.
+        InvalidRequest: the file is not an image, is damaged, or has too many scans, segments, chunks or blocks.
     """
     scan = _scanner_of(content)
     if scan is None:
@@ -141,7 +145,7 @@ def _scan_png(content: bytes) -> ImageHeader:
         if chunk_count > PNG_CHUNKS_MAX:
             raise _TooCostly(f"more than {PNG_CHUNKS_MAX} chunks, which is the limit")
         has_pixels = has_pixels or kind == b"IDAT"
-        if kind == b"eXIf" and not has_pixels:  # decoders ignore an orientation after the pixels
+        if kind == b"eXIf" and not has_pixels:  # Decoders ignore an orientation after the pixels.
             orientation = _orientation(content[position + 8 : position + 8 + length])
         if kind == b"IEND":
             break
@@ -155,13 +159,13 @@ def _scan_jpeg(content: bytes) -> ImageHeader:
     position, segment_count, scan_count = 2, 0, 0
     while (position := _next_marker(content, position)) >= 0:
         marker = content[position + 1]
-        if marker == 0xD9:  # end of the image: decoders ignore later bytes
+        if marker == 0xD9:  # The image has ended. Decoders ignore later bytes.
             break
         position += 2
         segment_count += 1
         if segment_count > JPEG_SEGMENTS_MAX:
             raise _TooCostly(f"more than {JPEG_SEGMENTS_MAX} segments, which is the limit")
-        if marker in (0x01, 0xD8):  # markers without a length
+        if marker in (0x01, 0xD8):  # These markers have no length.
             continue
         if position + 2 > len(content):
             break
@@ -186,9 +190,9 @@ def _scan_jpeg(content: bytes) -> ImageHeader:
 
 
 def _next_marker(content: bytes, position: int) -> int:
-    """Return the position of the next marker, or -1."""
+    """Return the position of the next marker, or -1 if there is none."""
     while position < len(content) - 1:
-        # Search in pieces, because a search blocks other threads. A marker may cross the end of a piece.
+        # Search piece by piece, because a search blocks other threads. A marker may cross the end of a piece.
         found = _JPEG_MARKER.search(content, position, position + SEARCH_BYTES + 1)
         if found is not None:
             return found.start()

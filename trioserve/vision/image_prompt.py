@@ -1,4 +1,4 @@
-"""Images in a prompt: reading their files, the text that represents them, and the positions of their tokens.
+"""Handles the images of a prompt: reads their files, inserts text that represents them, and finds their tokens.
 
 The text follows the training of Idefics 3 and SmolVLM: each tile is a marker of its position in the image, followed by
 one <image> token for each row of the tile's embedding.
@@ -95,7 +95,8 @@ class ImageReader:
         Raises:
             InvalidRequest: a source is not an image, or the image is too large.
         """
-        if sources and why_no_images() is not None:  # that reason is for operators: it may name a path
+        # The reason is meant for operators and may name a path, so the client gets another message.
+        if sources and why_no_images() is not None:
             raise InvalidRequest("this server cannot read images: Pillow is not installed", param=sources[0].place)
         read = []
         for source in sources:

@@ -1,4 +1,4 @@
-"""Splitting of an image into tiles: the sizes to which it is resized, and the number of tiles. Only arithmetic.
+"""Plans how an image is split into tiles: the sizes to which it is resized, and the number of tiles.
 
 The steps follow the training of Idefics 3 and SmolVLM: resize the longer side to longest_edge, resize both sides to
 multiples of the tile size, and split the result. The rounding must be the same as in transformers, because a difference
@@ -14,7 +14,7 @@ from trioserve.contracts.images import ImageProcessing
 
 __all__ = ["TilePlan", "plan_tiles"]
 
-LONGEST_EDGE_MAX = 4096  # limit on the longest_edge that a checkpoint may set
+LONGEST_EDGE_MAX = 4096  # Largest longest_edge that a checkpoint may set.
 
 
 class Size(NamedTuple):

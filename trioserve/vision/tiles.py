@@ -1,4 +1,4 @@
-"""Splitting of an image's pixels into the tiles that a model sees."""
+"""Splits the pixels of an image into the tiles that a model gets."""
 
 from __future__ import annotations
 
