@@ -1,4 +1,4 @@
-"""Sets up every test process before torch and tests are imported, orders the tests, and takes a share of slow tests."""
+"""Sets up test processes before torch and tests are imported, orders tests, and selects a fraction of slow tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 # take several times as long. The server sets the same value.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# No time limits for examples: their time depends on how busy the machine is.
+# Generated examples have no time limits, because their time depends on how busy the machine is.
 hypothesis.settings.register_profile(
     "untimed",
     hypothesis.settings.default,
@@ -42,7 +42,7 @@ FIRST = (
 
 @pytest.fixture(scope="session", autouse=True)
 def kv_key_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Put the KV key, which engines of this machine share, into a temporary folder, not into the user's cache."""
+    """Put the KV key, which all engines of a machine share, into a temporary folder instead of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIOSERVE_KV_KEY_DIRECTORY", str(tmp_path_factory.mktemp("kv-key")))
         yield
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _commit() -> str:
-    """Return the commit under test, or "" without git: then every run chooses the same tests."""
+    """Return the commit under test. Without git, return "", so that every run chooses the same tests."""
     try:
         found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=HERE, capture_output=True, text=True)
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def _commit() -> str:
 
 
 def _is_chosen(item: pytest.Item, share: int, commit: str) -> bool:
-    """Return True if a slow test belongs to the share that runs.
+    """Return True if a slow test belongs to the fraction of slow tests that runs.
 
     Cases of a parametrized test are chosen one by one. All other tests of a file are chosen together, because they
     share servers and models.

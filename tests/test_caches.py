@@ -64,7 +64,7 @@ CACHES = {
     ("router/policies.py", "_orders"): OF_SERVER,
     ("router/peer_shares.py", "_computed"): OF_SERVER,
     ("api/page/page.py", "_snapshots"): OWNED,
-    ("api/page/page.py", "_changes"): OWNED,  # its keys are snapshots, which have one owner
+    ("api/page/page.py", "_changes"): OWNED,  # The keys of this cache are snapshots, which have one owner.
     ("text/response_parsers/forced_calls.py", "_schemas"): OF_REQUEST,
     ("text/json_keys.py", "_doubtful"): "of the tokenizer alone: its keys are the few positions within a JSON text",
     ("model/diffusion/solvers.py", "_schedules"): "numbers of steps and image sizes, which are no secrets",
@@ -117,7 +117,7 @@ def caches_in(tree: ast.Module) -> set[str]:
 
 
 def _filled_mappings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Return the attributes and globals whose values a function looks up, stores if they are missing, and returns."""
+    """Return the attributes and globals in which a function looks up a value, stores it if missing, and returns it."""
     looked_up, stored, returned = set(), {}, set()
     parameters = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
     own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -125,7 +125,7 @@ def _filled_mappings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[st
         match node:
             case ast.Return(value=ast.Call(func=ast.Attribute(value=mapping, attr="setdefault"))):
                 looked_up.add(_target(mapping))
-                stored[_target(mapping)] = returned  # the value is stored and returned at once
+                stored[_target(mapping)] = returned  # The value is stored and returned in one statement.
                 returned.add(_target(mapping))
             case ast.Call(func=ast.Attribute(value=mapping, attr="get")):
                 looked_up.add(_target(mapping))
@@ -203,7 +203,7 @@ def test_every_cache_is_listed_with_the_reason_why_its_timing_leaks_nothing() ->
         "return self._rows.setdefault(key, compute(key))",
     ],
 )
-def test_a_cache_is_found_by_what_its_function_does(body: str) -> None:
+def test_a_cache_is_found_by_the_lookups_of_its_function(body: str) -> None:
     function = "def rows_of(self, key):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     assert caches_in(ast.parse(function)) == {"_rows"}
 

@@ -1,4 +1,4 @@
-"""Tests that run the programs in examples/ as a reader would, with the real model."""
+"""Runs the programs in examples/ with the real model, in the way in which a user runs them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SAYS = {
 
 
 FEW_ROLLOUTS = ["--iterations", "2", "--prompts", "2", "--group", "2", "--tokens", "4"]
-ARGUMENTS = {  # short training, because its quality does not matter here
+ARGUMENTS = {  # The training is short, because its quality does not matter in this test.
     "grpo.py": FEW_ROLLOUTS,
     "train_digits.py": ["--steps", "4"],
 }
 
-SECONDS_MAX = 300  # most take a few seconds. Training is slow while other tests run at the same time.
-RUN_ELSEWHERE = ["ray_data.py"]  # tests/ray/test_ray_data.py
+SECONDS_MAX = 300  # Most examples take a few seconds. Training is slow while other tests run at the same time.
+RUN_ELSEWHERE = ["ray_data.py"]  # The file tests/ray/test_ray_data.py runs this example.
 PUBLIC_MODULES = {"trioserve", "trioserve.asyncio", "trioserve.rollouts", "trioserve.testing"}
 
 
-def test_every_example_is_run_here_or_elsewhere():
+def test_every_example_is_run_by_a_test():
     assert sorted([*SAYS, *RUN_ELSEWHERE]) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 

@@ -1,4 +1,4 @@
-"""Checks which packages and modules each package may import, and that objects keep their internals to themselves.
+"""Checks which packages and modules each package may import, and that no code uses internals of other objects.
 
 "Room" in names of this file means a package of the product.
 """
@@ -27,8 +27,8 @@ class Room:
         rooms: other packages of the product that it may import.
         packages: third-party packages that it may import. msgspec is always allowed.
         without: modules of the standard library that it must not import.
-        only_in: names of the only files that may import a package, by package.
-        waits: True if it may have async code.
+        only_in: names of the only files that may import a third-party package, by the name of that package.
+        waits: True if the package may have async code.
     """
 
     rooms: frozenset[str] = frozenset()
@@ -82,11 +82,11 @@ ROOMS = {
             "nixl": words("nixl_agent.py"),
         },
     ),
-    # trio itself passes results between threads as values of outcome
+    # Trio itself passes results between threads as values of outcome.
     "trio_tools": Room(
         rooms=words("contracts"), packages=words("trio outcome h2 h11 hpack hyperframe"), without=words("asyncio")
     ),
-    # sqlite3 belongs to the standard library
+    # The module sqlite3 belongs to the standard library.
     "store": Room(rooms=words("contracts trio_tools"), packages=words("trio"), without=words("asyncio")),
     "admission": Room(
         rooms=words("contracts router text vision metrics trio_tools"),
@@ -127,7 +127,8 @@ ROOMS = {
         only_in={"dns": words("dns.py")},
         without=words("asyncio"),
     ),
-    # It gets the opened engine from assemble. Names for users are looked up late, as in trioserve itself.
+    # The package asyncio gets the opened engine from assemble. Its public names are imported lazily, as in trioserve
+    # itself.
     "asyncio": Room(
         rooms=words("contracts text trio_tools engine http"),
         packages=words("trio outcome starlette"),
@@ -145,7 +146,8 @@ ROOMS = {
         without=words("asyncio"),
     ),
     "bench.inside": Room(
-        rooms=EVERY_ROOM | words("testing simulation"),  # testing and simulation: its simulation of several routers
+        # The simulation of several routers imports testing and simulation.
+        rooms=EVERY_ROOM | words("testing simulation"),
         packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
         only_in={"transformers": words("gpu_bench_transformers.py"), "diffusers": words("image_load.py")},
     ),
@@ -161,7 +163,7 @@ ROOMS = {
     "simulation": Room(rooms=EVERY_ROOM | words("testing"), packages=words("trio h2 h11")),
     "kernels": Room(packages=words("torch triton numpy trioserve_kernels setuptools"), waits=False),
 }
-# Files above the packages: they may import several packages, and no package imports them.
+# These files are above the packages. They may import several packages, and no package imports them.
 TOP_FILES = words(
     "__init__ __main__ asgi assemble assemble_compute assemble_images assemble_model assemble_ranks "
     "cli commands config options ray ray_engines ray_ranks rollouts"
@@ -169,11 +171,11 @@ TOP_FILES = words(
 PRETENDS = words("testing simulation bench.inside")
 COMMANDS_THAT_PRETEND = words(
     "bench.py random_checkpoint.py scripted.py simulate.py simulate_routers.py"
-)  # no other command of the product may import fakes
+)  # No other command of the product may import fakes.
 
 
-# Files that may import torch at module level. All other files of these packages also run with native kernels, without
-# torch. They import torch late, once it is known that torch computes.
+# These files may import torch at module level. All other files of these packages also run with native kernels, without
+# torch. They import torch inside of functions, once torch is selected as the backend.
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
@@ -246,7 +248,7 @@ def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            if module == "trioserve":  # `from trioserve import core` imports the package core
+            if module == "trioserve":  # The statement `from trioserve import core` imports the package core.
                 for alias in node.names:
                     is_name = alias.name.startswith("_")
                     yield Import(place, file, node.lineno, module if is_name else f"{module}.{alias.name}")
@@ -255,7 +257,7 @@ def imports_of(place: str, file: Path, source: str) -> Iterator[Import]:
 
 
 class _Late(ast.NodeTransformer):
-    """Removes code that does not run when a module is imported: functions, and imports only for types."""
+    """Removes code that does not run when a module is imported: functions, and imports that only types need."""
 
     def visit_FunctionDef(self, _node: ast.FunctionDef) -> ast.AST:
         return ast.Pass()
@@ -272,12 +274,12 @@ def imports_at_once(place: str, file: Path, source: str) -> Iterator[Import]:
 
 
 def has_lazy_exports(file: Path) -> bool:
-    """Return True for a package that looks up its public names when they are used, and imports nothing before."""
+    """Return True if a package imports its public names only when they are used."""
     return str(file) == "trioserve/asyncio/__init__.py"
 
 
 def objection(found: Import) -> str | None:
-    """Return what is wrong with an import, or None if the import is allowed."""
+    """Return the reason why an import is not allowed, or None if the import is allowed."""
     if found.place in TOP_FILES:
         pretends = found.is_ours and found.target in PRETENDS
         if pretends and not (found.place == "commands" and found.file.name in COMMANDS_THAT_PRETEND):
@@ -310,7 +312,7 @@ def objection(found: Import) -> str | None:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Yield every file with its package or top file."""
+    """Yield every file of the product with its package, or with its own name if it is above the packages."""
     for path in sorted((ROOT / "trioserve").rglob("*.py")):
         file = path.relative_to(ROOT)
         yield place_of(file), file
@@ -354,7 +356,7 @@ def test_packages_that_do_not_wait_have_no_async_code():
 
 
 def in_cycles(imported: Mapping[str, set[str]]) -> set[str]:
-    """Find the modules that import each other, and the modules between two such groups.
+    """Find the modules that are in an import cycle, and the modules between two cycles.
 
     Args:
         imported: modules that each module imports, at any time or only for types.
@@ -369,7 +371,7 @@ def in_cycles(imported: Mapping[str, set[str]]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_modules_do_not_import_each_other():
+def test_modules_do_not_import_each_other_in_cycles():
     """Only packages under `trioserve.proxy` still import each other, through the type RouterContext."""
     imported: dict[str, set[str]] = {}
     for place, file in sources():
@@ -435,7 +437,7 @@ def test_only_the_torch_path_imports_torch_at_module_level():
     assert importing == TORCH_FILES
 
 
-def test_only_module_level_imports_count_as_imported_at_once():
+def test_only_imports_at_module_level_count_as_imports_of_the_module():
     source = """
 import torch.a
 if TYPE_CHECKING:
@@ -570,11 +572,11 @@ def accesses_to_internals(source: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_no_code_reaches_through_internals_of_another_object():
+def test_no_code_uses_attributes_of_internals_of_another_object():
     reaching = [
         f"{file}:{where}"
         for place, file in sources()
-        if place not in PRETENDS  # test code may look at all internals
+        if place not in PRETENDS  # Test code may use all internals.
         for where in accesses_to_internals((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not reaching, "ask the object itself, which may get a method for it:\n" + "\n".join(reaching)
@@ -594,7 +596,7 @@ def test_no_code_reaches_through_internals_of_another_object():
         ("from trioserve.core.engine import EngineCore", 0),
     ],
 )
-def test_access_to_own_internals_is_allowed_and_to_others_is_found(source, count):
+def test_use_of_internals_of_other_objects_is_found_and_of_own_internals_allowed(source, count):
     assert len(list(accesses_to_internals(source))) == count
 
 
@@ -652,7 +654,7 @@ def test_every_accepted_tcp_connection_breaks_when_its_other_end_vanishes():
         if re.search(r"serve_listeners|listener\.accept\(|\.accept\(listener", path.read_text())
         and not str(path.relative_to(ROOT / "trioserve")).startswith(("testing/", "simulation/", "bench/"))
     }
-    accepting -= {"trio_tools/connection_limit.py"}  # it hands each connection to its caller
+    accepting -= {"trio_tools/connection_limit.py"}  # This function passes each connection to its caller.
     bounded = {name for name in accepting if re.search("end_when_vanished|make_blocking", _source(name))}
     assert accepting == bounded
 

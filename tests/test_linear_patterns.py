@@ -23,10 +23,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "trioserve"
 SEARCHES = frozenset(("search", "finditer", "findall", "sub", "split"))
 FUNCTIONS = frozenset(("compile", "match", "fullmatch")) | SEARCHES
-# Packages that never get text of a client or a model.
+# These packages never process text of a client or a model.
 NOT_SERVED = ("simulation", "bench")
 MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
-# Values of the variables in patterns that are built at run time, by file.
+# Values for the variables in patterns that are built at run time, by file.
 LOCALS: dict[str, dict[str, Any]] = {
     "model/loading/default_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
@@ -41,9 +41,10 @@ LOCALS: dict[str, dict[str, Any]] = {
     "text/structural_tag.py": {"special": MARKERS},
 }
 SHORT, GROWTH = 500, 4
-SHORTEST = 22  # length of text at which a pattern of exponential time already takes milliseconds
-SECONDS_MIN = 0.003  # a pattern that needs less for 2,000 characters is linear
-GROWTH_MAX = 9.0  # for GROWTH times as much text, linear patterns take 4 times as long, quadratic ones 16 times
+SHORTEST = 22  # At this length, a pattern that takes exponential time already takes milliseconds.
+SECONDS_MIN = 0.003  # A pattern that takes less time for 2,000 characters counts as linear.
+# If the text is GROWTH times as long, linear patterns take 4 times as long, and quadratic patterns 16 times.
+GROWTH_MAX = 9.0
 LETTERS_MAX = 5
 
 
@@ -98,7 +99,7 @@ def found() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
                         "match",
                         "fullmatch",
                     }
-                if len(uses & SEARCHES) > 1:  # finding all matches takes at least as long as finding the first one
+                if len(uses & SEARCHES) > 1:  # Finding all matches takes at least as long as finding the first match.
                     uses = uses - SEARCHES | {"finditer"}
                 yield f"{name}:{node.lineno}", compiled(name, node), uses
 
@@ -110,7 +111,7 @@ def compiled(name: str, call: ast.Call) -> re.Pattern[Any]:
     names = LOCALS.get(name, {})
     try:
         pattern = value(call.args[0], names)
-    except NameError:  # the pattern uses constants of its module
+    except NameError:  # The pattern uses constants of its module.
         module = importlib.import_module("trioserve." + name.removesuffix(".py").replace("/", "."))
         names = {**vars(module), **names}
         pattern = value(call.args[0], names)
@@ -164,7 +165,7 @@ def runner(pattern: re.Pattern[Any], use: str) -> Any:
 
 
 def letters_of(pattern: re.Pattern[Any]) -> list[str]:
-    """Return a character for each literal and class of the pattern, repeated ones first, at most LETTERS_MAX."""
+    """Return a character for each literal and class of the pattern, at most LETTERS_MAX, those in repetitions first."""
     repeated: dict[str, None] = {}
     others: dict[str, None] = {}
 
@@ -192,7 +193,7 @@ def letters_of(pattern: re.Pattern[Any]) -> list[str]:
 
 
 def letter_in(items: Any) -> str:
-    """Return a character that a class matches, or "~" if none of the common characters does."""
+    """Return a common character that a class matches, or "~" if the class matches no common character."""
     pattern = re.compile("".join(("[", *map(class_item, items), "]")), re.DOTALL)
     return next((letter for letter in '0 a\tB-_.,"\\\n' if pattern.match(letter)), "~")
 

@@ -1,6 +1,6 @@
-"""Tests of the rules and dashboards in examples/observability: names exist, and each alert fires only when it should.
+"""Tests the rules and dashboards in examples/observability: metric names exist, and alerts fire only when they should.
 
-tests/end_to_end/test_observability.py asks a real Prometheus.
+The file tests/end_to_end/test_observability.py tests them with a real Prometheus.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_promtool_accepts_all_files(words):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_each_alert_has_a_test_of_firing_and_of_staying_silent():
+def test_each_alert_has_a_test_that_it_fires_and_a_test_that_it_stays_silent():
     tested = {test["name"]: test["alert_rule_test"] for test in load(PROMETHEUS / "tests" / "alerts.yml")["tests"]}
     assert list(tested) == [rule["alert"] for rule in rules("alerts")]
     for name, looks in tested.items():
@@ -83,7 +83,7 @@ def test_each_alert_has_a_severity_and_an_action():
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
 
 
-# --- what rules and dashboards name ---
+# --- names in rules and dashboards ---
 
 
 def test_every_metric_in_rules_and_dashboards_exists():

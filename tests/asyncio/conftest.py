@@ -1,4 +1,4 @@
-"""A fake engine in an asyncio program, and helpers for tests."""
+"""Provides a fake engine in an asyncio program, and helper functions for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fake:
     """A fake engine.
 
     Attributes:
-        engine: the asyncio engine, as a program has it.
+        engine: the asyncio engine that the program uses.
         fake: the Trio engine. Use it only in its thread.
     """
 
@@ -37,7 +37,7 @@ class Fake:
         await self.engine.thread.run(wait_all_tasks_blocked)
 
     async def until_queued(self, count: int) -> None:
-        """Wait until this many requests have entered, in the queue or beyond it."""
+        """Wait until a number of requests wait in the queue or run."""
         await until(lambda: len(self.engine.live_requests()) >= count)
         await self.settle()
 
@@ -50,7 +50,7 @@ class Fake:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll until another thread has made the condition true."""
+    """Poll a condition until another thread has made it true."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -66,7 +66,7 @@ Program = Callable[[], Awaitable[None]]
 
 @pytest.fixture
 def run() -> Iterator[Callable[[Program], None]]:
-    """Return a function that runs an asyncio program and checks that no task and no thread is left."""
+    """Return a function that runs an asyncio program and checks that no task and no thread remains."""
     before = set(threading.enumerate())
 
     def run_program(program: Program) -> None:

@@ -1,4 +1,4 @@
-"""Asyncio hosts, each serving an app on its own port inside an `async with`, and a client."""
+"""Provides asyncio hosts that serve an app on a port inside of an `async with` block, and a client."""
 
 from __future__ import annotations
 

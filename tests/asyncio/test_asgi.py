@@ -1,4 +1,4 @@
-"""The server's routes under other hosts: Uvicorn, Hypercorn on asyncio and Trio, and Starlette's test client."""
+"""Tests the server's routes under other hosts: Uvicorn, Hypercorn on asyncio and Trio, and Starlette's test client."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_closed_client_connection_frees_its_blocks(run, host, steps, blocks, str
     run(program)
 
 
-def test_head_of_a_whole_response_is_sent_early_if_mounted(run):
+def test_head_of_an_unstreamed_response_is_sent_early_if_the_app_is_mounted(run):
     async def program() -> None:
         llm = asgi_app(opens(paused=True), keep_alive_comments=1.0, keep_alive_json=True)
         app = FastAPI(lifespan=llm.lifespan)

@@ -1,4 +1,4 @@
-"""Handlers of FastAPI or Starlette whose client leaves: the handler ends, and the blocks of its request are free."""
+"""Tests that a handler of FastAPI or Starlette ends and frees the blocks of its request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_client_that_stays_gets_its_response(run, host, path):
 
 
 class Client:
-    """A fake client for a handler: a request with a body, and a time at which the client leaves."""
+    """A fake client for a handler: a request with a body, and a time at which the client disconnects."""
 
     def __init__(self) -> None:
         self.leaves = asyncio.Event()
@@ -153,7 +153,7 @@ def test_request_body_can_still_be_read(run):
     run(program)
 
 
-def test_foreign_cancellation_is_passed_on(run):
+def test_cancellation_from_outside_is_not_swallowed(run):
     async def program() -> None:
         async def handle() -> None:
             async with cancel_on_disconnect(Client().request):
@@ -169,7 +169,7 @@ def test_foreign_cancellation_is_passed_on(run):
     run(program)
 
 
-def test_errors_and_timeouts_of_the_body_are_passed_on(run):
+def test_errors_and_timeouts_of_the_body_reach_the_caller(run):
     async def program() -> None:
         for error in (ValueError("mine"), TimeoutError("mine, too")):
             with pytest.raises(type(error), match="mine"):
@@ -179,7 +179,7 @@ def test_errors_and_timeouts_of_the_body_are_passed_on(run):
     run(program)
 
 
-def test_client_that_leaves_in_a_nested_scope_ends_the_outer_body(run):
+def test_disconnect_inside_of_a_nested_scope_ends_the_outer_body(run):
     async def program() -> None:
         client = Client()
         client_of_another = Client()
@@ -258,7 +258,7 @@ async def test_trio_client_that_stays_gets_its_response():
     assert answer.endswith(b'{"text":"' + 60 * b"a" + b'"}')
 
 
-async def test_trio_error_of_the_body_is_passed_on():
+async def test_trio_error_of_the_body_reaches_the_caller():
     messages = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive():

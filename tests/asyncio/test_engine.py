@@ -1,4 +1,4 @@
-"""The engine in an asyncio program: results, errors, and how it ends."""
+"""Tests the engine in an asyncio program: results, errors, and the end of the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .conftest import open_fake, until
 ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 NOT_FOR_PROGRAMS = {
-    # for other packages
+    # These methods are for other packages.
     *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing", "sleep_on"),
     *("wait_until_admitted", "wait_until_open"),
 }
@@ -125,7 +125,7 @@ def test_text_chat_parts_embeddings_and_tokens(run):
     run(program)
 
 
-def test_properties_of_a_stream(run):
+def test_stream_properties_describe_its_request(run):
     async def program() -> None:
         async with open_fake(response="abcdef") as fake:
             async with fake.engine.generate(
@@ -196,7 +196,7 @@ def test_unread_tokens_are_computed_again_after_a_resume(run):
                 await fake.step(3)
                 text = (await anext(stream)).text
                 await fake.step(4)
-                state = stream.resume_state()  # four more tokens have arrived, and are not read
+                state = stream.resume_state()  # Four more tokens have arrived, but the program has not read them.
             assert text == "bcd"
             assert state.token_ids == ((98, 99, 100),)
             fake.engine.thread.call(fake.fake.resume)
@@ -341,7 +341,7 @@ def test_engine_fault_reaches_readers_and_the_scope_that_opened_it(run):
 
 
 def test_engine_fault_is_raised_if_the_scope_is_left_in_another_task(run):
-    """For example in a notebook, where each cell is a task of its own."""
+    """This happens in a notebook, where each cell runs in a task of its own."""
 
     async def program() -> None:
         opening = in_a_thread(functools.partial(open_fake_engine, paused=True))
@@ -398,7 +398,7 @@ def test_open_requests_end_when_the_engine_closes(run, monkeypatch):
     stop = TrioThread.stop
 
     def stop_late(thread: TrioThread) -> None:
-        """Whatever was cancelled before has its turns, and could end a request in a way of its own."""
+        """Give all cancelled tasks time to run, since one of them might end a request with another error."""
         for _ in range(20):
             thread.call(lambda: None)
         stop(thread)
@@ -409,7 +409,8 @@ def test_open_requests_end_when_the_engine_closes(run, monkeypatch):
             reader = asyncio.create_task(text_of(fake.engine))
             await fake.until_queued(1)
         assert fake.engine.stats().blocks_used == 0
-        with pytest.raises(AlreadyEnded, match="ended with its engine"):  # at once, without waiting
+        # The error is raised at once, without waiting.
+        with pytest.raises(AlreadyEnded, match="ended with its engine"):
             await asyncio.wait_for(reader, 10)
 
     run(program)
@@ -434,7 +435,7 @@ def test_one_engine_from_the_loops_of_two_threads(run):
         async with open_fake(response="one") as fake:
             in_another = asyncio.to_thread(asyncio.run, text_of(fake.engine))
             assert await asyncio.gather(in_another, text_of(fake.engine)) == ["one", "one"]
-        # The loop keeps its worker threads until it ends.
+        # The asyncio loop keeps its worker threads until the loop ends.
         await asyncio.get_running_loop().shutdown_default_executor()
 
     run(program)
@@ -470,7 +471,7 @@ def test_program_exits_while_tasks_still_read(run):
         serving = asyncio.create_task(serve())
         fake = await ready
         await fake.until_queued(1)
-        serving.cancel()  # as asyncio.run does with all remaining tasks
+        serving.cancel()  # The cancellation is the same as that of asyncio.run for all remaining tasks.
         with pytest.raises(asyncio.CancelledError):
             await serving
 
@@ -488,7 +489,7 @@ def test_ctrl_c_ends_the_program_and_leaks_nothing():
             await text_of(fake.engine)
 
     before = set(threading.enumerate())
-    # A program started in the background of a shell ignores Ctrl-C.
+    # A program that a shell starts in the background ignores Ctrl-C.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -529,7 +530,10 @@ def test_abandoned_loop_releases_the_engine():
 
 @pytest.mark.slow
 def test_engine_ends_if_its_loop_is_closed_before_its_scope_is_left():
-    """After a second Ctrl-C, asyncio closes the loop first. Then the clean-up of an async generator never runs."""
+    """After a second Ctrl-C, asyncio closes the loop before the scope is left.
+
+    Then the clean-up of an async generator never runs.
+    """
     before = set(threading.enumerate())
     loop = asyncio.new_event_loop()
     scope = open_fake()

@@ -1,4 +1,4 @@
-"""A request of an asyncio program is left in each phase and in every way, and everything that it held is free."""
+"""Tests that a request of an asyncio program frees all its resources, in whichever phase and way its body ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trioserve.contracts.sampling import SamplingParams
 
 from .conftest import Fake, open_fake, until
 
-PROMPT = "a prompt that takes three steps"  # 31 tokens, 12 in a step
+PROMPT = "a prompt that takes three steps"  # The prompt has 31 tokens, of which one step computes 12.
 ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 class Left(Exception):
-    """The error that ends a body."""
+    """Error that a test raises to end the body of a request."""
 
 
 class Request:
@@ -25,7 +25,7 @@ class Request:
 
     Attributes:
         leave: set to make the body leave.
-        patience: the timeout around the body.
+        patience: timeout scope around the body.
         has_begun: set when the first delta was read.
     """
 
@@ -36,7 +36,7 @@ class Request:
         self.patience = asyncio.timeout(None)
 
     async def read(self, *, slowly: bool = False) -> None:
-        """Read to the end. With `slowly`, read only the first delta until `leave` is set."""
+        """Read the response to its end. With `slowly`, read only the first delta until `leave` is set."""
         async with self.patience, self.fake.engine.generate(PROMPT, ENDLESS) as stream:
             async for _ in stream:
                 self.has_begun.set()
@@ -46,7 +46,7 @@ class Request:
                     break
 
     async def stay(self) -> None:
-        """Stay in the scope without reading."""
+        """Stay in the scope of the request without reading the response."""
         async with self.patience, self.fake.engine.generate(PROMPT, ENDLESS):
             self.has_begun.set()
             await self.leave.wait()
@@ -57,7 +57,7 @@ class Request:
             raise Left
 
 
-# --- the ways of leaving: each gets a body to run, and a function that brings the request into its phase ---
+# --- the ways of ending a body: each way gets a body, and a function that brings the request into a phase ---
 
 Body = Callable[[Request], Awaitable[None]]
 Reach = Callable[[asyncio.Task[None]], Awaitable[None]]
@@ -115,7 +115,7 @@ WAYS = [cancel, time_out, fail_in_the_group]
 async def full_queue(fake: Fake):
     """Enter as many requests as the engine accepts, so that the next one waits in the queue inside of `__aenter__`."""
     async with asyncio.TaskGroup() as group:
-        requests = [Request(fake) for _ in range(5)]  # one runs, four are prepared
+        requests = [Request(fake) for _ in range(5)]  # One request runs, and four requests are prepared.
         for request in requests:
             group.create_task(request.stay())
         await fake.until_queued(5)
@@ -165,24 +165,24 @@ async def check_steps(way, body, steps: int, *, blocks: int, begins: bool = Fals
 
 @pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_leaving_in_the_queue(run, way, body):
+def test_request_that_ends_in_the_queue_frees_everything(run, way, body):
     run(lambda: check_queue(way, body))
 
 
 @pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_leaving_before_the_first_step(run, way, body):
+def test_request_that_ends_before_its_first_step_frees_everything(run, way, body):
     run(lambda: check_steps(way, body, 0, blocks=0))
 
 
 @pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_leaving_during_prefill(run, way, body):
+def test_request_that_ends_during_prefill_frees_everything(run, way, body):
     run(lambda: check_steps(way, body, 2, blocks=6))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_leaving_during_decode(run, way):
+def test_request_that_ends_during_decode_frees_everything(run, way):
     run(lambda: check_steps(way, Request.read, 8, blocks=9, begins=True))
 
 
@@ -191,17 +191,17 @@ async def read_slowly(request: Request) -> None:
 
 
 @pytest.mark.parametrize("way", [*WAYS, reach_the_end, close_the_engine], ids=lambda way: way.__name__)
-def test_leaving_with_unread_deltas(run, way):
+def test_request_that_ends_with_unread_deltas_frees_everything(run, way):
     run(lambda: check_steps(way, read_slowly, 20, blocks=12, begins=True))
 
 
 @pytest.mark.parametrize("body", [Request.stay, Request.stay_and_raise], ids=["returns", "raises"])
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)])
-def test_leaving_at_the_end_of_the_body(run, body, steps, blocks):
+def test_request_frees_everything_at_the_end_of_its_body(run, body, steps, blocks):
     run(lambda: check_steps(reach_the_end, body, steps, blocks=blocks))
 
 
-def test_leaving_by_break(run):
+def test_request_frees_everything_after_a_break_out_of_its_loop(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
             async with fake.engine.generate(PROMPT, ENDLESS) as stream:
@@ -214,7 +214,7 @@ def test_leaving_by_break(run):
     run(program)
 
 
-def test_leaving_during_a_forward_pass_frees_the_blocks_after_it(run):
+def test_request_that_ends_during_a_forward_pass_frees_its_blocks_after_the_pass(run):
     async def program() -> None:
         async with open_fake(paused=True, max_num_batched_tokens=12, next_token=lambda _ids: 97) as fake:
             request = Request(fake)
@@ -227,7 +227,7 @@ def test_leaving_during_a_forward_pass_frees_the_blocks_after_it(run):
             await fake.engine.thread.run(steps.entered)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await task  # leaving does not wait for the step
+                await task  # The end of the body does not wait for the step.
             assert fake.blocks_used > 0, "the forward pass still reads them"
             fake.engine.thread.call(steps.release)
             await fake.settle()
@@ -236,7 +236,7 @@ def test_leaving_during_a_forward_pass_frees_the_blocks_after_it(run):
     run(program)
 
 
-def test_abandoned_async_generator_leaves_its_request(run):
+def test_abandoned_async_generator_ends_its_request(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
 
@@ -246,7 +246,7 @@ def test_abandoned_async_generator_leaves_its_request(run):
                         yield delta.text
 
             async for _ in texts():
-                break  # not closed here: asyncio closes it in another task
+                break  # The loop does not close the generator. Asyncio closes it in another task.
             await until(lambda: not fake.engine.live_requests())
             await fake.settle()
             fake.assert_all_free()
@@ -254,7 +254,7 @@ def test_abandoned_async_generator_leaves_its_request(run):
     run(program)
 
 
-def test_rapid_entering_and_leaving_leaks_nothing(run):
+def test_requests_that_begin_and_end_rapidly_leak_nothing(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
 

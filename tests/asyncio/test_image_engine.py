@@ -1,4 +1,4 @@
-"""Images in an asyncio program: generated, read as partial images, and aborted, with every slot free again."""
+"""Tests of images in an asyncio program: generation, partial images and aborts. Afterwards every slot is free."""
 
 from __future__ import annotations
 

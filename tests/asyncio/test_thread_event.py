@@ -1,4 +1,4 @@
-"""Asyncio tasks that wait for an event of another thread."""
+"""Tests of asyncio tasks that wait for an event of another thread."""
 
 from __future__ import annotations
 

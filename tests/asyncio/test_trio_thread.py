@@ -1,4 +1,4 @@
-"""Tasks of a Trio run in another thread: how they end, and how their errors are reported."""
+"""Tests of tasks in a Trio run of another thread: how the tasks end, and how their errors are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_error_raised_during_cancellation_is_not_lost(run, way):
     run(program)
 
 
-def test_call_after_the_end_of_the_run_happens_in_the_callers_thread(run):
+def test_call_after_the_end_of_the_trio_run_is_executed_in_the_thread_of_the_caller(run):
     async def program() -> None:
         async with TrioThread() as thread:
             assert thread.call(trio.lowlevel.in_trio_run)

@@ -1,4 +1,4 @@
-"""Starts servers for the clients of this folder: processes that run `python -m trioserve scripted`."""
+"""Starts servers for the clients in this folder. Each server is a process that runs `python -m trioserve scripted`."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def router_url(server_url: Callable[..., str]) -> Iterator[str]:
             try:
                 urllib.request.urlopen(f"{url}/ready", timeout=10).close()
                 break
-            except urllib.error.HTTPError:  # the router has not checked its endpoints yet
+            except urllib.error.HTTPError:  # The router has not checked its endpoints yet.
                 assert time.monotonic() < deadline, "no endpoint became ready"
         yield url

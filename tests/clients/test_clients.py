@@ -23,12 +23,12 @@ import pytest
 HERE = Path(__file__).parent
 CLIENTS: dict[str, Any] = tomllib.loads((HERE / "clients.toml").read_text(encoding="utf-8"))
 ENVIRONMENTS = Path(os.environ.get("TRIOSERVE_CLIENTS", HERE.parents[1] / "build" / "clients"))
-SECONDS_MAX = 280  # long, because the slowest client needs minutes for its imports on a shared machine
+SECONDS_MAX = 280  # The timeout is long, because the slowest client needs minutes for its imports on a shared machine.
 AT_HAND = {
     "openai": "openai",
     "anthropic": "anthropic",
     "ollama": "ollama",
-}  # libraries that `make test` has, by first word of the script name
+}  # Libraries that `make test` installs, by the first word of the script's name.
 FAMILIES = (
     "deepseek_v3",
     "deepseek_v31",
@@ -42,7 +42,7 @@ FAMILIES = (
     "qwen3_coder",
 )
 
-# llm_comply_suite checks that a request without a model is refused.
+# The script llm_comply_suite checks that a request without a model is refused.
 FLAGS = {"llm_comply_suite": ("--require-model",)}
 
 pytestmark = pytest.mark.slow

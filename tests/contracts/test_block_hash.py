@@ -1,4 +1,4 @@
-"""Block hashes are equal for equal prefixes, on every machine and after every start."""
+"""Tests that block hashes are equal for equal prefixes, on every machine and after every start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def chain(salt: str | None, *blocks: tuple[int, ...]) -> bytes:
 
 
 def test_hashes_are_equal_on_every_machine():
-    # Computed once from the definition: blake2b with 16 bytes over the parent and the tokens as little-endian uint32.
-    # If these values change, engines and routers of different versions no longer find each other's blocks.
+    # These hashes were computed from the definition: blake2b with 16 bytes over the parent and the tokens as
+    # little-endian uint32. If these values change, engines and routers of different versions no longer find each
+    # other's blocks.
     assert chain(None).hex() == "cae66941d9efbd404e4d88758ea67670"
     assert chain("tenant", (1, 2), (3, 4)).hex() == "b4993295c59f2e2f940c58050593c4a5"
 

@@ -1,4 +1,4 @@
-"""Messages about deadlines that have passed."""
+"""Tests of error messages about deadlines that have passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree: the type of an error says whose fault it is."""
+"""Tests of the exception tree, in which the type of an error shows who caused the error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TREE = """
 
 
 def parents() -> dict[str, str]:
-    """Return the parent of each name in the indented tree above."""
+    """Return the parent of each name in an indented tree."""
     line_of: dict[int, str] = {-1: "Exception"}
     result = {}
     for line in TREE.strip("\n").splitlines():

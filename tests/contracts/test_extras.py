@@ -66,7 +66,7 @@ def test_command_names_the_python_of_a_virtual_environment(monkeypatch: pytest.M
     assert install_command("hub") == "/srv/venv/bin/python -m pip install 'trioserve[hub]'"
 
 
-def test_each_extra_is_one_of_the_project() -> None:
+def test_each_extra_in_messages_is_an_extra_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(typing.get_args(Extra)) == set(project["optional-dependencies"]) - {"docs", "test"}
 

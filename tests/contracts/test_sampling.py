@@ -1,4 +1,4 @@
-"""Sampling parameters: values in range are accepted, other values are refused by name."""
+"""Tests of sampling parameters: values in range are accepted, and the error for other values names the parameter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(name: str, value: object, *, allowed: bool, **others: object) -> None:
         ),
     ],
 )
-def test_each_value_has_its_range(name, allowed, refused):
+def test_each_parameter_accepts_only_values_in_its_range(name, allowed, refused):
     for value in allowed:
         check(name, value, allowed=True)
     for value in refused:

@@ -1,4 +1,4 @@
-"""A misspelled name finds the intended name. An unrelated word finds none."""
+"""Tests of spelling suggestions: a misspelled name gives the intended name, and an unrelated word gives none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: helm, and the manifests that it renders from the chart."""
+"""Provides fixtures for helm and for the manifests that helm renders from the chart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"
-HELM = shutil.which("helm") or shutil.which(ROOT / "build" / "helm" / "helm")  # .ci/run downloads it
+HELM = shutil.which("helm") or shutil.which(ROOT / "build" / "helm" / "helm")  # The script .ci/run downloads helm.
 
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs helm with arguments and a value file of the chart's folder ci, or no value file."""
+    """Return a function that runs helm with arguments, with or without a value file from the chart's folder ci."""
 
     def run(*words: object, values: str | None = None) -> subprocess.CompletedProcess[str]:
         if HELM is None:

@@ -20,7 +20,7 @@ COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()
 PORT = int(re.search(r"^EXPOSE (\d+)$", CONTAINERFILE, re.MULTILINE)[1])
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
+SUPERVISOR_SECONDS = 5  # This time exceeds --drain-timeout, as docs/guides/operations.md requires.
 
 
 def config_of(name: str) -> Any:

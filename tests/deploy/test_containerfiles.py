@@ -32,14 +32,14 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("Containerfile*"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
+SUPERVISOR_SECONDS = 5  # This time exceeds --drain-timeout, as docs/guides/operations.md requires.
 
 
 HEALTH = "/health"
 
 
 class Containerfile:
-    """The instructions of a file in order, each as its keyword and the rest of the line."""
+    """The instructions of a container file in order. Each instruction is its keyword and the rest of its line."""
 
     def __init__(self, path: Path) -> None:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
@@ -89,7 +89,8 @@ def test_server_uses_the_exposed_port(file: Containerfile):
     parser, commands = cli._parser()
     arguments = parser.parse_args([*program[1:], *command])
     assert arguments.command in commands
-    config = config_from(arguments, file.environment, kind=Config)  # raises for a misspelt variable
+    # The parser raises an error for a misspelt variable.
+    config = config_from(arguments, file.environment, kind=Config)
     assert (config.host, config.port) == ("0.0.0.0", int(file.last("EXPOSE")))
 
 
@@ -148,7 +149,7 @@ def test_python_of_the_base_image_is_new_enough(file: Containerfile):
 
 @contextmanager
 def answering(status: int) -> Iterator[int]:
-    """Run a server at a free port, which returns a given status at /health and 404 elsewhere."""
+    """Run a server at a free port that returns a given status at /health, and 404 for all other paths."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

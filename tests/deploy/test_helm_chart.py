@@ -1,6 +1,6 @@
 """Tests of the chart in deploy/helm: Kubernetes accepts its objects, and they match the program.
 
-Compared are flags, variables, ports, paths, metrics, rights, directories, and the time to stop.
+The tests compare flags, variables, ports, paths, metrics, rights, directories, and the time to stop.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ COMPONENTS = {
     "router": (RouterOptions, RouteTable(router_app.OPERATIONS).routes),
     "engine": (Config, RouteTable(routes.OPERATIONS).routes),
 }
-OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # their schemas do not come with Kubernetes
+OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # The schemas of these kinds do not come with Kubernetes.
 GROUP = "LeaderWorkerSet", "trioserve-engine-group"
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
+SUPERVISOR_SECONDS = 5  # This time exceeds --drain-timeout, as docs/guides/operations.md requires.
 SECRET = "a-key-of-the-secret"
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
 def config_of(installed: dict, component: str, worker_index: int = 0) -> Any:
     container = container_of(installed, component)
     added = {}
-    if GROUP in installed:  # variables that LeaderWorkerSet adds, see AddLWSVariables in its pkg/utils/pod
+    if GROUP in installed:  # LeaderWorkerSet adds these variables, see AddLWSVariables in its pkg/utils/pod.
         added = {"LWS_LEADER_ADDRESS": f"{GROUP[1]}-0.{GROUP[1]}.ml", "LWS_WORKER_INDEX": str(worker_index)}
     environment = added | environment_of(container)
     words = [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in container["args"]]
@@ -236,7 +236,7 @@ def test_keys_come_from_the_secret_and_the_routers_key_is_an_admin_key(manifests
 
 
 class DeafApiServer:
-    """Records requests and fails each of them."""
+    """An API server that records requests and fails each request."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -458,9 +458,11 @@ def test_pods_of_an_engine_are_one_group(grouped):
 
 
 def test_workers_find_the_server_before_it_is_ready(grouped):
-    # The first two parts are its hostname and subdomain. kubelet writes the full name into its /etc/hosts.
+    # The first two parts of the name are the hostname and subdomain of the server's pod. The kubelet writes the full
+    # name into the /etc/hosts of this pod.
     assert config_of(grouped, "worker", 1).master_addr == f"{GROUP[1]}-0.{GROUP[1]}.ml.svc.cluster.local"
-    # The Service that LeaderWorkerSet creates lists pods that are not ready. It creates none if the name is taken.
+    # LeaderWorkerSet creates a Service that also lists pods that are not ready. It creates no Service if the name is
+    # taken.
     assert grouped[GROUP]["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
     assert ("Service", GROUP[1]) not in grouped
 
@@ -508,7 +510,8 @@ def test_longest_release_name_leaves_space_for_pod_names(helm):
     ran = helm("template", "r" * 53, CHART, values="nodes")
     [group] = [one for one in yaml.safe_load_all(ran.stdout) if one and one["kind"] == "LeaderWorkerSet"]
     leader = f"{group['metadata']['name']}-9999"
-    # LeaderWorkerSet creates a StatefulSet for the workers. A label of its pods is its name, a hyphen, 10 characters.
+    # LeaderWorkerSet creates a StatefulSet for the workers. One label of its pods consists of the StatefulSet's name, a
+    # hyphen and 10 characters.
     assert len(leader) <= 63 - 11
 
 

@@ -82,7 +82,7 @@ def test_error_names_the_wrong_value(helm, value, message):
 
 
 def names(values: dict[str, Any], schema: dict[str, Any], place: str = "") -> Iterator[tuple[str, set[str], set[str]]]:
-    """Yield for each map of the schema: its path, the names in the values, and the names in the schema."""
+    """For each map of the schema, yield its path, the names in the values, and the names in the schema."""
     yield place, set(values), set(schema["properties"]) - OF_HELM
     for name, value in values.items():
         known = schema["properties"][name]

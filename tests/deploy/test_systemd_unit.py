@@ -17,13 +17,14 @@ from trioserve.model.loading.default_model import models_folder
 from trioserve_kernels import build
 
 UNIT = Path(__file__).parents[2] / "deploy" / "trioserve.service"
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/guides/operations.md
-EXPOSURE_MAX = 25  # tenths of systemd-analyze's exposure from 0 to 10. It says "OK" below 5.
+SUPERVISOR_SECONDS = 5  # This time exceeds --drain-timeout, as docs/guides/operations.md requires.
+# Limit in tenths for the exposure that systemd-analyze computes, from 0 to 10. Below 5, it prints "OK".
+EXPOSURE_MAX = 25
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
 
 
 def settings() -> dict[str, list[str]]:
-    """Return the values of each setting in order."""
+    """Return the values of each setting of the unit in order."""
     found: dict[str, list[str]] = {}
     for name, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
         found.setdefault(name, []).append(value)
@@ -43,7 +44,7 @@ def config() -> Config:
 
 def test_unit_stops_with_sigterm_and_waits_for_the_drain():
     assert settings()["KillSignal"] == ["SIGTERM"]
-    assert settings()["KillMode"] == ["mixed"]  # a second SIGTERM would end the drain early
+    assert settings()["KillMode"] == ["mixed"]  # A second SIGTERM would end the drain early.
     assert int(settings()["TimeoutStopSec"][0]) >= config().drain_timeout + SUPERVISOR_SECONDS
 
 
@@ -59,7 +60,7 @@ def test_all_written_files_are_in_the_cache_directory(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """Return the unit with an existing program, because systemd checks that it exists."""
+    """Return the unit with the path of an existing program, because systemd checks that the program exists."""
     path = tmp_path / UNIT.name
     path.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE))
     return path

@@ -2,7 +2,7 @@
 
 Python blocks are run, and blocks with tests are run by pytest. In shell blocks, commands that end by themselves are
 run, curl commands are sent to a server, and the flags of other commands are parsed by the real command line. A block
-that cannot run has a comment above it, `<!-- not run: the reason -->`. For the page about images, the server and
+that cannot run has the comment `<!-- not run: the reason -->` above. For the page about images, the server and
 `build/digits` have an image model.
 """
 
@@ -38,16 +38,17 @@ PAGES = [
 IMAGE_GUIDE = ROOT / "docs" / "guides" / "image-generation.md"
 KIT_GUIDE = (
     ROOT / "docs" / "guides" / "testing.md"
-)  # its blocks form one file, which tests/testing/test_kit_readme.py runs
+)  # The blocks of this page form one file, which tests/testing/test_kit_readme.py runs.
 
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[a-z]*)\n(?P<source>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-LANGUAGES = {"python", "sh", "toml", "yaml", "json", "text"}  # text: configuration of other programs
+# The language "text" is used for the configuration of other programs.
+LANGUAGES = {"python", "sh", "toml", "yaml", "json", "text"}
 SERVER_PLACE = re.compile(r"(?:127\.0\.0\.1|localhost):8000")
 OPERATORS = {"|", "||", "&&", ";", "&"}
-FOREIGN_WORDS = {"grep"}  # other programs after a pipe
+FOREIGN_WORDS = {"grep"}  # Programs other than trioserve and curl that may follow a pipe.
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def image_server_address(digits: Path) -> Iterator[str]:
 
 @pytest.fixture
 def block_address(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """Give the HOST:PORT of the server for the block: an image server for the page about images."""
+    """Give the HOST:PORT of the server for a block. For the page about images, this is an image server."""
     if block.page != IMAGE_GUIDE:
         return str(request.getfixturevalue("server_address"))
     (tmp_path / "build").mkdir()
@@ -201,7 +202,7 @@ def test_python_block_runs(block, block_address, tmp_path):
 
 
 def logical_lines(source: str) -> Iterator[str]:
-    """Split a block into commands. A command continues after a backslash at the end of a line, and inside of quotes."""
+    """Split a block into commands. A line with an open quote or a final backslash continues on the next line."""
     pending = ""
     for line in source.splitlines():
         pending += line
@@ -210,7 +211,7 @@ def logical_lines(source: str) -> Iterator[str]:
             continue
         try:
             words = shlex.split(pending, comments=True)
-        except ValueError:  # a quote is open
+        except ValueError:  # A quote is open, so the command continues on the next line.
             pending += "\n"
             continue
         if words:
@@ -249,7 +250,7 @@ def parse(arguments: list[str]) -> Parsed:
     def parse_args(self: argparse.ArgumentParser, args: list[str] | None = None) -> argparse.Namespace:
         found = real(self, args)
         if set(vars(found)) == {"part"}:
-            return found  # `bench` parses the other words with a second parser
+            return found  # The command `bench` parses the remaining words with a second parser.
         raise Parsed(self, found)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -269,7 +270,7 @@ def check_trioserve(words: list[str], folder: Path) -> None:
         folder: working folder of the command.
     """
     arguments = parse(words).arguments
-    command = getattr(arguments, "command", None)  # commands of bench have no `command`
+    command = getattr(arguments, "command", None)  # The parsed arguments of `bench` have no attribute `command`.
     kind: type[Config] | type[RouterOptions] | None = {"serve": Config, "route": RouterOptions}.get(command or "")
     if kind is not None:
         config_from(argparse.Namespace(**{**vars(arguments), "config": None}), {}, kind=kind)
@@ -325,7 +326,7 @@ def test_every_path_of_the_api_is_documented(server_address):
 @pytest.mark.parametrize("block", blocks_to_run("toml"), ids=str)
 def test_toml_block_is_a_valid_configuration(block, tmp_path):
     values = tomllib.loads(block.source)
-    if "project" in values:  # the pyproject.toml of a user's package
+    if "project" in values:  # This block is the pyproject.toml of a user's package.
         return
     file = tmp_path / "trioserve.toml"
     file.write_text(block.source)

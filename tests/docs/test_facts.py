@@ -20,13 +20,13 @@ from trioserve.options.option import options_of
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
 README_LINES_MAX = 150
-COLUMN_PIXELS = 838  # width of a page's column, in which a wide drawing is scaled down
+COLUMN_PIXELS = 838  # Width of the column of a page. A wider drawing is scaled down.
 
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
-    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # flags of container engines and uvx
-    "--hook-type",  # flag of pre-commit
+    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # These flags belong to container engines and uvx.
+    "--hook-type",  # This flag belongs to pre-commit.
 }
 
 
@@ -51,17 +51,17 @@ def load_tables() -> ModuleType:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page):
+def test_every_link_of_a_document_has_a_target(page):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
         assert place.exists(), f"{target} leads nowhere"
-        if anchor and not anchor.startswith("trioserve."):  # anchors that are generated from docstrings
+        if anchor and not anchor.startswith("trioserve."):  # These anchors are generated from docstrings.
             assert anchor in anchors_of(place), f"{target}: there is no such heading"
 
 
 @pytest.mark.parametrize("drawing", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda drawing: drawing.name)
-def test_text_of_a_drawing_has_at_least_12_pixels_in_a_column(drawing):
+def test_text_of_a_drawing_is_at_least_12_pixels_high_on_a_page(drawing):
     text = drawing.read_text(encoding="utf-8")
     scale = COLUMN_PIXELS / float(re.search(r'viewBox="0 0 (\d+)', text)[1])
     sizes = [float(size) for size in re.findall(r"font(?:-size)?: ?(\d+)px", text)]
@@ -80,7 +80,7 @@ def test_no_line_of_the_first_pages_is_too_long(page):
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
-def test_the_readme_is_short():
+def test_the_readme_has_a_limited_length():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= README_LINES_MAX
     first_screen = "\n".join(lines[:40])
@@ -89,7 +89,7 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
-def test_every_file_that_is_named_exists(page):
+def test_every_file_that_a_document_names_exists(page):
     for name in named(page.read_text(encoding="utf-8")):
         if re.fullmatch(r"(trioserve|tests|kernels|docs|examples)/[\w/.-]+", name):
             assert (ROOT / name).exists(), name
@@ -109,12 +109,12 @@ def test_every_type_and_function_that_the_architecture_names_exists():
                 assert part in defined, name
 
 
-def test_every_flag_that_is_named_exists():
+def test_every_flag_that_a_document_names_exists():
     known = {option.flag for option in options_of(Config).values()}
-    for path in (ROOT / "trioserve").rglob("*.py"):  # flags of commands without a Config
+    for path in (ROOT / "trioserve").rglob("*.py"):  # These are flags of commands without a Config.
         known |= set(re.findall(r"\"(--[a-z][a-z-]+)\"", path.read_text(encoding="utf-8")))
     for page in PAGES:
-        if page.name == "CHANGELOG.md":  # the changelog also names removed flags
+        if page.name == "CHANGELOG.md":  # The changelog also names removed flags.
             continue
         for name in named(page.read_text(encoding="utf-8")):
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", name):
@@ -130,7 +130,7 @@ def test_generated_tables_of_a_page_are_current(page):
     assert load_tables().with_tables(text) == text, "`python docs/site/tables.py` writes the tables again"
 
 
-def test_every_metric_that_is_named_exists():
+def test_every_metric_that_a_document_names_exists():
     known = {metric.full_name for metric in CATALOGUE} | {alias for metric in CATALOGUE for alias in metric.aliases}
     for page in PAGES:
         for name in re.findall(r"\b(?:trioserve|trioserve_router|vllm|vllm_router):[a-z0-9_]+", page.read_text()):
@@ -152,7 +152,7 @@ def test_the_generated_tables_have_every_option_and_every_metric():
 
 @pytest.mark.parametrize("kind", ["server", "server of pictures", "router"])
 def test_exposed_metrics_are_those_of_the_metrics_page(kind):
-    """A prefill-decode pair needs no case of its own: its processes are servers and a router."""
+    """A prefill-decode pair needs no separate case, since its processes are servers and a router."""
     model, parts = {
         "server": ("m", SERVER_PARTS),
         "server of pictures": ("m", IMAGE_SERVER_PARTS),

@@ -1,4 +1,4 @@
-"""The number of series on /metrics stays bounded: every label has few values, and clients cannot add values."""
+"""Tests that the number of series on /metrics is bounded: every label has few values, and clients cannot add values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
-MARK = "zqx"  # part of every text that a client sends
+MARK = "zqx"  # Part of every text that a client sends in these tests.
 PATHS = (
     *("/{}", "/v1/{}", "/v1/models/{}", "/v1/models/{}/b", "/v1/requests/{}", "/v1/files/{}", "/v1/files/{}/content"),
     *("/v1/responses/{}", "/v1/streams/{}", "/v1/batches/{}/cancel", "/metrics/{}", "/health?{}", "/ui/{}", "//{}"),
@@ -27,7 +27,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "{}", "TR
 
 
 def texts(seed: int) -> Iterator[str]:
-    """Yield a text that no other request has."""
+    """Yield texts, each of which is unique to one request."""
     rng = random.Random(seed)
     while True:
         yield MARK + "".join(rng.choices("abcdefghijkmnop0123456789", k=12))
@@ -72,7 +72,7 @@ async def scrape(client: MemoryClient) -> bytes:
 
 
 async def check_bounded(target: MemoryServer | MemoryRouter) -> None:
-    await scrape(target.client())  # the scrape itself is counted, too
+    await scrape(target.client())  # The scrape itself is counted, too.
     await fire(target, seed=1)
     before = series(await scrape(target.client()))
     await fire(target, seed=2)
@@ -122,21 +122,22 @@ async def test_removed_endpoints_leave_no_series(autojump_clock):
 
 
 def test_no_metric_has_a_label_that_clients_fill():
-    """Tenants, users and keys are in the log and in traces. Their number is unbounded."""
+    """The number of tenants, users and keys is unbounded, so they appear in the log and in traces instead."""
     labels = {label.name for metric in CATALOGUE for label in metric.labels}
     assert not labels & {"tenant", "user", "key", "model", "request", "session", "client", "path_raw"}
     open_ended = {label.name for metric in CATALOGUE for label in metric.labels if not label.values}
     assert open_ended == {
-        *("reason", "path", "status", "handler", "method"),  # routes, and fixed texts of the program
-        *("endpoint",),  # endpoints of the fleet
-        *("rank",),  # ranks of one model: --tensor-parallel-size
+        *("reason", "path", "status", "handler", "method"),  # The values are routes and fixed texts of the program.
+        *("endpoint",),  # The values are the endpoints of the fleet.
+        *("rank",),  # The values are the ranks of one model, see --tensor-parallel-size.
         *("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),  # one series
-        *("adapter", "max_lora", "waiting_lora_adapters", "running_lora_adapters"),  # loaded by the admin
-        *("version",),  # set by the admin; only the current weights are shown
+        # The admin loads adapters, so clients cannot add values.
+        *("adapter", "max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        *("version",),  # The admin sets the version, and only the version of the current weights is shown.
     }
 
 
-def test_known_labels_are_shown_from_the_start():
+def test_series_with_known_label_values_are_shown_from_the_start():
     metrics = Metrics("tiny", parts=IMAGE_SERVER_PARTS)
     shown = series(metrics.expose())
     for metric in CATALOGUE:

@@ -1,4 +1,4 @@
-"""Joined pages of several processes, as one page that a scraper can read."""
+"""Tests that the pages of several processes are joined to one page that a scraper can read."""
 
 from __future__ import annotations
 

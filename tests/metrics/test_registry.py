@@ -1,4 +1,4 @@
-"""The page that a scraper reads, and agreement between the catalogue and the class."""
+"""Tests of the metrics page that a scraper reads, and of the agreement between the catalogue and the class Metrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_histogram_is_shown_under_both_names() -> None:
 @pytest.mark.parametrize(
     ("other", "count"), [("vllm:iteration_tokens_total", 2), ("vllm:time_per_output_token_seconds", 1)]
 )
-def test_a_histogram_is_shown_under_names_that_are_not_its_own(other: str, count: int) -> None:
+def test_a_histogram_is_shown_under_all_its_aliases(other: str, count: int) -> None:
     metrics = Metrics("tiny")
     metrics.step_tokens.observe(100, 2)
     metrics.inter_token_latency_seconds.observe(0.02)
@@ -141,15 +141,15 @@ def test_gauges_are_set_when_scraped() -> None:
     assert value(metrics, "trioserve:num_requests_running") == 1
 
 
-def test_the_text_is_what_prometheus_client_writes() -> None:
-    """Equal text, apart from prefixes, aliases and the labels of model and engine."""
+def test_page_equals_the_text_that_prometheus_client_writes() -> None:
+    """The texts are equal except for prefixes, aliases and the labels of model and engine."""
     metrics = Metrics(None, parts=("frontend", "router"))
     names = {metric.full_name: metric.name for metric in CATALOGUE if metric.part in ("frontend", "router")}
     for awkward in ('a "b"\\c\nd', "", "é{}=,"):
         metrics.http_requests_total.labels(awkward, "200").inc(1e17)
         metrics.endpoint_leases.labels(awkward).set(float("inf"))
         metrics.http_request_duration_seconds.labels("/v1/models", awkward).observe(0.25)
-    for _ in range(2):  # the second page uses the cached text of the first
+    for _ in range(2):  # The second page uses the cached text of the first page.
         metrics.queue_wait_seconds.observe(1 / 3)
         metrics.rejections_total.labels("queue_full").inc()
         shown = metrics.expose(part="frontend").decode() + metrics.expose(part="router").decode()
@@ -176,7 +176,7 @@ def test_removed_series_is_not_cached() -> None:
         assert found == {f"pod-{number}": number}
 
 
-def test_known_label_values_are_shown_before_they_happen() -> None:
+def test_known_label_values_are_shown_before_their_first_event() -> None:
     metrics = Metrics("tiny")
     assert value(metrics, "trioserve:aborts_total", phase="prefill") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="length") == 0
@@ -191,13 +191,13 @@ def test_every_family_has_help_and_type_exactly_once() -> None:
     assert "_created" not in text
 
 
-def test_a_model_name_with_quotes_survives() -> None:
+def test_quotes_in_a_model_name_are_escaped() -> None:
     metrics = Metrics('a "b"\\c')
     labels = next(iter(samples(metrics)))[1]
     assert dict(labels)["model_name"] == 'a "b"\\c'
 
 
-def test_two_engines_in_one_process_count_separately() -> None:
+def test_two_engines_in_one_process_have_separate_counts() -> None:
     first, second = Metrics("tiny"), Metrics("tiny")
     first.generation_tokens_total.inc(5)
     assert value(second, "trioserve:generation_tokens_total") == 0

@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from selenium.webdriver.remote.webelement import WebElement
 
-SECONDS_MAX = 100.0  # long, because the machine is shared
+SECONDS_MAX = 100.0  # The timeout is long, because the machine is shared.
 LEFT_AND_KEPT = "dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))"
 """The event that a page gets when its user leaves, but the browser keeps the page and its connections for some time."""
 Value = TypeVar("Value")
@@ -46,7 +46,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500},
         )
-        self.leave()  # if only the fragment of the URL changes, the browser would not load the page
+        self.leave()  # If only the fragment of the URL changed, the browser would not load the page.
         self.driver.get(url)
 
     def prefer(self, **features: str) -> None:
@@ -87,7 +87,7 @@ class Browser:
 
         Args:
             condition: returns a true value once the wait is over.
-            what: what the caller waits for, for the error message. A function is called when the wait has failed.
+            what: description of the condition for the error message. A function is called when the wait has failed.
 
         Returns:
             The result of the condition.
@@ -126,7 +126,7 @@ def shared_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(shared_browser: Browser) -> Iterator[Browser]:
-    """Give the browser with default media features, and check at the end that it reported no problem."""
+    """Give a browser with default media features, and check at the end that the browser reported no problem."""
     shared_browser.leave()
     shared_browser.prefer()
     shared_browser.problems()

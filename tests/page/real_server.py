@@ -27,11 +27,11 @@ __all__ = ["RealImageServer", "RealRouter", "RealServer"]
 Value = TypeVar("Value")
 ENDPOINTS = ("a", "b")
 SECONDS_MAX = 60.0
-LOOKS_SECONDS = 0.1  # interval of health checks and load reports
+LOOKS_SECONDS = 0.1  # Interval of health checks and load reports.
 
 
 class RealProgram(ABC):
-    """Serves inside of a `with` block, and checks at its end that no request is left.
+    """Serves inside of a `with` block, and checks at the end of the block that no request remains.
 
     Attributes:
         url: base URL.
@@ -68,7 +68,7 @@ class RealProgram(ABC):
 
     @abstractmethod
     async def assert_all_free(self) -> None:
-        """Check that no request has left anything."""
+        """Check that no request has left blocks, slots or leases."""
 
     def _run(self) -> None:
         try:
@@ -90,7 +90,7 @@ class RealProgram(ABC):
                 self._is_serving.set()
                 await self._leave.wait()
                 nursery.cancel_scope.deadline = trio.current_time() + SECONDS_MAX
-                self.drain()  # `serve` returns when the last connection has ended
+                self.drain()  # `serve` returns when the last connection has ended.
             await self.assert_all_free()
 
 
@@ -201,4 +201,5 @@ class RealRouter(RealProgram):
     async def assert_all_free(self) -> None:
         await self.router.assert_all_free()
         for server in self.servers.values():
-            server.engine.assert_all_free()  # Check only the engine: a health check of the router may still be open.
+            # Check only the engine, because a health check of the router may still be open.
+            server.engine.assert_all_free()

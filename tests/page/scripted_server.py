@@ -1,6 +1,6 @@
 """Serves the files of the page, and events that a test scripts.
 
-It shows states that a real server rarely has: many blocks, faults, routers, restarts.
+So the page shows states that a real server rarely has: many blocks, faults, routers, restarts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ScriptedServer:
     Attributes:
         snapshot: first event that each reader gets.
         key: API key that readers must send, or None if no key is needed.
-        asked: DELETE and POST requests so far, as "METHOD PATH".
+        asked: DELETE and POST requests that the server got so far, as "METHOD PATH".
     """
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class ScriptedServer:
             reader.put(None)
         self._readers.clear()
 
-    def _handler(script) -> type[BaseHTTPRequestHandler]:  # the nested class uses the name self
+    def _handler(script) -> type[BaseHTTPRequestHandler]:  # The nested class uses the name self.
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 

@@ -110,7 +110,7 @@ def test_used_and_cached_blocks_differ_from_free_ones_for_the_colour_blind(theme
 def test_held_and_shared_blocks_differ_from_used_ones_for_the_colour_blind(theme: str, blindness: str) -> None:
     """Held blocks have stripes in the colour of their request and of the ground. Small cells are divided into halves.
 
-    In shared blocks, the ground is replaced by the colour of ink.
+    In shared blocks, the colour of ink replaces the ground.
     """
     found = colours((FILES / "page.css").read_text(), theme)
     palette = {name: seen(colour, blindness) for name, colour in found.items()}
@@ -133,7 +133,7 @@ def test_page_files_are_small_and_refer_to_no_other_site() -> None:
 
 
 def files_loaded_by(files: dict[str, Path], name: str) -> set[str]:
-    """Return the names of all files that a page loads, and its own name."""
+    """Return the name of a page and the names of all files that the page loads."""
     found, left = set[str](), [name]
     while left:
         name = left.pop()
@@ -211,7 +211,7 @@ def test_theme_follows_the_system_and_the_switch(browser: Browser, script: Scrip
     browser.run("const s = document.getElementById('theme'); s.value = 'dark'; s.dispatchEvent(new Event('change'))")
     assert browser.run(ground) == dark
     browser.open(script.url)
-    browser.wait_text("#status", "Live")  # the styles are loaded by then
+    browser.wait_text("#status", "Live")  # The styles are loaded once the page is live.
     assert browser.run(ground) == dark, "it is remembered"
     browser.run("const s = document.getElementById('theme'); s.value = ''; s.dispatchEvent(new Event('change'))")
     assert browser.run(ground) == light

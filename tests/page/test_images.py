@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 STEP_SECONDS = 0.03
 LONG = 250  # steps
-SLOW = {"step_seconds": 60 / LONG}  # a request of LONG steps takes 60 s, so it never ends during a test
+SLOW = {"step_seconds": 60 / LONG}  # A request of LONG steps takes 60 s, so the request never ends during a test.
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_cancel_button_frees_the_slots(browser: Browser, serve: Callable[..., Re
 
 
 def test_leaving_the_page_ends_its_image_requests(browser: Browser, serve: Callable[..., RealImageServer]) -> None:
-    server = serve(step_seconds=1.0)  # the request takes 250 s, longer than the test waits
+    server = serve(step_seconds=1.0)  # The request takes 250 s, which is longer than the test waits.
     open_page(browser, server)
     fill(browser, steps=LONG, n=2, prompt="a cat")
     browser.click("#ask-send")
@@ -171,7 +171,7 @@ def test_invalid_fields_and_refusals_show_an_error(browser: Browser, serve: Call
     browser.click("#ask-send")
     assert browser.text("#ask-error") == '"many" is no number (steps)'
     fill(browser, steps=10_000)
-    browser.expected.append("400")  # the browser logs each refusal
+    browser.expected.append("400")  # The browser logs each refusal.
     browser.click("#ask-send")
     browser.wait_text(".set .error", "steps is 10000, at most 250")
 

@@ -1,4 +1,4 @@
-"""Tests the page with a real server on a socket: what users do on the page, and what the engine does then."""
+"""Tests the page with a real server on a socket: actions of users on the page, and their effect on the engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .real_server import RealServer
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 pytestmark = pytest.mark.slow
 
-STEP_SECONDS = 0.07  # a response of 900 tokens takes 63 s, so it never ends during a test
+STEP_SECONDS = 0.07  # A response of 900 tokens takes 63 s, so the response never ends during a test.
 OPTIONS: dict[str, Any] = {
-    "response": "and so on, " * 300,  # a fixed text, because a random response could end at any token
+    "response": "and so on, " * 300,  # The response is a fixed text, because a random response could end at any token.
     "block_count": 600,
     "max_model_len": 2000,
     "max_num_batched_tokens": 64,
@@ -82,7 +82,7 @@ def test_stop_button_ends_a_streamed_chat_and_frees_its_blocks(
 
 
 def test_leaving_the_page_ends_its_responses(browser: Browser, serve: Callable[..., RealServer]) -> None:
-    server = serve(step_seconds=0.3)  # the response takes 270 s, longer than the test waits
+    server = serve(step_seconds=0.3)  # The response takes 270 s, which is longer than the test waits.
     open_page(browser, server, "#playground")
     ask(browser)
     browser.wait(lambda: len(browser.text(".answer .text")) > 5)

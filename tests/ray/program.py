@@ -1,4 +1,4 @@
-"""Starts Ray, and Serve at a port, and then follows orders, which are lines of JSON, until standard input ends.
+"""Starts Ray and Ray Serve, and then executes orders, which are lines of JSON, until standard input ends.
 
 {"run": name, "args": {...}}   runs the application trioserve.ray.app(args) at /name
 {"delete": name}               deletes the application

@@ -1,4 +1,4 @@
-"""Tests deployments for Ray Serve, and what a replica reports about its engine, without a cluster."""
+"""Tests deployments for Ray Serve and the reports of a replica about its engine, without a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import why_skipped
 
 if why_skipped() is None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Serve itself uses deprecated features
+        warnings.simplefilter("ignore")  # Ray Serve itself uses deprecated features.
         from trioserve.ray import ReplicaApp, app, build
 
 
@@ -32,7 +32,7 @@ def deployment(application: Any) -> Any:
 
 @asynccontextmanager
 async def lifespan(replica: ReplicaApp) -> AsyncIterator[None]:
-    """Run the lifespan of a replica as Serve does."""
+    """Run the lifespan of a replica in the same way as Ray Serve."""
     received: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     sent: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     task = asyncio.create_task(replica({"type": "lifespan"}, received.get, sent.put))
@@ -76,7 +76,7 @@ def test_shutdown_timeout_of_a_replica_exceeds_the_drain_timeout():
     assert deployment(build(drain_timeout=12.0))._deployment_config.graceful_shutdown_timeout_s > 12
 
 
-def test_deployment_options_override_derived_ones():
+def test_deployment_options_override_derived_options():
     made = deployment(build(deployment_options={"name": "other", "max_ongoing_requests": 7}))
     assert (made.name, made.max_ongoing_requests) == ("other", 7)
 

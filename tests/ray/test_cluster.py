@@ -1,4 +1,4 @@
-"""Tests replicas of Ray Serve with the real model: streams, clients that leave, and replicas that end."""
+"""Tests replicas of Ray Serve with the real model: streams, clients that disconnect, and replicas that end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def llm(cluster: Cluster) -> Iterator[Cluster]:
 
 @contextmanager
 def started_stream(cluster: Cluster, name: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
-    """Start a stream and read its first event. At the end, the client leaves."""
+    """Start a stream and read its first event. At the end, the client disconnects."""
     with closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)) as connection:
         body = {"model": "small", "prompt": "Once upon a time", "stream": True, "ignore_eos": True, **fields}
         connection.request("POST", f"/{name}/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -75,7 +75,7 @@ def test_killed_replica_is_replaced(llm: Cluster):
     def answers() -> bool:
         try:
             return load(llm, "llm")["running"] == 0
-        except (ValueError, http.client.HTTPException):  # without a replica, Serve responds with plain text
+        except (ValueError, http.client.HTTPException):  # Without a replica, Ray Serve responds with plain text.
             return False
 
     wait_until(answers, "for it to answer")

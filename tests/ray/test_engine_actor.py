@@ -1,4 +1,4 @@
-"""Tests what the actor of an engine reports, and which resources Ray is asked for, without a cluster."""
+"""Tests the reports of the actor of an engine, and the resources that it requests from Ray, without a cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ if why_skipped() is None:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replace the exit of the process. Give the list of its exit codes, which is empty at first."""
+    """Replace the function that exits the process.
+
+    Give the list of exit codes, which is empty until the function is called.
+    """
     codes: list[int] = []
     monkeypatch.setattr(ray_engines.os, "_exit", codes.append)
     monkeypatch.setattr(ray_engines, "AGAIN_SECONDS", 0.0)
@@ -43,7 +46,7 @@ def start_actor(**options: Any) -> tuple[EngineActor, threading.Thread]:
 
 
 async def state_after(actor: EngineActor, known: EngineState) -> EngineState:
-    """Wait for a state that differs from the known one."""
+    """Wait for a state that differs from the known state."""
     while (state := await actor.state(known, SECONDS_MAX)) == known:
         pass
     return state
@@ -71,7 +74,7 @@ def test_actor_serves_at_the_address_of_its_node_and_reports_start_and_stop(ende
         waiting = asyncio.create_task(state_after(actor, serving))
         await actor.stop()
         assert await waiting == LOADING
-        await actor.stop()  # a second stop changes nothing
+        await actor.stop()  # A second stop changes nothing.
 
     asyncio.run(program())
     thread.join(SECONDS_MAX)

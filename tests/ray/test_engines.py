@@ -1,7 +1,7 @@
-"""Tests engines that Ray places on two nodes, and a router before them that runs with `--endpoints-ray`.
+"""Tests engines that Ray places on two nodes, and a router with `--endpoints-ray` that sends requests to them.
 
 Streams and the group of engines must survive a killed process and a killed node. The processes, the model, the router
-and Ray are real.
+and Ray are not fakes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Nodes:
         )
 
     def begun(self, *words: str) -> subprocess.Popen[str]:
-        """Start `trioserve ray` with these arguments, without waiting for its end."""
+        """Start `trioserve ray` with these arguments, and do not wait for its end."""
         return subprocess.Popen(
             [sys.executable, "-m", "trioserve", "ray", *words],
             stderr=subprocess.PIPE,
@@ -93,7 +93,7 @@ class Nodes:
 
 
 class Router:
-    """A router that runs.
+    """A running router process.
 
     Args:
         address: HOST:PORT.
@@ -126,7 +126,7 @@ def address_of(url: str) -> str:
 
 @contextmanager
 def started_stream(address: str, max_tokens: int) -> Iterator[http.client.HTTPResponse]:
-    """Start a stream and read its first event. At the end, the client leaves."""
+    """Start a stream and read its first event. At the end, the client disconnects."""
     with closing(http.client.HTTPConnection(address, timeout=SECONDS_MAX)) as connection:
         body = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
         body |= {"stream_options": {"include_usage": True}}
@@ -138,7 +138,7 @@ def started_stream(address: str, max_tokens: int) -> Iterator[http.client.HTTPRe
 
 
 def check_is_whole(response: http.client.HTTPResponse, max_tokens: int) -> None:
-    """Read the response to its end and check that it has each token once and no error."""
+    """Read a stream to its end, and check that it has each token exactly once and no error."""
     events = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line.startswith(b"data: ")]
     assert events.pop() == b"[DONE]"
     read = [json.loads(event) for event in events]
@@ -310,7 +310,7 @@ def test_list_without_a_ray_cluster_prints_how_to_start_one(nodes: Nodes):
 
 
 def test_router_keeps_its_endpoints_when_ray_is_unreachable(group: Nodes, router: Router):
-    """This test must be the last of the file, because it destroys the cluster."""
+    """This test must be the last test of the file, because it destroys the cluster."""
     before = router.serving()
     with started_stream(router.address, max_tokens=300) as response:
         group.order(kill_head=True)

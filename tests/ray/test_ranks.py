@@ -51,7 +51,7 @@ class Nodes:
         return marked_processes(self.environment[MARK], title)
 
     def left(self) -> set[str]:
-        """Return the states of all placement groups and actors of the cluster, also of removed ones."""
+        """Return the states of all placement groups and actors of the cluster, including removed groups and actors."""
         ran = subprocess.run(
             [sys.executable, "-c", LEFT],
             capture_output=True,
@@ -146,7 +146,7 @@ async def test_stream_continues_with_the_same_tokens_after_a_rank_is_lost(
             assert await generated_tokens(engine, lose) == expected
             assert not {*actors, *ranks} & {*nodes.processes(ACTOR), *nodes.processes(RANK)}
             assert await generated_tokens(engine) == expected
-    # The error must name the lost rank, not a rank that lost its connection to the lost one.
+    # The error must name the lost rank, not another rank that lost its connection to the lost rank.
     assert re.search(r"RankLost: rank \d \(on [\d.]+\) (has closed its connection|cannot be reached)", caplog.text)
     assert "the engine was reopened" in caplog.text
     nodes.check_nothing_is_left()

@@ -1,4 +1,4 @@
-"""Tests the example with Ray Data as a reader runs it."""
+"""Tests the example with Ray Data in the way in which a user runs it."""
 
 from __future__ import annotations
 

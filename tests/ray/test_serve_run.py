@@ -17,7 +17,7 @@ from .conftest import SECONDS_MAX, ray_environment, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOKENS = 4000  # more tokens than can be computed before Serve ends
+TOKENS = 4000  # The response has more tokens than can be computed before Ray Serve ends.
 
 
 def serves(port: int) -> bool:
@@ -32,7 +32,7 @@ def serves(port: int) -> bool:
 def test_ctrl_c_breaks_streams_and_leaves_no_process(tmp_path: Path):
     """The proxy of Serve ends first and breaks all connections, so no stream gets its end or an error event.
 
-    The client recognises the broken stream by the missing end of the response body.
+    The client detects the broken stream, because the end of the response body is missing.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

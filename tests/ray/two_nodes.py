@@ -1,6 +1,6 @@
 """Starts a cluster of three nodes on this machine: a head node without CPUs, and two nodes with CPUs.
 
-First the program prints {"address": ...}. Then it follows orders, which are lines of JSON, until standard input ends.
+First the program prints {"address": ...}. Then it executes orders, which are lines of JSON, until standard input ends.
 The response to each order is {"ids": [...]}, the process ids of the nodes with CPUs.
 
 {"raylets": true}        changes nothing

@@ -32,7 +32,7 @@ def ids(kept, owner=None, now=NOW, *, after=None, limit=100, order="asc"):
     return None if page is None else [entry.id for entry in page]
 
 
-def test_an_object_is_visible_to_its_owner_and_to_readers_of_everything():
+def test_an_object_is_visible_to_its_owner_and_to_readers_of_all_owners():
     kept = database()
     kept.write([put("a", b"1"), put("b", b"2", owner="bob"), put("c", b"3", owner=None)], NOW)
     assert kept.get("response", "a", "alice", NOW).body == b"1"
@@ -201,7 +201,7 @@ def test_a_killed_process_loses_no_acknowledged_write(tmp_path):
     with subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True) as writer:
         for line in writer.stdout:
             if int(line) >= 25:
-                os.kill(writer.pid, signal.SIGKILL)  # most likely during the next write
+                os.kill(writer.pid, signal.SIGKILL)  # The kill most likely happens during the next write.
                 break
         acknowledged = [int(line), *(int(more) for more in writer.stdout if more.endswith("\n"))][-1]
     assert writer.returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Tests of a disk that refuses writes: final states are readable at once, and written when there is space."""
+"""Tests of a disk that refuses writes: final states are readable at once, and written as soon as there is space."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ids(kept, **options):
 
 
 def fill(kept):
-    """Fill the file, so that SQLite has no free page and can allocate none."""
+    """Fill the file, so that SQLite has no free page and cannot allocate a page."""
     kept.set_pages_max(1)
     number = 0
     while True:
@@ -157,7 +157,8 @@ def test_close_retries_unwritten_changes(full, tmp_path):
 def test_a_read_only_database_keeps_final_states_in_memory(tmp_path):
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", b"1")], NOW)
-    kept._connection.execute("PRAGMA query_only = ON")  # SQLITE_READONLY, as for a disk that was remounted read-only
+    # SQLite reports SQLITE_READONLY, as for a disk that was remounted read-only.
+    kept._connection.execute("PRAGMA query_only = ON")
     with pytest.raises(StoreFault):
         kept.write([put("b")], NOW)
     assert kept.settle([replace("a", b"2")], NOW)
@@ -217,7 +218,7 @@ def test_the_reserve_is_released_for_final_states_only(tmp_path, monkeypatch):
     assert kept.usage().unwritten_bytes == 0
     with pytest.raises(DiskFull):
         kept.write([put("c")], NOW)
-    assert kept.settle([delete("b")], NOW)  # an owner makes space
+    assert kept.settle([delete("b")], NOW)  # The owner of an object makes space.
     assert ids(kept) == ["a"]
     is_full = False
     kept.write([put("c")], NOW)
@@ -226,7 +227,7 @@ def test_the_reserve_is_released_for_final_states_only(tmp_path, monkeypatch):
     kept.close()
 
 
-# --- the store, beside the task that retries ---
+# --- the store, together with the task that retries writes ---
 
 
 async def test_disk_trouble_logs_one_line_at_its_start_and_one_at_its_end(autojump_clock, caplog):

@@ -31,7 +31,7 @@ async def test_the_store_works_in_a_thread_of_its_own(tmp_path):
         assert (await store.get("response", "a", owner="alice")).body == b"1"
 
 
-async def test_an_impossible_id_is_absent():
+async def test_an_id_that_the_store_never_assigns_is_absent():
     async with open_store() as store:
         for hostile in ("", "../a", "a" * 1000, "\x00", "ä"):
             assert await store.get("response", hostile, owner=None) is None

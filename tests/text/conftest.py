@@ -54,7 +54,7 @@ def smollm2_library(smollm2_metadata: Mapping[str, object]) -> tokenizers.Tokeni
 
 @pytest.fixture(scope="session")
 def byte_level_metadata() -> dict[str, Any]:
-    """Return a byte-level vocabulary as GGUF keys: 5 whole tokens, the bytes, and merged tokens.
+    """Return a byte-level vocabulary as GGUF keys: 5 special or added tokens, one token per byte, and merged tokens.
 
     Its pre-tokenizer is "gpt-2".
     """
@@ -93,7 +93,7 @@ def byte_level_library(byte_level_metadata: dict[str, Any]) -> tokenizers.Tokeni
 
 @pytest.fixture(scope="session")
 def sentence_piece_metadata() -> dict[str, Any]:
-    """Return a SentencePiece vocabulary as GGUF keys: <unk> <s> </s>, 256 byte tokens, then pieces, best first."""
+    """Return a SentencePiece vocabulary as GGUF keys: <unk> <s> </s>, 256 byte tokens, and pieces, the best first."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split("▁", behavior="merged_with_next")

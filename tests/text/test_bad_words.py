@@ -28,16 +28,16 @@ def state_after(words: BadWords, history: list[int]) -> int:
     ("history", "barred"),
     [
         ("", "x"),
-        ("a", "xb"),  # the bad word "ab" is one token short
-        (" ", "xx"),  # the bad word "x" after a space, and "x" itself
-        ("ab", "xc"),  # the bad word "abc" is one token short
+        ("a", "xb"),  # The bad word "ab" still lacks one token.
+        (" ", "xx"),  # The bad word "x" is barred after a space and without a space.
+        ("ab", "xc"),  # The bad word "abc" still lacks one token.
         ("zab", "xc"),
         (" a", "xb"),
         ("abca", "xb"),
         ("aba", "xb"),
     ],
 )
-def test_last_token_of_a_bad_word_is_barred_after_its_other_tokens(history, barred):
+def test_last_token_of_a_bad_word_is_barred_after_all_preceding_tokens(history, barred):
     words = BadWords(["ab", "abc", "x"], encode)
     state = state_after(words, encode(history))
     assert words.barred(state) == set(encode(barred))
@@ -109,7 +109,7 @@ class CountedSteps(str):
 
 
 @pytest.mark.parametrize("word_count", [10, 1000])
-def test_cost_of_a_step_does_not_grow_with_words_of_one_prefix(word_count):
+def test_cost_of_a_step_does_not_grow_with_bad_words_that_share_a_prefix(word_count):
     words = BadWords([f"{'a' * 120}{chr(1000 + index)}" for index in range(word_count)], encode)
     automaton = words._automaton
     assert automaton is not None

@@ -165,7 +165,7 @@ def test_a_continued_message_replaces_the_generation_prompt() -> None:
     assert render(CHATML, CHAT[:2], continue_final_message=True, add_generation_prompt=True).endswith("there }}\n")
 
 
-def test_a_message_that_the_template_hides_cannot_be_continued() -> None:
+def test_continuing_a_message_that_the_template_does_not_show_is_refused() -> None:
     error = refusal("{{ messages[0].content }}", continue_final_message=True)
     assert error.param == "continue_final_message"
     assert refusal(TOOLS, [{"role": "user", "content": []}], continue_final_message=True).param == "messages"

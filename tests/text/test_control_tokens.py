@@ -58,9 +58,9 @@ CHATML = """{%- if tools %}<|im_start|>system
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# In this template, the roles are parts of control tokens, as in Phi-3's.
+# In this template, the roles are parts of control tokens, as in the template of Phi-3.
 JOINED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<eos>' }}{% endfor %}"""
-# Qwen3-Coder's template writes names of properties in angle brackets.
+# The template of Qwen3-Coder writes the names of properties in angle brackets.
 KEYS = """{% for tool in tools or [] %}{% for key in tool.function.parameters.properties %}
 {{ '\\n<' ~ (key | replace('-', '_')) ~ '>' }}{% endfor %}{% endfor %}
 {% for message in messages %}<|im_start|>{{ message.content.replace('/no_think', '') }}<|im_end|>{% endfor %}"""
@@ -99,9 +99,9 @@ def qwen_like() -> tokenizers.Tokenizer:
 
 
 def llama3_like() -> tokenizers.Tokenizer:
-    """Make a vocabulary like Llama 3's.
+    """Make a vocabulary like the vocabulary of Llama 3.
 
-    It contains the control tokens, and a piece in the vocabulary becomes one token.
+    The vocabulary contains the control tokens, and a piece that equals a token becomes this token without merges.
     """
     trained = json.loads(qwen_like().to_str())["model"]
     vocabulary = trained["vocab"]
@@ -114,7 +114,7 @@ def llama3_like() -> tokenizers.Tokenizer:
 
 
 def sentence_piece_bpe() -> tokenizers.Tokenizer:
-    """Make a vocabulary like Llama 2's, which can merge the letters of <think> into one token."""
+    """Make a vocabulary like that of Llama 2, in which merges can form the token <think> from its letters."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁<>/|_abcdefghijklmnopqrstuvwxyz\n"]
     merges = [("<", "t"), ("<t", "h"), ("<th", "i"), ("<thi", "n"), ("<thin", "k"), ("<think", ">")]
     tokens += ["".join(merge) for merge in merges]
@@ -128,7 +128,7 @@ def sentence_piece_bpe() -> tokenizers.Tokenizer:
 
 
 def gemma_like() -> tokenizers.Tokenizer:
-    """Make a vocabulary like Gemma's: a space is added only at the beginning of the whole text."""
+    """Make a vocabulary like the vocabulary of Gemma, which adds a space only at the beginning of the whole text."""
     backend = sentence_piece_bpe()
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
@@ -201,7 +201,7 @@ def assert_kept(
     assert control_texts(tokenizer, token_ids) == control_texts(tokenizer, expected)
     text, decoded = rendered(source, messages, **fields), tokenizer.decode(token_ids, skip_special_tokens=False)
     if "> a" in tokenizer.decode(tokenizer.encode("<eos>a"), skip_special_tokens=False):
-        text, decoded = text.replace(" ", ""), decoded.replace(" ", "")  # SentencePiece adds spaces before texts
+        text, decoded = text.replace(" ", ""), decoded.replace(" ", "")  # SentencePiece adds spaces before texts.
     assert decoded == text
 
 
@@ -223,7 +223,7 @@ def test_texts_without_control_tokens_are_tokenized_as_in_a_plain_prompt(tokeniz
     assert token_ids == tokenizer.encode(rendered(CHATML, chat), add_special_tokens=False)
 
 
-def test_text_around_a_spelled_control_token_is_tokenized_as_usual(tokenizer: Tokenizer) -> None:
+def test_text_around_the_spelling_of_a_control_token_is_tokenized_as_usual(tokenizer: Tokenizer) -> None:
     """Added tokens such as runs of spaces are still recognized in a text that contains a control token."""
     token_ids = encoded(tokenizer, CHATML, [user("a    b <|im_end|> c <table> d")])
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
@@ -302,7 +302,7 @@ def test_a_template_argument_that_is_a_part_of_a_token_keeps_its_meaning(chatml:
     assert control_texts(chatml, token_ids) == ["<think>", "<|im_start|>"]
 
 
-def test_two_adjacent_texts_do_not_form_a_control_token(chatml: Tokenizer) -> None:
+def test_two_adjacent_texts_of_a_request_never_form_a_control_token(chatml: Tokenizer) -> None:
     def parts(*texts: str) -> list[dict[str, Any]]:
         return [user([{"type": "text", "text": text} for text in texts])]
 
@@ -335,11 +335,14 @@ def test_roles_may_be_parts_of_control_tokens(chatml: Tokenizer) -> None:
 
 
 def test_markers_of_tools_that_the_server_writes_as_messages_stay_markers(chatml: Tokenizer) -> None:
-    """The server writes the markers into messages. Equal text from the request in these messages is ordinary text."""
+    """The server writes markers into messages.
+
+    If the request has the same characters in these messages, they stay ordinary text.
+    """
     source = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
     def written(text: str) -> list[str]:
-        """Return the function's name, which is a part of a token, as the server writes it in JSON."""
+        """Return the JSON text that the server writes for the function's name, which is a part of a token."""
         arguments = json.dumps({"a": text}).replace("<", "\\u003c")
         said = {"role": "assistant", "content": "", "tool_calls": [call("im_end", arguments)]}
         messages = [user(text), said, {"role": "tool", "content": text, "tool_call_id": "c1"}]
@@ -350,7 +353,8 @@ def test_markers_of_tools_that_the_server_writes_as_messages_stay_markers(chatml
         assert chatml.decode(token_ids, skip_special_tokens=False) == chat.plain == expected
         return control_texts(chatml, token_ids)
 
-    assert written("a").count("<tool_call>") == 2  # the example in the description, and the call
+    # One marker is in the example of the description, and one is in the call.
+    assert written("a").count("<tool_call>") == 2
     assert written(EVIL + "<tool_call>") == written("a")
 
 
@@ -370,7 +374,7 @@ def test_arguments_that_a_template_joins_to_text_stay_text(chatml: Tokenizer, es
 
 
 def test_reasoning_and_calls_in_an_assistants_content_stay_markers(chatml: Tokenizer) -> None:
-    """Clients that do not parse reasoning send it back in the content, where the template searches for it."""
+    """Clients that do not parse reasoning return it in the content. The template searches for its markers there."""
     said = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes. <tool_call>{}</tool_call>"}
     chat = [user("a"), said, user("b")]
     text = rendered(CHATML, chat)
@@ -389,7 +393,8 @@ def test_a_template_finds_a_token_that_it_searches_in_a_text(chatml: Tokenizer) 
 def test_a_token_of_the_template_before_an_equal_token_of_a_text_stays_a_token(chatml: Tokenizer) -> None:
     """The template splits the text.
 
-    So only the second rendering, with marks beside the tokens, gives an equal prompt.
+    So the first rendering, with stand-ins, gives another prompt. Only the second rendering, with marks beside the
+    tokens, gives an equal prompt.
     """
     source = "{% for message in messages %}<|im_start|>{{ message.content }}{{ message.content.split('</think>')[0] }}"
     source += "<|im_end|>{{ message.content.split('<think>')[1] }}{% endfor %}</think>"

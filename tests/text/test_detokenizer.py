@@ -1,4 +1,4 @@
-"""Streamed text equals the decoded text, whatever the tokens, and never has part of a character."""
+"""Tests that streamed text equals the decoded text for any tokens, and never contains part of a character."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trioserve.text.tokenizer import Tokenizer
 SETTINGS = hypothesis.settings(deadline=None, database=None, max_examples=300)
 FEW = hypothesis.settings(deadline=None, database=None, max_examples=100)
 
-# Small ids are special tokens and single bytes, so incomplete characters are frequent.
+# Small token ids are special tokens and single bytes, so random small ids often form incomplete characters.
 byte_level_ids = strategies.lists(strategies.integers(0, 280) | strategies.integers(0, 650), max_size=40)
 sentence_piece_ids = strategies.lists(strategies.integers(0, 262) | strategies.integers(0, 520), max_size=40)
 
@@ -25,7 +25,7 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool, continue
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(token_ids=byte_level_ids, skip=strategies.booleans())
-def test_joined_byte_level_pieces_equal_the_librarys_text(
+def test_joined_byte_level_deltas_equal_the_text_of_the_library(
     token_ids: list[int], skip: bool, byte_level: Tokenizer, byte_level_library: tokenizers.Tokenizer
 ) -> None:
     pieces = streamed(byte_level, token_ids, skip=skip)
@@ -36,7 +36,7 @@ def test_joined_byte_level_pieces_equal_the_librarys_text(
 @pytest.mark.slow
 @FEW
 @hypothesis.given(token_ids=strategies.lists(strategies.integers(0, 49_160), max_size=20), skip=strategies.booleans())
-def test_joined_pieces_of_the_packaged_model_equal_the_librarys_text(
+def test_joined_deltas_of_the_packaged_model_equal_the_text_of_the_library(
     token_ids: list[int], skip: bool, smollm2: Tokenizer, smollm2_library: tokenizers.Tokenizer
 ) -> None:
     joined = "".join(streamed(smollm2, token_ids, skip=skip))
@@ -46,13 +46,13 @@ def test_joined_pieces_of_the_packaged_model_equal_the_librarys_text(
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(token_ids=sentence_piece_ids, skip=strategies.booleans())
-def test_joined_sentence_piece_pieces_equal_the_decoded_text(
+def test_joined_sentence_piece_deltas_equal_the_decoded_text(
     token_ids: list[int], skip: bool, sentence_piece: Tokenizer, sentence_piece_library: tokenizers.Tokenizer
 ) -> None:
     joined = "".join(streamed(sentence_piece, token_ids, skip=skip))
     assert joined == sentence_piece.decode(token_ids, skip_special_tokens=skip)
     from_library = sentence_piece_library.decode(token_ids, skip_special_tokens=skip)
-    if "�" not in from_library:  # only for an invalid run of byte tokens, the result differs from the library's
+    if "�" not in from_library:  # Our result differs from the library's result only for an invalid run of byte tokens.
         assert joined == from_library
     else:
         assert "�" in joined
@@ -100,7 +100,7 @@ def test_a_leading_space_is_kept_only_after_other_text(
     assert "".join(streamed(sentence_piece, token_ids, skip=True, continues_text=continues_text)) == shown
 
 
-def test_decoded_prompt_and_continuation_join_to_the_whole_text(sentence_piece: Tokenizer) -> None:
+def test_joined_prompt_and_continuation_equal_the_decoded_whole(sentence_piece: Tokenizer) -> None:
     text = "the quick brown fox"
     token_ids = sentence_piece.encode(text)
     for cut in range(2, len(token_ids)):

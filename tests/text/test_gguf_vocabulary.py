@@ -68,8 +68,9 @@ def test_the_packaged_model_tokenizes_like_transformers(smollm2: Tokenizer, smol
     assert smollm2.eos_token_id == smollm2_reference.eos_token_id
 
 
-def test_smollm_splits_off_each_digit_first(smollm2: Tokenizer, smollm2_reference: Any) -> None:
-    # transformers does not know this pre-tokenizer's name and splits as GPT-2 does, so set the pre-tokenizer here.
+def test_smollm_tokenizer_makes_each_digit_a_separate_piece(smollm2: Tokenizer, smollm2_reference: Any) -> None:
+    # The library transformers does not know the name of this pre-tokenizer and splits like GPT-2, so the test sets the
+    # pre-tokenizer.
     backend = smollm2_reference.backend_tokenizer
     as_converted = backend.pre_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -87,14 +88,15 @@ def test_each_byte_level_pre_tokenizer_splits_like_transformers(
     name: str, byte_level_metadata: dict[str, Any], write_gguf: WriteGguf
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.pre": name}
-    # Leave out decomposed characters: Qwen's own tokenizer composes them, but the conversion in transformers does not.
+    # The test leaves out decomposed characters. Qwen's own tokenizer composes them, but the conversion in transformers
+    # does not.
     texts = [text for text in TEXTS if name != "qwen2" or "\u0301" not in text]
     special = ["<|user|>hi<|end|>", " <think>x</think>"]
     reference = _transformers_tokenizer(write_gguf(metadata))
     check_same(Tokenizer.from_gguf(metadata), reference, texts + DIGIT_TEXTS + DIGIT_CUT_TEXTS + special)
 
 
-# Values of tokenizer.ggml.pre that llama.cpp's converter writes for the supported families.
+# These are the values of tokenizer.ggml.pre that llama.cpp's converter writes for the supported families.
 PRE_TOKENIZERS_OF_FAMILIES = {
     "Llama 3": "llama-bpe", "SmolLM2": "smollm", "Falcon 3": "falcon3", "DeepSeek-R1-Distill-Llama": "llama-bpe",
     "Mistral Nemo": "tekken", "Mistral Small 3": "tekken", "Pixtral": "pixtral", "Ministral 3": "tekken",
@@ -126,17 +128,17 @@ def _from_class(name: str) -> tuple[Any, Any]:
 
 
 def _in_turn(*steps: Any, byte_level: bool = False) -> tuple[Any, Any]:
-    """Return the normalizer and pre-tokenizer of a tokenizer.json with the given expressions or steps, then bytes.
+    """Return the normalizer and pre-tokenizer of a tokenizer.json that applies the given steps, then splits into bytes.
 
     Args:
-        byte_level: True if the bytes are split as in GPT-2.
+        byte_level: True if the split into bytes also splits words like GPT-2.
     """
     parts = [pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
     return None, pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=byte_level)])
 
 
 _DIGITS = pre_tokenizers.Digits(individual_digits=True)
-# Expressions of cl100k_base and o200k_base in tiktoken.
+# These are the expressions of cl100k_base and o200k_base in tiktoken.
 _CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -173,7 +175,7 @@ OWN_RULES: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OWN_RULES)
-def test_texts_are_split_like_by_the_familys_own_tokenizer(name: str, byte_level_metadata: dict[str, Any]) -> None:
+def test_texts_are_split_as_by_the_own_tokenizer_of_the_family(name: str, byte_level_metadata: dict[str, Any]) -> None:
     normalizer, pre_tokenizer = OWN_RULES[name]()
     ours = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend
     for text in (
@@ -222,7 +224,7 @@ def test_time_for_a_run_of_spaces_or_digits_is_linear(
         return time.process_time() - begun
 
     short, long = (min(seconds(count) for _ in range(3)) for count in (10_000, 80_000))
-    assert long < 30 * short  # a quadratic algorithm would take 64 times as long
+    assert long < 30 * short  # A quadratic algorithm would take 64 times as long.
 
 
 def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
@@ -244,7 +246,8 @@ def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
 def test_texts_are_split_by_the_named_pre_tokenizer(
     name: str, text: str, pieces: list[str], byte_level_metadata: dict[str, Any]
 ) -> None:
-    # Every piece has a token, and there are merges for all joins of pieces. So the tokens depend only on the splits.
+    # Every piece has a token, and all joins of pieces have merges. So the tokens depend only on the pre-tokenizer's
+    # splits.
     letters = sorted({character.replace(" ", "Ġ").replace("\n", "Ċ") for character in text})
     spelled = [piece.replace(" ", "Ġ").replace("\n", "Ċ") for piece in pieces]
     joined = "".join(spelled)
@@ -270,7 +273,7 @@ def test_sentence_piece_tokenizes_like_transformers(
     check_same(sentence_piece, reference, texts)
 
 
-def test_sentence_piece_adds_a_space_before_each_stretch_of_text(sentence_piece: Tokenizer) -> None:
+def test_sentence_piece_adds_a_space_before_each_text_between_special_tokens(sentence_piece: Tokenizer) -> None:
     token_ids = sentence_piece.encode("the</s>the <extra>x")
     texts = [sentence_piece.token_text(token_id) for token_id in token_ids]
     assert texts[:4] == ["<s>", " the", "</s>", " the"]
@@ -303,7 +306,7 @@ def test_pieces_with_better_scores_are_merged_first() -> None:
     ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False),
     ("tekken", None, True), ("qwen2", None, False),
 ])  # fmt: skip
-def test_a_text_begins_with_bos_as_the_file_says_or_by_the_default_of_its_kind(
+def test_bos_is_added_if_the_file_or_the_default_of_its_tokenizer_kind_requires_it(
     pre: str, said: bool | None, begins: bool, byte_level_metadata: dict[str, Any]
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": said}
@@ -314,7 +317,7 @@ def test_a_text_begins_with_bos_as_the_file_says_or_by_the_default_of_its_kind(
     assert tokenizer.encode("the", add_special_tokens=False)[0] != 1
 
 
-def test_a_text_ends_with_eos_if_the_file_says_so(sentence_piece_metadata: dict[str, Any]) -> None:
+def test_eos_is_added_if_the_file_requires_it(sentence_piece_metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(sentence_piece_metadata | {"tokenizer.ggml.add_eos_token": True})
     token_ids = tokenizer.encode("the")
     assert (token_ids[0], token_ids[-1]) == (1, 2)
@@ -331,7 +334,7 @@ def test_a_piece_that_is_a_token_is_not_built_from_merges_in_some_families(byte_
     assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": "gpt-2"}).encode("xyz") == [0, 1, 2]
 
 
-def test_templates_come_from_the_metadata(byte_level_metadata: dict[str, Any]) -> None:
+def test_chat_templates_are_read_from_the_metadata(byte_level_metadata: dict[str, Any]) -> None:
     assert Tokenizer.from_gguf(byte_level_metadata).chat_template is None
     assert Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.chat_template": "x"}).chat_template is not None
 

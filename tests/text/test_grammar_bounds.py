@@ -1,4 +1,4 @@
-"""Bounds of schemas and grammars are checked in linear time: each schema once, however references to it are spelled."""
+"""Tests that bounds of schemas and grammars are checked in linear time, for any spelling of references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trioserve.text.grammar_bounds import JOINED_PATTERNS_MAX, SCHEMAS_MAX, chec
 from trioserve.text.grammar_compiler import COMPILE_SECONDS_MAX, GrammarCompiler
 
 SHORT, GROWTH = 150, 4
-GROWTH_MAX = 9.0  # linear growth is 4, quadratic growth is 16
+GROWTH_MAX = 9.0  # Linear growth would be 4, and quadratic growth 16.
 
 
 def many_spellings(count: int) -> dict[str, Any]:
@@ -107,12 +107,12 @@ def test_joined_patterns_are_counted_for_every_spelling_of_a_reference(reference
         {"$defs": {"enum": {"pattern": "a{99999}"}}, "$ref": "#/$defs/enum"},
     ],
 )
-def test_a_schema_within_a_value_is_checked_if_a_reference_leads_there(schema: dict[str, Any]) -> None:
+def test_a_value_is_checked_as_a_schema_if_a_reference_leads_to_it(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="repeated 99999 times"):
         check_schema(schema, param="schema")
 
 
-def test_a_value_is_not_checked_as_a_schema() -> None:
+def test_a_value_without_references_to_it_is_not_checked_as_a_schema() -> None:
     check_schema({"const": {"pattern": "a{99999}"}, "examples": [{"allOf": [{"pattern": "a"}] * 99}]}, param="schema")
 
 
@@ -145,7 +145,7 @@ def tag() -> StructuredOutput:
     return StructuredOutput(kind=SchemaKind.STRUCTURAL_TAG, source=json.dumps(TAG))
 
 
-def test_compiling_all_schemas_of_a_request_has_one_limit_of_cpu_time() -> None:
+def test_all_schemas_of_a_request_share_one_limit_of_compilation_time() -> None:
     clock = iter(range(100))
     compiler = new_compiler(lambda: float(next(clock)))
     with pytest.raises(

@@ -53,7 +53,7 @@ def in_thread_with_large_stack(function):
 
 
 def lark_chain(line: str, last: str) -> StructuredOutput:
-    """Make a grammar of the maximum length, whose rules structured a chain."""
+    """Make a grammar of the maximum length, whose rules form a chain."""
     lines, size = ["start: r0"], 0
     while size < SOURCE_CHARACTERS_MAX[SchemaKind.GRAMMAR] - 100:
         index = len(lines) - 1
@@ -83,7 +83,7 @@ DEEP = {
 def test_grammars_of_maximum_depth_do_not_crash_the_process(structured):
     compiled = in_thread_with_large_stack(lambda: COMPILER.compile(structured()))
     if not isinstance(compiled, InvalidRequest):
-        matcher = compiled.new_matcher()  # the grammar is used in a thread with a normal stack
+        matcher = compiled.new_matcher()  # Masks of the grammar are filled in a thread with a normal stack.
         matcher.consume_tokens(matcher.compute_ff_tokens()[:100])
         matcher.compute_bitmask()
 
@@ -102,7 +102,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("structured", HUGE.values(), ids=HUGE.keys())
-def test_grammars_that_may_take_forever_are_compiled_or_refused_soon(structured):
+def test_grammars_of_unbounded_cost_are_compiled_or_refused_in_bounded_time(structured):
     compiled = in_thread_with_large_stack(lambda: COMPILER.compile(structured))
     if isinstance(compiled, InvalidRequest):
         assert compiled.param == "structured"
@@ -167,7 +167,7 @@ def test_a_pydantic_class_is_accepted_as_a_schema():
     assert accepts(StructuredOutput.json(Person), '{"name": "Ann"}')
 
 
-def test_keys_follow_the_order_of_the_schema_and_white_space_its_options():
+def test_keys_follow_the_schemas_order_and_white_space_follows_its_options():
     properties = {"b": {"type": "null"}, "a": {"type": "null"}}
     schema = {"type": "object", "properties": properties, "required": ["b", "a"]}
     assert accepts(StructuredOutput.json(schema), '{"b": null, "a": null}')
@@ -188,7 +188,7 @@ def test_the_least_recently_used_grammars_are_evicted(monkeypatch):
     assert [compiler.find(structured) is not None for structured in sources] == [True, False, True, True]
 
 
-def test_equal_sources_share_a_compiled_grammar_whatever_field_they_came_in():
+def test_equal_sources_in_different_fields_share_a_compiled_grammar():
     compiler = new_compiler()
     first = compiler.compile(StructuredOutput.regex("a", param="guided_regex"))
     assert compiler.compile(StructuredOutput.regex("a", param="structured", free_until="x")) is first
@@ -202,7 +202,8 @@ def test_a_model_without_an_end_token_supports_no_grammars():
         compiler.compile(StructuredOutput.regex("a"))
 
 
-GROWING = StructuredOutput.regex("(a|b)*a(a|b){13}[a-z ]{1,3000}")  # each token adds states to the lexer
+# Each token of this grammar adds states to the lexer.
+GROWING = StructuredOutput.regex("(a|b)*a(a|b){13}[a-z ]{1,3000}")
 
 
 def grown(structured, tokens_max: int) -> int:
@@ -236,7 +237,7 @@ def test_a_grammar_that_failed_is_compiled_again_for_the_next_request(monkeypatc
     assert grown(second, 20) == 20
 
 
-def test_a_grammar_wears_out_and_its_sequences_continue(monkeypatch):
+def test_sequences_of_a_worn_out_grammar_continue(monkeypatch):
     monkeypatch.setattr(grammar_compiler, "GRAMMAR_SEQUENCES_MAX", 3)
     compiler = new_compiler()
     structured = StructuredOutput.regex("a+")
@@ -247,7 +248,7 @@ def test_a_grammar_wears_out_and_its_sequences_continue(monkeypatch):
     assert all(matcher.consume_token(ord("a")) for matcher in matchers)
 
 
-def test_masks_of_a_grammar_count_toward_its_estimated_memory(monkeypatch):
+def test_estimated_memory_of_a_grammar_grows_with_filled_masks(monkeypatch):
     compiler = new_compiler()
     monkeypatch.setattr(grammar_compiler, "CACHE_BYTES_MAX", 20 * GRAMMAR_BYTES)
     used, other = compiler.compile(StructuredOutput.regex("a")), StructuredOutput.regex("b")

@@ -1,4 +1,4 @@
-"""Added tokens that a grammar must name, since llguidance matches no text to them."""
+"""Tests of added tokens that a grammar must name as tokens, since llguidance never matches them by their text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def test_special_ids_are_the_tokens_that_the_library_treats_as_special() -> None
 
 
 def test_a_forced_call_uses_markers_that_are_added_but_not_special() -> None:
-    """In Qwen's vocabulary, the markers are added tokens that are not special. Only the token itself is the marker."""
+    """In Qwen's vocabulary, the markers are added tokens that are not special.
+
+    Only the token itself counts as the marker.
+    """
     tokenizer = tokenizer_with(PLAIN)
     structured = forced_calls(
         "hermes",

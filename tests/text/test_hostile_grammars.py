@@ -1,4 +1,4 @@
-"""Schemas and grammars made to do harm are refused with a sentence, or compiled in bounded time.
+"""Tests that hostile schemas and grammars are refused with a sentence, or compiled in bounded time.
 
 Masks and forced tokens of a compiled grammar take bounded time, too. The limits in seconds are those of a slow machine.
 A grammar beyond the bounds would take minutes.
@@ -23,7 +23,7 @@ from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS_MAX = 10.0
-MASK_SECONDS_MAX = 1.0  # one mask on a busy machine; 10 to 30 ms on an idle machine
+MASK_SECONDS_MAX = 1.0  # Limit for one mask on a busy machine. An idle machine needs 10 to 30 ms.
 TOKENS = 60
 
 
@@ -219,9 +219,9 @@ def test_a_hostile_grammar_is_refused_with_a_sentence(compiler: GrammarCompiler,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_hostile_grammar_takes_bounded_time(compiler: GrammarCompiler, name: str) -> None:
-    """Walk randomly through tokens that the grammar allows, as long as it continues.
+    """Generate a random response of tokens that the grammar allows.
 
-    It may fail, but only in bounded time.
+    The grammar may fail, but only in bounded time.
     """
 
     def walk() -> None:

@@ -1,4 +1,4 @@
-"""Inputs for pooling models: pairs of texts, truncation, and the token that each label adds."""
+"""Tests of inputs for pooling models: pairs of texts, truncation, and the token that each label adds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLS, SEP, A, B, C, D, E = 2, 3, 4, 5, 6, 7, 8
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Make a tokenizer like BERT's: [CLS] and [SEP] around a text, and [SEP] after the second text of a pair."""
+    """Make a tokenizer like that of BERT: [CLS] and [SEP] around a text, and [SEP] after the second text of a pair."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
@@ -53,7 +53,7 @@ def test_special_tokens_around_a_text_are_never_truncated(
     assert tokenizer.encode_input("a b c d", cut=cut) == EncodedInput(expected)
 
 
-def test_without_special_tokens_only_the_text_is_encoded(tokenizer: Tokenizer) -> None:
+def test_only_the_text_is_encoded_if_special_tokens_are_not_requested(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_input("a b c", add_special_tokens=False, cut=Cut(2)).token_ids == [A, B]
 
 
@@ -62,7 +62,7 @@ def test_without_special_tokens_only_the_text_is_encoded(tokenizer: Tokenizer) -
     [
         ("a b", "c d", 99, [CLS, A, B, SEP, C, D, SEP], 4),
         ("a b", "c d", 7, [CLS, A, B, SEP, C, D, SEP], 4),
-        ("a", "b c d e", 6, [CLS, A, SEP, B, C, SEP], 3),  # the longer text is truncated
+        ("a", "b c d e", 6, [CLS, A, SEP, B, C, SEP], 3),  # The longer text is truncated.
         ("a b c d", "e", 6, [CLS, A, B, SEP, E, SEP], 4),
         ("a b c d", "b c d e", 7, [CLS, A, B, SEP, B, C, SEP], 4),
         ("a b c d", "b c d e", 8, [CLS, A, B, SEP, B, C, D, SEP], 4),
@@ -90,9 +90,9 @@ def test_a_label_is_encoded_as_the_token_that_it_adds(text: str, tokenizer: Toke
 @pytest.mark.parametrize(
     "text, labels, wrong",
     [
-        ("a ", ["b c"], "b c"),  # the label is two tokens
-        ("a ", ["b", " b"], " b"),  # both labels have one token
-        ("a y", ["es"], "es"),  # the label changes the tokens before it
+        ("a ", ["b c"], "b c"),  # This label has two tokens.
+        ("a ", ["b", " b"], " b"),  # Both labels have the same token.
+        ("a y", ["es"], "es"),  # This label changes the preceding tokens.
         ("a", [""], ""),
         ("a[SEP]", [""], ""),
     ],

@@ -1,6 +1,6 @@
-"""Keys of a JSON object are written only once, and without escapes.
+"""Tests that a response writes each key of a JSON object only once, and without escapes.
 
-The tests walk through the grammar token by token.
+The tests generate responses token by token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trioserve.text.tokenizer_parts import TokenizerParts
 
 from .test_sequence_guide import masks_of
 
-# Tokens that begin, end or contain one or several keys, as in vocabularies for code.
+# These tokens begin, end or contain one or several keys, like tokens in vocabularies for code.
 PIECES = (
     *('"a"', '"a": ', '"ab', 'a"', 'b": ', ', "', '", "', '{"', '{"a": ', '": 1', '": 1, "', '": 1, "a"', '1, "b": '),
     *(
@@ -180,7 +180,7 @@ def test_a_listed_key_that_needs_an_escape_can_be_written(schema):
         assert guide.accept(token)
 
 
-def test_no_remaining_key_sets_a_fault_that_names_the_cause():
+def test_guide_sets_a_fault_with_the_cause_if_no_new_key_is_possible():
     guide = guide_for(
         {
             "type": "object",
@@ -199,7 +199,7 @@ def test_no_remaining_key_sets_a_fault_that_names_the_cause():
     assert "no key here" in guide.fault
 
 
-def test_a_draft_is_cut_before_the_key_that_it_repeats():
+def test_draft_tokens_from_a_repeated_key_on_are_rejected():
     guide = guide_for(SCHEMAS["additionalProperties"])
     draft = list(b'{"ab": 1, "b": 2, "ab": 1}')
     assert guide.acceptable_count(draft) == len(b'{"ab": 1, "b": 2, "ab')
@@ -264,7 +264,7 @@ def test_keys_are_tracked_only_for_schemas_with_free_keys():
 
 
 def test_cost_of_a_row_does_not_grow_with_the_number_of_keys():
-    """Possible ends of a key are looked up by token, however many keys begin like the current key."""
+    """Possible ends of a key are looked up by token, so it does not matter how many keys begin like the current key."""
     asked: list[bytes] = []
 
     class Counted(KeyTokens):
@@ -282,7 +282,7 @@ def test_cost_of_a_row_does_not_grow_with_the_number_of_keys():
 
 
 class KeysOnly:
-    """The part of a guide that fills a mask row and clears tokens of repeated keys."""
+    """A minimal guide that fills a mask row and clears the tokens of repeated keys."""
 
     def __init__(self, keys: JsonKeys) -> None:
         self._keys = keys

@@ -1,4 +1,4 @@
-"""Output that a client receives of one choice: deltas, the end, and their details."""
+"""Tests of the output of one choice: its deltas, its end, and their fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.tokenizer import Tokenizer
 
-END = 0  # end token of the byte-level vocabulary, a special token
+END = 0  # End token of the byte-level vocabulary, which is a special token.
 
 
 def finished(reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> RequestFinished:
@@ -32,7 +32,7 @@ def logprobs_of(token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
 def one_by_one(
     tokenizer: Tokenizer, token_ids: Sequence[int], end: RequestFinished | None = None, **sampling: Any
 ) -> list[Delta]:
-    """Feed single tokens, the end together with the last, and stop when the choice has ended."""
+    """Feed tokens one at a time, and the end together with the last token. Stop when the choice has ended."""
     params = SamplingParams(**sampling)
     output = ChoiceOutput(tokenizer, params, index=3)
     deltas = []
@@ -56,7 +56,7 @@ def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
 
 
 def characters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return one token per character of an ASCII text, so that a test knows which token completes which text."""
+    """Return one token per character of an ASCII text. So a test can compute which token completes which text."""
     return [tokenizer.encode(character)[0] for character in text]
 
 
@@ -94,7 +94,7 @@ def test_logprobs_are_none_if_not_requested(byte_level: Tokenizer) -> None:
     assert {delta.logprobs for delta in one_by_one(byte_level, byte_level.encode("ab"), finished())} == {None}
 
 
-def test_a_stop_string_ends_the_choice_and_drops_what_follows(byte_level: Tokenizer) -> None:
+def test_a_stop_string_ends_the_choice_and_drops_all_later_text(byte_level: Tokenizer) -> None:
     token_ids = characters(byte_level, "one END two")
     deltas = one_by_one(byte_level, token_ids, stop=("END",))
     assert text_of(deltas) == "one "
@@ -117,7 +117,7 @@ def test_the_stop_string_is_shown_if_requested(byte_level: Tokenizer) -> None:
     assert text_of(one_by_one(byte_level, token_ids, stop=("END",), include_stop_str_in_output=True)) == "one END"
 
 
-def test_held_text_is_shown_at_the_end(byte_level: Tokenizer) -> None:
+def test_text_that_was_held_back_is_shown_at_the_end(byte_level: Tokenizer) -> None:
     token_ids = characters(byte_level, "one EN")
     deltas = one_by_one(byte_level, token_ids, finished(), stop=("END",))
     assert [delta.text for delta in deltas] == ["o", "n", "e", " ", "EN"]
@@ -167,7 +167,7 @@ def test_the_text_of_a_stop_token_is_shown_only_if_requested(include: bool, text
     assert (text_of(deltas), deltas[-1].stop_reason) == (text, b)
 
 
-def test_only_the_last_token_of_a_step_is_hidden(byte_level: Tokenizer) -> None:
+def test_an_equal_token_before_the_stop_token_is_shown(byte_level: Tokenizer) -> None:
     token_ids = tuple(characters(byte_level, "aba"))
     output = ChoiceOutput(byte_level, SamplingParams(), index=0)
     delta = output.feed(token_ids, None, finished(FinishReason.STOP, stop_token_id=token_ids[0]))
@@ -283,7 +283,7 @@ def test_merged_deltas_do_not_depend_on_how_tokens_come_in_steps(
         assert merged.text == byte_level.decode(token_ids)
 
 
-def test_merging_keeps_order_and_the_end() -> None:
+def test_merged_deltas_keep_the_order_and_the_end() -> None:
     first = Delta(index=1, text="a", token_ids=(1,), logprobs=logprobs_of([1]))
     second = Delta(
         index=1, text="b", token_ids=(2, 3), logprobs=logprobs_of([2, 3]),
@@ -363,7 +363,7 @@ def test_merging_deltas_that_do_not_follow_each_other_is_an_error() -> None:
         merge(Delta(index=1, text="", token_ids=(), finish_reason=FinishReason.STOP), first)
 
 
-# --- deltas that a slow reader has not read yet ---
+# --- deltas that a slow client has not read yet ---
 
 
 def unread_tokens(count: int, alternatives: int | None) -> list[Delta]:
@@ -398,7 +398,8 @@ def test_slow_reader_costs_few_copies_of_each_token(alternatives: int | None) ->
     taken = []
     while held:
         taken.append(take_unread(held, counted))
-    # log2(4096) is 12; joining each delta to all before would copy each token 2048 times on average
+    # log2(4096) is 12. If each delta were joined to all earlier deltas, each token would be copied 2048 times on
+    # average.
     assert copied <= count * 16
     assert functools.reduce(merge, taken) == functools.reduce(merge, deltas)
 

@@ -1,4 +1,4 @@
-"""PromptReasoning finds out from a prompt's tokens whether reasoning is open, is over, or has no marker."""
+"""Tests that PromptReasoning finds in a prompt's tokens whether reasoning is open, has ended, or has no marker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of reasoning: where it begins and ends, whatever pieces its text comes in, and when its end is forced."""
+"""Tests of the state of reasoning: where it begins and ends for any pieces of the text, and when its end is forced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ END = (101, 102)
 def run(
     limits: Thinking, *pieces: str, begins_inside: bool | None = None, end_due_at: int | None = None
 ) -> ReasoningState:
-    """Return the state after a prompt and these pieces.
+    """Return the state after a prompt and the given pieces.
 
     Args:
-        pieces: Each is the text of one token. "!" is the next forced token.
-        end_due_at: Index of the piece from which on reasoning must end.
+        pieces: Texts of one token each. "!" stands for the next forced token.
+        end_due_at: Index of the first piece that is processed with is_end_due.
     """
     reasoning = ReasoningState.after_prompt(limits, END, begins_inside=begins_inside)
     for index, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Schemas with cases, conditions and lists: the grammar allows all values that the schema accepts, and no others."""
+"""Tests of schemas with cases, conditions and lists: the grammar allows exactly the values that the schema accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks, drafts and forced tokens of a guide, compared with its answers token by token."""
+"""Tests of a guide: masks, draft tokens and forced tokens agree with its results for single tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def guide_for(*, prompt: str = "say", stop_token_ids: frozenset[int] = STOPS, **
 
 def masks_of(guide: SequenceGuide, draft: tuple[int, ...] = (), *, vocab_size: int = BYTE_VOCAB_SIZE) -> list[set[int]]:
     row_words = mask_words(vocab_size)
-    words = array("I", (0xA5A5A5A5,)) * (row_words * (1 + len(draft)))  # values from an earlier step
+    words = array("I", (0xA5A5A5A5,)) * (row_words * (1 + len(draft)))  # The rows contain values from an earlier step.
     guide.fill_masks(words.buffer_info()[0], row_words, draft)
     rows = [words[row * row_words : (row + 1) * row_words] for row in range(1 + len(draft))]
     found = [{token for token in range(32 * row_words) if row[token // 32] >> token % 32 & 1} for row in rows]
@@ -152,7 +152,7 @@ EXCLUDED = {
 
 
 @pytest.mark.parametrize(("sampling", "words"), EXCLUDED.values(), ids=EXCLUDED.keys())
-def test_restrictions_that_leave_no_way_to_follow_the_grammar_are_refused(sampling, words):
+def test_restrictions_that_make_the_grammar_unsatisfiable_are_refused(sampling, words):
     with pytest.raises(InvalidRequest, match=words) as caught:
         guide_for(**sampling)
     assert caught.value.param == next(name for name in ("allowed_token_ids", "bad_words") if name in sampling)
@@ -173,7 +173,7 @@ POSSIBLE = {
 
 
 @pytest.mark.parametrize("sampling", POSSIBLE.values(), ids=POSSIBLE.keys())
-def test_restrictions_that_may_leave_a_way_to_follow_the_grammar_are_accepted(sampling):
+def test_restrictions_under_which_the_grammar_may_be_satisfiable_are_accepted(sampling):
     assert guide_for(**sampling).fault is None
 
 
@@ -196,7 +196,7 @@ def test_a_dead_end_after_a_draft_sets_no_fault_yet():
 
 
 @pytest.mark.parametrize("stop_token_ids", [STOPS, frozenset()])
-def test_a_complete_grammar_ends_if_no_other_token_of_it_is_allowed(stop_token_ids):
+def test_a_complete_grammar_ends_if_restrictions_exclude_its_further_tokens(stop_token_ids):
     sampling = {"structured": StructuredOutput.regex("a(c)?"), "allowed_token_ids": (97,)}
     guide = guide_for(**sampling, stop_token_ids=stop_token_ids)
     assert masks_of(walked(guide, "a")) == [{END_TOKEN_ID}]
@@ -211,7 +211,7 @@ def test_a_token_that_the_grammar_excludes_sets_a_fault():
     assert masks_of(guide, (1, 2)) == [set(), set(), set()]
 
 
-def test_stop_tokens_are_allowed_where_the_grammar_may_end_and_ignored_end_tokens_not():
+def test_stop_tokens_but_not_ignored_end_tokens_are_allowed_where_the_grammar_may_end():
     structured = StructuredOutput.regex("a+")
     assert masks_of(walked(guide_for(structured=structured), "a")) == [{ord("a"), END_TOKEN_ID}]
     assert masks_of(guide_for(structured=structured)) == [{ord("a")}]
@@ -241,7 +241,7 @@ LIKE_REASONING = {
     [
         ("", b"<"),
         ("<", b"t"),
-        ("<t", b"habc"),  # reasoning and grammar differ from here on
+        ("<t", b"habc"),  # After this token, only reasoning or only the grammar can continue.
         ("<ta", b"abc"),
         ("<th", b"i"),
         ("<think>x</think>", b"<"),

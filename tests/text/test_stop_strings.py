@@ -1,4 +1,4 @@
-"""Stop strings: where they end a text, and how much text is held back, compared with a search in the whole text."""
+"""Tests stop strings against a search in the whole text: where they end the text, and how much text is held back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ deltas = strategies.lists(few_letters, max_size=12)
 
 
 def fibonacci_word(length: int) -> str:
-    """Return the text whose suffixes are its prefixes more often than those of any other text."""
+    """Return a Fibonacci word, the text with the most suffixes that are also prefixes."""
     shorter, longer = "b", "a"
     while len(longer) < length:
         shorter, longer = longer, longer + shorter
@@ -27,7 +27,7 @@ def fibonacci_word(length: int) -> str:
 
 
 def first_stop(text: str, stops: list[str], *, completes_after: int = 0) -> tuple[int, str] | None:
-    """Return where the first stop string begins, and which one it is, by testing all stop strings at every end."""
+    """Return the first stop string and where it begins, by testing all stop strings at every end position."""
     for end in range(completes_after + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -78,7 +78,7 @@ def test_result_for_any_pieces_equals_a_search_of_the_whole_text(stops: list[str
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(stops=stop_lists, before=deltas, after=deltas)
-def test_text_that_must_not_complete_a_stop_string_can_begin_one(
+def test_text_that_must_not_complete_a_stop_string_may_begin_a_stop_string(
     stops: list[str], before: list[str], after: list[str]
 ) -> None:
     finder = StopStringFinder(stops)
@@ -107,7 +107,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     check(["\n\nUser:"], ["one\n", "two\n\n", "Us", "ual"], expect=["one", "\ntwo", "", "\n\nUsual", ""], found=None)
 
 
-def test_held_text_is_shown_at_the_end() -> None:
+def test_text_that_was_held_back_is_shown_at_the_end() -> None:
     check(["stop"], ["a st", "o"], expect=["a ", "", "sto"], found=None)
 
 

@@ -1,4 +1,4 @@
-"""Structural tags in both notations: texts that the grammar accepts, and texts that it refuses."""
+"""Tests of structural tags in both notations: texts that the grammar accepts, and texts that the grammar refuses."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ ONE = '<t>{"x": 1}</t>'
             [f"x|{ONE}", f"|{ONE}"],
             [ONE, f"x||{ONE}"],
         ),
-        (tagged(begin="<|end|><", end="<|end|>"), ['<{"x": 1}'], ['<|end|><{"x": 1}']),  # an end token is not text
+        (tagged(begin="<|end|><", end="<|end|>"), ['<{"x": 1}'], ['<|end|><{"x": 1}']),  # An end token is not text.
     ],
 )
-def test_each_format_restrains_text(tag, taken, refused):
+def test_each_format_of_a_structural_tag_restrains_text(tag, taken, refused):
     for text in taken:
         check({"format": tag}, text, True)
     for text in refused:

@@ -1,4 +1,4 @@
-"""A template that exceeds its bounds fails only its request, soon and with little memory."""
+"""Tests that a template beyond its bounds fails only its request, after a short time and with little memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
-# memory of all values that a template may keep, plus the largest value in the widest characters
+# Memory of all values that a template may keep, plus the largest value with the widest characters.
 MEMORY_BYTES_MAX = 260_000_000
 
 DOUBLED_LIST = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
@@ -28,7 +28,10 @@ def render(source: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _bounded_memory() -> Iterator[None]:
-    """Limit the memory. Beyond the limit a template fails with MemoryError, whose message the tests do not expect."""
+    """Limit the memory.
+
+    Beyond the limit, a template fails with MemoryError, and the test fails because of its message.
+    """
     in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES_MAX, before[1]))
@@ -47,7 +50,7 @@ def _bounded_memory() -> Iterator[None]:
     "{% set x = ['a' * 1000000] * 15 %}{% for i in range(100000) %}{% set y = x | sort %}{% endfor %}",
     "{% for i in range(100000) %}{% set x = 'a' * 10000000 ~ 'b' %}{% endfor %}",
 ])  # fmt: skip
-def test_endless_work_is_refused(source: str) -> None:
+def test_a_template_with_endless_work_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"it runs more|it handles more|it makes values|recursion"):
         render(source)
 
@@ -108,7 +111,7 @@ TWO_DOUBLED = (
 DEEP_TUPLE = "{% set ns = namespace(x=('a',)) %}{% for i in range(90000) %}{% set ns.x = (ns.x,) %}{% endfor %}"
 
 HOSTILE = {
-    # Fields with widths of four digits. Each one is allowed, but not all together.
+    # These fields have widths of four digits. Each single field is allowed, but not all fields together.
     "width x fields": ("{% set x = ('%(a)9999d' * 20000) % {'a': 1} %}", "it makes a value"),
     "five digits behind a name": ("{% set x = '%(a)1000000000d' % {'a': 1} %}", "it formats"),
     "five digits behind parentheses in a name": ("{% set x = '%((a))1000000000d' % {'(a)': 1} %}", "it formats"),
@@ -118,7 +121,7 @@ HOSTILE = {
     "a brace in a field's name": ("{% set x = '{0[{]:9999999}'.format({'{': 'x'}) %}", "it formats"),
     "width x fields of a date": ("{% set x = strftime_now('%9999d' * 20000) %}", "it formats a date"),
     "width x fields in a filter": ("{% set x = ('%9999s' * 5000) | format(*['x'] * 1000) %}", "it makes a value"),
-    # Searches and comparisons.
+    # These templates search and compare values.
     "in a list": (BIG_LIST + LOOP + "{% if -1 in big %}{% endif %}" + END, "it handles"),
     "in a text": (BIG_TEXT + LOOP + "{% if 'bb' in big %}{% endif %}" + END, "it handles"),
     "not in a text": (BIG_TEXT + LOOP + "{% if 'bb' not in big %}{% endif %}" + END, "it handles"),
@@ -169,7 +172,7 @@ HOSTILE = {
     "keys less keys": (
         "{% set d = dict(range(90000) | map('string') | batch(2)) %}" + LOOP + "{% set x = d.keys() - d.keys() %}"
         + END, "it handles"),
-    # Splitting texts.
+    # These templates split texts.
     "list of a text": ("{% set x = ('ā' * 15000000) | list %}", "it makes values"),
     "length of a loop over a text": ("{% for c in 'ā' * 15000000 %}{{ loop.length }}{% endfor %}", "it runs"),
     "split": ("{% set x = ('a ' * 7000000).split() %}", "it makes values"),
@@ -203,7 +206,7 @@ HOSTILE = {
     "JSON, indented by a text": ("{{ [1, 2] | tojson(indent='x' * 10000000) }}", "it indents"),
     "JSON, separated": ("{{ range(99999) | list | tojson(separators=('x' * 100000, 'y')) }}", "long separators"),
     "JSON, escaped": ("{{ ('🦆' * 2000000) | tojson(ensure_ascii=true) }}", "it makes a value"),
-    # Filters of regular expressions, methods without a known cost, numbers.
+    # These templates use filters with regular expressions, methods of unknown cost, or large numbers.
     "wordwrap": ("{% set x = ('a' * 1000000) | wordwrap(1) %}", "16,384 at most"),
     "wordwrap with a long break": ("{{ ('a' * 10000) | wordwrap(1, wrapstring='x' * 6000) }}", "it makes a value"),
     "urlize": (LOOP + "{% set x = ('a.' * 8000) | urlize %}" + END, "it handles"),
@@ -214,7 +217,7 @@ HOSTILE = {
     "fromkeys": ("{% set x = dict.fromkeys(range(90000)) %}", "it calls type.fromkeys"),
     "int of another base": ("{% set x = ('v' * 1000000) | int(0, 32) %}", "it makes a number"),
     "round": ("{{ 1.5 | round(1000000, 'ceil') }}", "it makes a number"),
-    # Large bodies: an iteration or a call costs as much as everything in it.
+    # These templates have large bodies. An iteration or a call costs as much as all nodes in its body.
     "a long body": (LOOP + "{% set x = 1 %}" * 4000 + END, "it handles"),
     "a long list": (LOOP + "{% set x = [" + "1," * 15000 + "] %}" + END, "it handles"),
     "a long macro": (

@@ -1,4 +1,4 @@
-"""If a template does not show tools, they become plain messages in a format that the server can parse."""
+"""Tests that tools become plain messages, in a format that the server can parse, if the template does not show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lower bound of a text's token count: never above the real count, for every kind of tokenizer, and close to it."""
+"""Tests of the lower bound of a text's token count: for every kind of tokenizer, it never exceeds the real count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG_WORD = "=" * 40
 
 
 def bytes_backend(*words: str, **model_options: Any) -> tokenizers.Tokenizer:
-    """Make a byte-level vocabulary with additional words, which become one token each."""
+    """Make a byte-level vocabulary with additional words, each of which is one token."""
     vocabulary = {token: token_id for token_id, token in enumerate([*byte_alphabet(), *words])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True, **model_options))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +42,7 @@ def space_taking_backend() -> tokenizers.Tokenizer:
 
 
 def metaspace_backend() -> tokenizers.Tokenizer:
-    """Make a SentencePiece vocabulary as newer tokenizer.json files describe it."""
+    """Make a SentencePiece vocabulary in the form of newer tokenizer.json files."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁▁▁▁": 256, "▁": 257, "▁▁": 258}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "▁"), ("▁▁", "▁▁")], byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -73,7 +73,7 @@ texts = st.lists(
         st.sampled_from(
             [" ", "\n", "a", "=", LONG_WORD, "▁", "<mask>", "<end>", "<|end|>", "<think>", "\u3000", "\x1c"]
         ),
-        # Texts that NFC shortens most: singletons, and letters with separate accents.
+        # NFC shortens these texts most: singletons, and letters with separate accents.
         st.sampled_from(["\u212a", "\u1fbe\u0308\u0301", "\u1100\u1161\u11a8", "\u212b\u0301", "\u1fef"]),
     ).map(lambda piece: piece * 3)
 ).map("".join)
@@ -112,7 +112,7 @@ def test_a_text_of_several_slices_is_counted_completely(name: str) -> None:
         assert span.token_count_min(character * 3 * SLICE_CHARACTERS) == -(-byte_count // span.bytes_max)
 
 
-def test_bound_of_the_packaged_model_is_its_longest_token(smollm2: Tokenizer) -> None:
+def test_bytes_max_of_the_packaged_model_is_the_length_of_its_longest_token(smollm2: Tokenizer) -> None:
     longest = max(map(smollm2.token_bytes, range(smollm2.vocab_size)), key=len)
     text = longest.decode() * 1000
     assert smollm2.token_count_min(text) == 1000 <= len(smollm2.encode(text))
@@ -124,7 +124,7 @@ def test_characters_without_a_token_are_not_counted(smollm2: Tokenizer) -> None:
     assert smollm2.token_count_min("a" + "\x04" * 1000) == 1
 
 
-def test_bound_of_single_byte_tokens_is_the_longest_special_token() -> None:
+def test_bytes_max_of_single_byte_tokens_is_the_length_of_the_longest_special_token() -> None:
     tokenizer = byte_tokenizer()
     assert tokenizer.token_count_min("<|end|>" * 50) == 50 == len(tokenizer.encode("<|end|>" * 50))
 
@@ -205,15 +205,15 @@ def test_no_minimum_token_count_if_tokenizer_may_drop_text(backend: Any) -> None
 
 @pytest.mark.slow
 def test_nfc_shortens_no_text_by_more_than_the_factor() -> None:
-    """For every character, compare its length with the longest spellings of its decomposed parts."""
+    """The test compares the length of every character with the longest spellings of its decomposed parts."""
     characters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point <= 0xDFFF]
     decomposed = {character: unicodedata.normalize("NFD", character) for character in characters}
-    weight: dict[str, int] = {}  # bytes of the longest character that decomposes into this one alone
+    weight: dict[str, int] = {}  # Bytes of the longest character whose decomposition is this single character.
     for character, parts in decomposed.items():
         if len(parts) == 1:
             weight[parts] = max(weight.get(parts, 0), len(character.encode()))
     for character, parts in decomposed.items():
         spelled = sum(weight[part] for part in parts)
-        assert len(character.encode()) <= spelled  # so no other composed character is longer than its parts
+        assert len(character.encode()) <= spelled  # So no other composed character is longer than its parts.
         if unicodedata.normalize("NFC", character) == character:
             assert spelled <= NFC_SHRINKS_AT_MOST * len(character.encode())

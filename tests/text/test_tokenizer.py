@@ -1,4 +1,4 @@
-"""Tokenizer.encode, decode and the methods for single tokens, for both kinds of vocabulary."""
+"""Tests of Tokenizer.encode, decode and the methods for single tokens, for both kinds of vocabulary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_decoding_an_encoded_text_returns_the_text(kind: str, text: str, request
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "ab\udc00c", "\ud83d\ude00"])
-def test_lone_surrogates_are_an_invalid_request(text: str, byte_level: Tokenizer) -> None:
+def test_a_text_with_lone_surrogates_is_refused(text: str, byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"U\+D[8-F].. at character [02], which is half of a surrogate pair"):
         byte_level.encode(text)
 
@@ -64,7 +64,7 @@ def test_a_token_of_part_of_a_character_has_exact_bytes(byte_level: Tokenizer, s
 
 
 @pytest.mark.slow
-def test_every_token_has_the_bytes_it_decodes_to(smollm2: Tokenizer) -> None:
+def test_bytes_of_every_token_equal_its_decoded_text(smollm2: Tokenizer) -> None:
     for token_id in range(smollm2.vocab_size):
         expected = smollm2.decode([token_id], skip_special_tokens=False)
         assert smollm2.token_text(token_id) == expected

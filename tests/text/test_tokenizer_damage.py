@@ -1,4 +1,4 @@
-"""Damaged tokenizer files give a working tokenizer or one of our own errors, never a foreign exception."""
+"""Tests that damaged tokenizer files give a working tokenizer or one of our own errors, never another exception."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def use(tokenizer: Tokenizer) -> None:
 
 
 def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
-    """Return the value with one place in it changed to an unexpected value."""
+    """Return a JSON value in which one randomly chosen inner value was replaced by an unexpected value."""
     if depth and rng.random() < 0.3:
         return rng.choice(ODD_VALUES)
     if isinstance(value, dict) and value:
@@ -75,7 +75,9 @@ def directory_files(byte_level_library: tokenizers.Tokenizer) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_values_in_a_directory_are_no_crash(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
+def test_changed_values_in_tokenizer_files_raise_only_our_own_errors(
+    directory_files: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     for _ in range(60):
         changed = {name: directory_files[name] for name in FILES}
@@ -90,7 +92,9 @@ def test_changed_values_in_a_directory_are_no_crash(directory_files: dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_changed_bytes_in_a_directory_are_no_crash(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
+def test_changed_bytes_in_tokenizer_files_raise_only_our_own_errors(
+    directory_files: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     whole = {name: json.dumps(content).encode() for name, content in directory_files.items()}
     for _ in range(60):
@@ -108,11 +112,11 @@ def test_changed_bytes_in_a_directory_are_no_crash(directory_files: dict[str, An
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_gguf_metadata_is_no_crash(
+def test_changed_gguf_metadata_raises_only_our_own_errors(
     byte_level_metadata: dict[str, Any], sentence_piece_metadata: dict[str, Any], seed: int
 ) -> None:
     rng = random.Random(seed)
-    # Values that a GGUF file can have: no lone surrogates, no null, 64-bit numbers.
+    # A GGUF file contains no lone surrogates, no null, and only 64-bit numbers.
     for _ in range(60):
         metadata = rng.choice((byte_level_metadata, sentence_piece_metadata))
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -138,7 +142,7 @@ def directory(directory_files: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_panic_of_the_library_is_a_load_error(directory: Path, directory_files: dict[str, Any]) -> None:
+def test_a_panic_of_the_library_becomes_a_load_error(directory: Path, directory_files: dict[str, Any]) -> None:
     whole = directory_files["tokenizer.json"]
     broken = {**whole, "model": {**whole["model"], "continuing_subword_prefix": "a" * 1000}}
     check_refused(directory, "tokenizer.json", broken, "cannot be read as a tokenizer")
@@ -152,11 +156,11 @@ def test_only_a_panic_becomes_a_load_error(kind: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_a_lone_surrogate_in_a_file_is_a_load_error(directory: Path, name: str) -> None:
+def test_a_lone_surrogate_in_a_file_raises_a_load_error(directory: Path, name: str) -> None:
     check_refused(directory, name, {"bos_token": "\ud800"}, f"{name} cannot be read as JSON")
 
 
-def test_deep_or_huge_json_is_a_load_error(directory: Path) -> None:
+def test_too_deep_or_too_large_json_raises_a_load_error(directory: Path) -> None:
     path = directory / "tokenizer_config.json"
     for content, said in (
         ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),

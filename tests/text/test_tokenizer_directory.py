@@ -1,4 +1,4 @@
-"""Loading a tokenizer from a directory as on model hubs. Damaged directories are refused in one sentence."""
+"""Tests of loading a tokenizer from a directory as on model hubs. A damaged directory is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_directory_needs_only_tokenizer_json(make_directory: MakeDirectory, by
     {"special_tokens_map": {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}},
     {"tokenizer_config": {"bos_token": "<|begin|>", "eos_token": None}, "special_tokens_map": {"eos_token": "<|end|>"}},
 ])  # fmt: skip
-def test_special_tokens_are_found_in_either_file(files: dict[str, Any], make_directory: MakeDirectory) -> None:
+def test_special_tokens_are_read_from_either_file(files: dict[str, Any], make_directory: MakeDirectory) -> None:
     tokenizer = Tokenizer.from_directory(make_directory(**files))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_token_id) == ("<|begin|>", "<|end|>", 0)
 
@@ -82,7 +82,9 @@ def test_an_ordinary_token_that_the_config_names_as_eos_becomes_special(make_dir
     assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
 
 
-def test_tokens_that_only_the_config_has_are_added(make_directory: MakeDirectory, byte_level: Tokenizer) -> None:
+def test_tokens_that_only_tokenizer_config_json_lists_are_added(
+    make_directory: MakeDirectory, byte_level: Tokenizer
+) -> None:
     size = byte_level.vocab_size
     decoder = {
         str(size + 1): {"content": "<plain>", "special": False},

@@ -1,4 +1,4 @@
-"""Patterns of tokenizers that backtrack too long are refused when a model is loaded, and all others are accepted."""
+"""Tests that loading refuses tokenizer patterns that backtrack too long, and accepts all other patterns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TWICE = processors.TemplateProcessing(single="$A $A", pair=None, special_tokens=
 
 
 def charsmap(*texts: str) -> bytes:
-    """Return a table of SentencePiece with an empty trie."""
+    """Return a normalization table of SentencePiece with an empty trie."""
     return (4).to_bytes(4, "little") + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
 
 
@@ -96,7 +96,7 @@ def test_a_word_limit_that_is_too_high_is_refused() -> None:
         check_tokenizer(tokenizer, FILE)
 
 
-def test_rules_of_real_tokenizers_are_accepted() -> None:
+def test_normalizers_and_limits_of_real_tokenizers_are_accepted() -> None:
     tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -110,7 +110,7 @@ def test_rules_of_real_tokenizers_are_accepted() -> None:
     check_tokenizer(tokenizer, FILE)
 
 
-def test_patterns_of_known_families_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_of_known_families_are_accepted_without_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: pytest.fail("a process was started"))
     for pattern in KNOWN_SPLITS:
         check_patterns(splitting(pattern), FILE)

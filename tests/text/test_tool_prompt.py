@@ -1,4 +1,4 @@
-"""Tools and their calls in prompts of templates that do not show them."""
+"""Tests of tools and calls in prompts whose template does not show them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_tools_are_appended_to_the_system_message():
     assert messages[0]["content"] == "Be brief."
 
 
-def test_calls_and_results_become_text():
+def test_calls_and_results_become_the_text_of_messages():
     messages = [
         {"role": "user", "content": "Where is it warmer?"},
         {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL]},

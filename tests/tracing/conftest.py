@@ -1,4 +1,4 @@
-"""A collector in this process: an HTTP server that accepts OTLP and decodes the protobufs."""
+"""Provides a collector in the process of the test: an HTTP server that accepts OTLP and decodes the protobufs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _value(value: Any) -> Any:
 
 
 class Collector:
-    """Records the spans that it gets.
+    """A collector that records the spans that it receives.
 
     Attributes:
-        may_answer: while cleared, requests are accepted but not answered.
-        status: status of its answers.
+        may_answer: event. While it is not set, the collector accepts requests but sends no responses.
+        status: HTTP status of the collector's responses.
     """
 
     def __init__(self) -> None:

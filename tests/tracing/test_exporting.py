@@ -1,4 +1,4 @@
-"""A collector that hangs, refuses spans or is missing costs only spans."""
+"""Tests that a collector that hangs, refuses spans or is missing only causes the loss of spans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_spans_beyond_the_queue_of_a_hanging_collector_are_counted(collector, mo
     collector.may_answer.clear()
     otel = OtelTracing(endpoint=collector.url)
     begin_and_end(otel, 4)
-    assert collector.asked.wait(20)  # it has received four spans, and does not answer
+    assert collector.asked.wait(20)  # The collector has received four spans, and does not respond.
     begin_and_end(otel, 20)
     assert otel.counts() == (0, 0, 12)
     collector.may_answer.set()
@@ -58,7 +58,7 @@ async def test_hanging_collector_blocks_neither_requests_nor_shutdown(collector,
     assert "the last spans were not sent" in caplog.text
 
 
-async def test_counts_are_metrics(collector):
+async def test_counts_of_exported_and_lost_spans_are_metrics(collector):
     metrics = Metrics("fake")
     async with open_tracing(Config(otlp_endpoint=collector.url), {}) as tracing:
         tracing.show(metrics)
@@ -106,7 +106,7 @@ def test_invalid_trace_context_begins_a_new_trace(otel, collector, traceparent):
     assert collector.one("work").parent_id == ""
 
 
-async def test_a_missing_package_is_named(monkeypatch):
+async def test_error_names_the_missing_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "trioserve.tracing.otel", None)
     with pytest.raises(StartupError, match=r"pip install .*\[otel\]"):
         async with open_tracing(Config(otlp_endpoint="http://127.0.0.1:1"), {}):
@@ -115,7 +115,7 @@ async def test_a_missing_package_is_named(monkeypatch):
         assert tracing.tracer is NO_TRACER
 
 
-def test_no_span_accepts_every_call_and_exports_nothing():
+def test_span_of_disabled_tracing_accepts_every_call_and_exports_nothing():
     child = NO_SPAN.child("work")
     child.event("x")
     child.note({"a": 1})

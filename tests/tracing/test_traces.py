@@ -1,4 +1,4 @@
-"""The spans that a collector gets for requests: of one server, of a router with two servers, and of a pair."""
+"""Tests of the spans for requests to a server, to a router with two servers, and to a prefill-decode pair."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_cancelled_requests_span_ends_with_the_cancel_and_the_free(colle
             async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
                 await trio.sleep_forever()
         await wait_all_tasks_blocked()
-        await trio.sleep(2)  # the step in flight keeps the blocks until it ends
+        await trio.sleep(2)  # The step in flight keeps the blocks until the step ends.
         await server.assert_all_free()
     otel.close()
     generated = collector.one("text_completion fake")
@@ -151,7 +151,7 @@ async def routed(otel, ids: str, engine=None, **options):
         yield router, servers
 
 
-async def test_a_router_and_its_servers_are_one_trace(collector, otel, autojump_clock):
+async def test_spans_of_a_router_and_its_servers_form_one_trace(collector, otel, autojump_clock):
     async with routed(otel, "ab") as (router, _):
 
         async def ask(number: int) -> None:
@@ -220,8 +220,8 @@ async def test_disaggregated_request_is_one_trace_with_a_span_for_each_stage(col
     assert events["decode"] == ["queue", "tokenize", "prefill", "first_token", "decode", "free"]
 
 
-async def test_kv_transfer_params_carry_the_trace_through_a_foreign_proxy(collector, otel, autojump_clock):
-    """A foreign proxy passes on kv_transfer_params, but no traceparent."""
+async def test_kv_transfer_params_carry_the_trace_context_through_other_proxies(collector, otel, autojump_clock):
+    """A proxy of another project forwards kv_transfer_params, but no traceparent header."""
     async with open_memory_server(tracer=otel.tracer, step_seconds=1, connector=ScriptedConnector) as server:
         held = await server.client().post(PATH, body(max_tokens=1, kv_transfer_params={"do_remote_decode": True}))
         params = (await held.json())["kv_transfer_params"]
@@ -237,7 +237,7 @@ async def test_kv_transfer_params_carry_the_trace_through_a_foreign_proxy(collec
     assert second.links == [first.trace_id]
 
 
-async def test_router_passes_on_trace_headers_if_tracing_is_off():
+async def test_router_forwards_trace_headers_if_tracing_is_off():
     async with open_scripted_endpoints("b") as pair:
         headers = {"traceparent": CALLER, "tracestate": "vendor=1"}
         async with pair.client().ask(PATH, {"model": "fake", "prompt": "p", "stream": True}, headers=headers):

@@ -1,4 +1,4 @@
-"""Decoding of clients' image files, and refusal of invalid files before and during decoding."""
+"""Tests of decoding clients' image files, and of refusing invalid files before and during decoding."""
 
 from __future__ import annotations
 

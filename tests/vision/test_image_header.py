@@ -1,4 +1,4 @@
-"""Headers of hostile image files: reading is cheap, and the file is refused or its header is right."""
+"""Tests that reading the header of a hostile image file is cheap, and gives the right header or a refusal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def segment(marker: int, data: bytes = b"") -> bytes:
 
 
 def jpeg_with(*segments: bytes) -> bytes:
-    """Return a JPEG with additional segments before its own."""
+    """Return a JPEG with additional segments before its own segments."""
     whole = saved("JPEG")
     return whole[:2] + b"".join(segments) + whole[2:]
 

@@ -1,4 +1,4 @@
-"""Encoding of generated images, and decoding of images and masks to edit."""
+"""Tests of encoding generated images, and of decoding the images and masks of edits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = (8, 4)
 
 
 def gradient() -> RGBImage:
-    """Return an image that is wider than high, so that a test notices exchanged sides."""
+    """Return an image that is wider than high, so that a test detects exchanged width and height."""
     width, height = SIZE
     rgb = bytes(value for y in range(height) for x in range(width) for value in (x * 30, y * 60, 128))
     return RGBImage(width, height, rgb)
@@ -77,7 +77,7 @@ def test_transparent_pixels_of_a_mask_file_are_bright() -> None:
     assert bright(decoded_mask(saved(image, "WEBP", lossless=True), LIMITS, "mask")) == expect
 
 
-def test_mask_file_without_transparency_is_used_as_it_is() -> None:
+def test_mask_file_without_transparency_is_used_unchanged() -> None:
     image = Image.new("L", SIZE, 0)
     image.paste(255, (5, 0, 8, 4))
     expect = [[x >= 5 for x in range(8)] for _ in range(4)]
@@ -89,7 +89,7 @@ def test_mask_is_rotated_by_its_exif_orientation() -> None:
     image = Image.new("RGBA", SIZE, (9, 9, 9, 255))
     image.putpixel((0, 0), (0, 0, 0, 0))
     exif = Image.Exif()
-    exif[274] = 6  # rotate to the right: the top left pixel becomes the top right one
+    exif[274] = 6  # A rotation to the right moves the top left pixel to the top right.
     mask = decoded_mask(saved(image, exif=exif), LIMITS, "mask")
     assert (mask.width, mask.height) == (4, 8)
     assert [(x, y) for y, row in enumerate(bright(mask)) for x, is_bright in enumerate(row) if is_bright] == [(3, 0)]

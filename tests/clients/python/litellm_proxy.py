@@ -1,4 +1,4 @@
-"""Checks the proxy of LiteLLM before the server: chat, tools and a stream."""
+"""Checks the proxy of LiteLLM in front of the server: chat, tools and a stream."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ from pathlib import Path
 from _env import BASE_URL, KEY, MODEL, WEATHER
 from openai import OpenAI
 
-PROXY_KEY = "sk-proxy-" + secrets.token_hex(16)  # the proxy does not start without a key
+PROXY_KEY = "sk-proxy-" + secrets.token_hex(16)  # The proxy does not start without a key.
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]

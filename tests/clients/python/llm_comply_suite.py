@@ -1,4 +1,4 @@
-"""Runs llm-comply with its three formats. Failures with images are ignored, because the model reads only text."""
+"""Runs llm-comply with its three formats. Failed image tests are ignored, because the model reads only text."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tools for the tests of all families: parsing of a text as a whole and in pieces."""
+"""Provides fixtures for the tests of all families: they parse a text as a whole and in pieces."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_pieces(
     begun = [part for part in parts if isinstance(part, ToolCallBegin)]
     assert [part.index for part in begun] == list(range(len(begun)))
     open_index: int | None = None
-    for part in parts:  # the arguments and the end of a call come after its beginning, and before the next call
+    for part in parts:  # The arguments and the end of a call follow its beginning, and precede the next call.
         if isinstance(part, ToolCallBegin):
             open_index = part.index
         elif isinstance(part, ToolCallArguments | ToolCallEnd):
@@ -78,7 +78,10 @@ def read_pieces(
 
 @pytest.fixture(scope="session")
 def read() -> Callable[..., Read]:
-    """Return a function that parses a text whole and in pieces of 1, 2 and 7 characters, with equal results."""
+    """Return a function that parses a text as a whole and in pieces of 1, 2 and 7 characters.
+
+    The results must be equal.
+    """
 
     def read_text(text: str, tool_family: str | None, reasoning_family: str | None = None, **options: object) -> Read:
         whole = read_pieces([text], tool_family, reasoning_family, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Parsers handle any text of a model: no error, no dependence on pieces, nothing invented, and nothing delayed."""
+"""Parsers process any text of a model without an error. They invent no text, and show text without delay."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COMMON = [
 
 
 def fragments_of(family: str) -> list[str]:
-    """Return fragments of the family's texts: calls as it writes them, split at possible marks."""
+    """Return fragments of a family's texts: calls in its own format, split at possible marks."""
     texts = [TOOL_FAMILIES[family].call_format.written(calls) for calls in ([PARIS], [NOON], [WRITE, NOON])]
     pieces = [piece for text in texts for piece in _cut(text)]
     reasoning = [tag for known in REASONING_FAMILIES.values() for tag in (*known.tags.opening, *known.tags.closing)]
@@ -97,7 +97,7 @@ PAIRS = [
 @pytest.mark.parametrize(("family", "reasoning"), PAIRS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_result_does_not_depend_on_pieces_and_nothing_is_invented(read_in_pieces, family, reasoning, data):
+def test_parser_gives_equal_results_for_any_pieces_and_invents_no_text(read_in_pieces, family, reasoning, data):
     text = data.draw(texts_of(family))
     inside = data.draw(st.sampled_from([None, True, False]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -105,7 +105,7 @@ def test_result_does_not_depend_on_pieces_and_nothing_is_invented(read_in_pieces
     whole = read_in_pieces([text], family, reasoning, begins_inside=inside)
     assert read_in_pieces(pieces, family, reasoning, begins_inside=inside) == whole
     assert read_in_pieces(list(text), family, reasoning, begins_inside=inside) == whole
-    for shown in (whole.content, whole.reasoning):  # the shown text is a subsequence of the text
+    for shown in (whole.content, whole.reasoning):  # All shown text must be a subsequence of the response's text.
         rest = iter(text)
         assert all(character in rest for character in shown)
 

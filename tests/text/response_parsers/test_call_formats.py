@@ -1,4 +1,4 @@
-"""Calls in formats other than plain JSON: names, typed values, closing tags within values, and texts without calls."""
+"""Tests of calls in formats other than plain JSON: names, typed values, closing tags in values, texts without calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
 @pytest.mark.parametrize(
     ("family", "text", "content", "calls"),
     [
-        # values have the types of the schema
+        # Values get the types of the schema.
         ("qwen3_coder", qwen("city>\nParis", "days>\n3"), "", [("get_weather", {"city": "Paris", "days": 3})]),
         ("qwen3_coder", qwen("city>\n3", "days>\nthree"), "", [("get_weather", {"city": "3", "days": "three"})]),
         ("qwen3_coder", qwen("days>\n007"), "", [("get_weather", {"days": 7})]),
@@ -25,15 +25,15 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
         ("qwen3_coder", qwen("unknown>\n3"), "", [("get_weather", {"unknown": "3"})]),
         ("glm45", "<tool_call>get_weather\n<arg_key>unknown</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", "",
          [("get_weather", {"unknown": 3})]),
-        # the first line break at each end of a value belongs to the tags, further line breaks to the value
+        # One line break at each end of a value belongs to the tags. Further line breaks belong to the value.
         ("qwen3_coder", qwen("city>\n\n Paris \n"), "", [("get_weather", {"city": "\n Paris \n"})]),
         ("qwen3_coder", "<tool_call><function=get_time></function></tool_call>", "", [("get_time", {})]),
-        # tags within values
+        # Values may contain the text of tags.
         ("qwen3_coder", qwen("content>\nx </parameter> y </function> z", name="write_file"), "",
          [("write_file", {"content": "x </parameter> y </function> z"})]),
         ("qwen3_coder", qwen("content>\n</parameter>x\n<b>", name="write_file"), "",
          [("write_file", {"content": "</parameter>x\n<b>"})]),
-        # missing closing tags
+        # Closing tags are missing.
         ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nParis\n</function>", "", [PARIS]),
         ("qwen3_coder", qwen("city>\nParis").removesuffix("\n</tool_call>"), "", [PARIS]),
         ("qwen3_coder", qwen("city>\nParis").removesuffix("</function>\n</tool_call>"), "", []),
@@ -85,13 +85,13 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
         ("phi4_mini_json", 'functools[{"name": "get_time", "arguments": {}}]', "", [("get_time", {})]),
     ],
 )  # fmt: skip
-def test_calls_are_parsed(read, family, text, content, calls):
+def test_parser_reads_calls_in_the_format_of_each_family(read, family, text, content, calls):
     found = read(text, family)
     assert found.calls == calls
     assert content is None or found.content == content
 
 
-def test_ids_that_kimi_writes_are_kept(read):
+def test_parser_keeps_call_ids_that_kimi_writes(read):
     text = "<|tool_call_begin|>functions.get_time:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert read(text, "kimi_k2").ids == ["functions.get_time:3"]
 
@@ -118,13 +118,13 @@ CALL = '<|start|>assistant to=functions.get_weather<|channel|>commentary <|const
     ],
 )  # fmt: skip
 def test_harmony_messages_are_parsed(read, text, reasoning, content, calls):
-    # for families with channels, the reasoning family determines the format
+    # For families with channels, the reasoning family determines the format.
     for tool_family in ("openai", None, "hermes"):
         found = read(text, tool_family, "openai_gptoss")
         assert (found.reasoning, found.content, found.calls) == (reasoning, content, calls)
 
 
-def test_harmony_without_tools_has_no_calls(read):
+def test_harmony_parser_finds_no_calls_if_the_request_has_no_tools(read):
     assert read(f"<|channel|>analysis<|message|>Hm.<|end|>{CALL}", None, "openai", tools=()).calls == []
 
 

@@ -1,4 +1,4 @@
-"""Texts of the package canitoolcall: responses of models of nine families, and their expected parts."""
+"""Tests parsers with the package canitoolcall: responses of models of nine families, and the expected parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from canitoolcall.fixtures import Fixture  # noqa: E402
 from canitoolcall.pytest_plugin import family_for  # noqa: E402
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status  # noqa: E402
 
-# Parsers by family and by a part of the model's name, as vLLM's flags would select them.
+# Names of parsers by family and by a part of the model's name, as users would pass them to vLLM's flags.
 FAMILIES: dict[str, list[tuple[str, str, str | None]]] = {
     "qwen3-hermes": [("", "hermes", "qwen3")],
     "qwen3-xml": [("Coder", "qwen3_coder", None), ("", "qwen3_coder", "qwen3")],
@@ -36,8 +36,8 @@ FAMILIES: dict[str, list[tuple[str, str, str | None]]] = {
     "gpt-oss": [("", "openai", "openai_gptoss")],
     "gemma4": [("", "gemma4", "gemma4")],
 }
-# Two texts of the family have a sentence with a space before a call. One expects the space, the other does not. Only
-# this white space differs.
+# Two texts of this family have a sentence and a space before a call. One of them expects the space in the content, the
+# other does not. So this white space is not compared.
 WHITE_SPACE_DIFFERS = {"gemma4/vllm-text-before-call"}
 
 
@@ -83,7 +83,7 @@ def cut(text: str, seed: int) -> list[str]:
     return pieces
 
 
-def test_a_response_has_its_expected_parts_whatever_its_pieces(canitoolcall_fixture):
+def test_parser_finds_the_expected_parts_for_any_pieces(canitoolcall_fixture):
     fixture = canitoolcall_fixture
     whole = read(fixture, [fixture.raw_output])
     for seed in range(4):

@@ -27,7 +27,7 @@ def byte_vocabulary() -> llguidance.LLTokenizer:
 
 @pytest.fixture(scope="module")
 def takes(byte_vocabulary):
-    """Return a function that tells whether a grammar allows a text as a whole."""
+    """Return a function that returns True if a grammar allows a whole text."""
 
     def takes_text(grammar: str, text: str) -> bool:
         problem = llguidance.LLMatcher.validate_grammar(grammar, byte_vocabulary)
@@ -46,7 +46,7 @@ def written(family: str, *calls: WholeCall, special: Mapping[str, int] | None = 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_that_a_family_writes_are_parsed(read, family):
+def test_parser_reads_calls_that_its_family_writes(read, family):
     for calls in ((PARIS,), (NOON,), (PARIS, NOON, PARIS)):
         found = read(written(family, *calls), family)
         assert found.calls == [(call.name, json.loads(call.arguments)) for call in calls]
@@ -54,7 +54,7 @@ def test_calls_that_a_family_writes_are_parsed(read, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_that_are_cut_off_are_neither_complete_nor_content(read, family):
+def test_parser_shows_an_incomplete_call_neither_as_complete_nor_as_content(read, family):
     calls = (PARIS, NOON, PARIS)
     expected = [(call.name, json.loads(call.arguments)) for call in calls]
     text = written(family, *calls)
@@ -87,7 +87,7 @@ def test_a_call_of_a_named_tool_cannot_name_another_tool(tools, takes, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_may_repeat_if_the_family_writes_several(tools, takes, family):
+def test_grammar_allows_several_calls_if_the_family_supports_them(tools, takes, family):
     structured = forced_calls(family, tools, may_repeat=True, special_token_ids={})
     several = TOOL_FAMILIES[family].format_for({}).separator is not None
     assert takes(structured.source, written(family, PARIS))
@@ -95,9 +95,9 @@ def test_calls_may_repeat_if_the_family_writes_several(tools, takes, family):
 
 
 def ends_reachable(vocabulary: llguidance.LLTokenizer, grammar: str, calls: str, closing: str) -> dict[str, bool]:
-    """Return whether a response may end after complete calls, by each text that may follow them.
+    """For each text that may follow complete calls, return whether the response may end after this text.
 
-    The walk tries every byte that the grammar allows. It does not follow `closing` or the beginning of another call.
+    The search tries every byte that the grammar allows. It stops at `closing` and at the beginning of another call.
     """
     ends = {}
     paths = [""]
@@ -162,7 +162,7 @@ def test_a_forced_call_may_follow_reasoning(tools, takes, inside, free_until, go
     assert not any(takes(structured.source, text.replace("{}", call)) for text in bad)
 
 
-def test_grammar_begins_after_reasoning_that_begins_with_the_response(tools):
+def test_grammar_begins_after_reasoning_with_which_the_response_begins(tools):
     structured = forced_calls("hermes", tools, may_repeat=False, special_token_ids={}, reasoning_family="deepseek_r1")
     assert structured.free_until == "</think>"
 
@@ -183,7 +183,7 @@ def test_optional_calls_have_no_grammar_if_no_tool_is_strict(tools):
     assert strict_calls("hermes", tools, may_repeat=True, special_token_ids={}) is None
 
 
-def test_text_of_special_tokens_becomes_special_tokens_in_the_grammar(tools):
+def test_grammar_replaces_the_spelling_of_special_tokens_by_the_tokens(tools):
     structured = forced_calls(
         "hermes", tools, may_repeat=False, special_token_ids={"<tool_call>": 7, "</tool_call>": 9}
     )
@@ -192,7 +192,7 @@ def test_text_of_special_tokens_becomes_special_tokens_in_the_grammar(tools):
     assert "<tool_call>" not in structured.source
 
 
-def test_calls_of_older_mistral_vocabularies_are_an_array(tools, takes):
+def test_grammar_for_older_mistral_vocabularies_forces_an_array_of_calls(tools, takes):
     structured = forced_calls("mistral", tools, may_repeat=True, special_token_ids={})
     assert takes(structured.source, '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}]')
     structured = forced_calls("mistral", tools, may_repeat=True, special_token_ids={"[TOOL_CALLS]": 5, "[ARGS]": 6})
@@ -208,7 +208,7 @@ def test_equal_requests_get_equal_grammars(tools):
     "parameters",
     [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}],
 )
-def test_tools_without_parameters_can_be_forced(takes, tools, parameters):
+def test_grammar_can_force_calls_of_tools_without_parameters(takes, tools, parameters):
     tool = msgspec.structs.replace(tools[1], parameters=parameters)
     for family in FAMILIES:
         structured = forced_calls(family, [tool], may_repeat=False, special_token_ids={})

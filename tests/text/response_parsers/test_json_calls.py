@@ -1,4 +1,4 @@
-"""Calls as JSON objects: between tags, after markers, without marks, in fences, and texts that only resemble calls."""
+"""Tests of JSON calls: between tags, after markers, without marks, in fences, and of texts that only resemble calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARIS = ("get_weather", {"city": "Paris"})
         (f"<tool_call>\n{WEATHER_CALL}\n</tool_call>\nDone.", "\nDone.", [PARIS]),
         (f"a\n<tool_call>{WEATHER_CALL}</tool_call>\nb\n<tool_call>{WEATHER_CALL}</tool_call>\n", "a\nb", [PARIS] * 2),
         (f"<tool_call>\n{WEATHER_CALL}\n</tool_call>\n" * 3, "", [PARIS] * 3),
-        (f"<tool_call>\n{WEATHER_CALL}", "", [PARIS]),  # the closing tag is missing
+        (f"<tool_call>\n{WEATHER_CALL}", "", [PARIS]),  # The closing tag is missing.
         (f"<tool_call>\n{WEATHER_CALL}\n</tool_c", "", [PARIS]),
         (f"<tool_call>[{WEATHER_CALL}, {WEATHER_CALL}]</tool_call>", "", [PARIS] * 2),
         (f"<tool_call>{WEATHER_CALL}\n{WEATHER_CALL}</tool_call>", "", [PARIS] * 2),
@@ -206,7 +206,7 @@ def test_a_json_answer_is_shown_as_soon_as_it_cannot_be_a_call(tools, text, fami
     assert parser.feed(text + ": 1") == [ContentText(text + ": 1")]
 
 
-def test_without_tools_nothing_is_a_call(read):
+def test_parser_finds_no_calls_if_the_request_has_no_tools(read):
     text = f"<tool_call>\n{WEATHER_CALL}\n</tool_call>"
     assert read(text, "hermes", tools=()).content == text
 
@@ -261,14 +261,14 @@ def test_a_call_with_invalid_json_has_no_end_and_its_text_becomes_content(read):
     assert (found.begun, found.calls, found.content) == (["get_weather"], [], text)
 
 
-def test_a_call_that_the_end_of_the_text_cuts_off_is_dropped(read):
+def test_parser_drops_an_incomplete_call_at_the_end_of_the_text(read):
     whole = f"<tool_call>\n{WEATHER_CALL}\n</tool_call>"
     for length in range(len("<tool_call>"), whole.rindex("}}") + 1):
         found = read("First. " + whole[:length], "hermes")
         assert (found.content, found.calls) == ("First.", [])
 
 
-def test_depth_of_arguments_number_of_calls_and_length_of_names_are_bounded(read):
+def test_parser_bounds_argument_depth_call_count_and_name_length(read):
     deep = "[" * 2_000 + "]" * 2_000
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}}}}}</tool_call>'
     found = read(text, "hermes")

@@ -1,4 +1,4 @@
-"""Any text of a model, or text that a client claims a model wrote, is parsed in linear time."""
+"""Parsing takes linear time for any text of a model, and for text that a client sends as a model's output."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trioserve.text.response_parts import WholeCall
 from trioserve.text.stop_strings import StopStringFinder
 
 SHORT, GROWTH = 1500, 4
-PIECE = 13  # characters per piece
-# a shorter time for the longer text counts as linear; at one microsecond per character it takes 6 ms
+PIECE = 13  # Number of characters per piece.
+# If the longer text takes less time, the growth counts as linear. At one microsecond per character, it takes 6 ms.
 SECONDS_MIN = 0.03
-GROWTH_MAX = 9.0  # linear growth is 4, quadratic growth is 16
+GROWTH_MAX = 9.0  # Linear growth would be 4, and quadratic growth 16.
 TYPES = ("integer", "number", "boolean", "null", "array", "object", "string")
 TOOL = OfferedTool(
     name="f",
@@ -37,9 +37,9 @@ UNITS = ("0", "[", "{", '{"a":', " ", "\n", "\\", "'", '"', "</", "```", "<", "1
 
 
 def growth(work: Callable[[int], None]) -> float:
-    """Return the ratio of times for a text and for a text GROWTH times as long.
+    """Return the time for a text that is GROWTH times as long, divided by the time for the original text.
 
-    0 if the longer text takes almost no time.
+    Return 0 if the longer text takes almost no time.
     """
 
     def seconds(size: int) -> float:
@@ -64,7 +64,7 @@ def feeding(family: str | None, reasoning_family: str | None, head: str, unit: s
 
 
 def heads_of(family: str) -> list[str]:
-    """Return beginnings of calls that end within an argument, for several types."""
+    """Return beginnings of calls that end within an argument, for arguments of several types."""
     call_format, written = TOOL_FAMILIES[family].call_format, []
     for name in ("integer", "maybe", "string"):
         value = '"MARK"' if name != "integer" else "77777"

@@ -1,4 +1,4 @@
-"""Reasoning between tags: where it begins and ends, and calls before, within and after it."""
+"""Tests of reasoning between tags: where reasoning begins and ends, and calls before, within and after reasoning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_reasoning_is_separated_from_content(read, family, inside, text, reasoni
         (f"{CALL}\n<think>And now?</think>\n{CALL}", "", "\n<think>And now?</think>", 2),
     ],
 )
-def test_calls_after_reasoning_are_calls_and_calls_within_it_are_not(read, text, reasoning, content, count):
+def test_parser_reads_calls_after_reasoning_but_not_within_reasoning(read, text, reasoning, content, count):
     found = read(text, "hermes", "qwen3")
     assert (found.reasoning, found.content, len(found.calls)) == (reasoning, content, count)
 
@@ -73,7 +73,7 @@ def test_a_tag_within_arguments_does_not_open_reasoning(read):
     assert found.reasoning == ""
 
 
-def test_many_pieces_of_reasoning_do_not_recurse(read_in_pieces):
+def test_parser_needs_no_recursion_for_many_pieces_of_reasoning(read_in_pieces):
     text = "<|channel>thought\na<channel|>" * 20_000 + "b"
     found = read_in_pieces([text], None, "gemma4")
     assert (found.reasoning, found.content) == ("a" * 20_000, "b")

@@ -1,4 +1,4 @@
-"""Families that a chat template and two options select."""
+"""Tests of selecting families of calls and reasoning by a chat template or by options."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trioserve.text.response_parsers.registry import families_of_template, named
         ("[func_name1(params_name1=params_value1)]", ("pythonic", None)),
     ],
 )
-def test_families_of_a_template(template, families):
+def test_template_selects_the_families_of_its_format(template, families):
     assert families_of_template(template) == families
 
 
@@ -54,7 +54,7 @@ def test_families_of_a_template(template, families):
         ("mistral", "deepseek_r1", ("mistral", "deepseek_r1")),
     ],
 )
-def test_named_families(tool, reasoning, expect):
+def test_options_select_families_by_name(tool, reasoning, expect):
     assert named_families(tool, reasoning, "<tool_call></tool_call><think></think>") == expect
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_name_is_refused_and_the_error_lists_known_names(tool, reason
         named_families(tool, reasoning, None)
 
 
-def test_docs_page_about_call_formats_names_every_family():
+def test_docs_page_about_call_formats_lists_every_family():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "call-formats.md").read_text(encoding="utf-8")
     calls, _, rest = page.partition("## Formats of reasoning")
     reasoning = rest.partition("## Rules for calls")[0]

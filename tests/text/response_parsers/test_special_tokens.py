@@ -1,4 +1,4 @@
-"""Grammars of calls in vocabularies where the family's markers are special tokens, as in those of the models."""
+"""Tests of call grammars for vocabularies in which the markers of the family are special tokens, as in real models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Vocabulary:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forced_calls_use_special_tokens(tools, family):
+def test_grammar_of_forced_calls_uses_special_tokens_as_markers(tools, family):
     vocabulary = Vocabulary(TOOL_FAMILIES[family].special_tokens)
     special = vocabulary.tokenizer.special_ids()
     assert set(TOOL_FAMILIES[family].special_tokens) <= set(special)
@@ -59,7 +59,7 @@ def test_forced_calls_use_special_tokens(tools, family):
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if TOOL_FAMILIES[name].call_format.trigger])
-def test_optional_calls_of_strict_tools_use_special_tokens(tools, family):
+def test_grammar_of_optional_strict_calls_uses_special_tokens_as_markers(tools, family):
     vocabulary = Vocabulary(TOOL_FAMILIES[family].special_tokens)
     special = vocabulary.tokenizer.special_ids()
     call_format = TOOL_FAMILIES[family].format_for(special)

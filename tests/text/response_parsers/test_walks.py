@@ -1,4 +1,4 @@
-"""Random walks through the grammars of forced calls: every text is parsed as calls that follow their schemas."""
+"""Tests grammars of forced calls with random texts: each text that a grammar allows is parsed as valid calls."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ def test_every_text_of_the_grammar_is_parsed_as_calls_that_follow_their_schemas(
         assert len(joined.calls) == 1 or (joined.calls and seed % 2), text
         for call in joined.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert walked or TOOL_FAMILIES[family].call_format.before  # reasoning of random bytes hardly ever ends
+    assert walked or TOOL_FAMILIES[family].call_format.before  # Reasoning of random bytes hardly ever ends.

@@ -1,4 +1,7 @@
-"""Work to parse a text is linear in its length, counted in function calls and copied characters instead of seconds."""
+"""Parsing work is linear in the length of the text.
+
+It is counted in function calls and copied characters, not in seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from trioserve.text.response_parsers.registry import make_response_parser
 from trioserve.text.response_parsers.scripts import TextSource
 from trioserve.text.response_parts import WholeCall
 
-# One family of each kind of format.
+# These families cover each kind of call format.
 KINDS = [
     "hermes",
     "mistral",
@@ -27,7 +30,7 @@ KINDS = [
 
 
 class Work:
-    """Counts function calls, including those of builtins, and characters that are copied from piece to piece."""
+    """Counts function calls, calls of builtins included, and characters that are copied from piece to piece."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -58,7 +61,7 @@ class Work:
 
 
 def hostile_texts(family: str, length: int) -> list[str]:
-    """Return texts of about this length that begin something again and again, or never end it."""
+    """Return texts of about a given length that repeat the beginning of a construct, or never end a construct."""
     call = TOOL_FAMILIES[family].call_format.written([WholeCall("write_file", '{"content": "CONTENT"}')])
     before, after = call.split("CONTENT")
     opener = next(iter(TOOL_FAMILIES[family].readers), "<|channel|>")
@@ -81,7 +84,7 @@ def hostile_texts(family: str, length: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
-def test_work_doubles_with_the_length_of_the_text(monkeypatch, tools, family):
+def test_parsing_work_doubles_if_the_text_is_twice_as_long(monkeypatch, tools, family):
     work = Work(monkeypatch)
     for short, long in zip(hostile_texts(family, 200), hostile_texts(family, 400), strict=True):
         assert work.of(family, tools, long) < 2.5 * work.of(family, tools, short), long[:60]
@@ -98,4 +101,4 @@ def test_a_megabyte_in_single_characters_is_copied_less_than_three_times(monkeyp
     shown = sum(len(getattr(part, "text", "")) for character in text for part in parser.feed(character))
     assert shown == len(said.rstrip()) + len(arguments)
     assert parser.end() == []
-    assert work.count < 3 * len(text)  # number of copied characters
+    assert work.count < 3 * len(text)  # The number of copied characters is linear, too.
