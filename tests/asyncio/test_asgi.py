@@ -175,7 +175,7 @@ def test_request_ends_if_the_hosts_send_fails(run):
 # --- mounted ---
 
 
-def test_mounted_in_fastapi_behind_a_proxy_that_strips_a_path(run):
+def test_app_works_in_fastapi_behind_a_proxy_that_strips_a_path(run):
     async def program() -> None:
         llm = asgi_app(opens())
         app = FastAPI(lifespan=llm.lifespan)
@@ -318,7 +318,7 @@ def test_failed_start_is_reported_to_the_host_in_one_sentence(run, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_without_keys_strangers_cannot_operate_the_server(backend):
+def test_remote_clients_cannot_operate_a_server_without_keys(backend):
     for options, statuses in (
         ({}, (403, 403, 403)),
         ({"allowed_host": ("testserver",)}, (200, 403, 403)),

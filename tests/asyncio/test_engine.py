@@ -60,7 +60,7 @@ async def text_of(engine: Engine, prompt: str = "a prompt", sampling: SamplingPa
 # --- the same API ---
 
 
-def test_engine_has_every_method_with_the_same_parameters():
+def test_asyncio_engine_has_every_method_of_the_trio_engine_with_equal_parameters():
     """Covers the public methods of the Trio engine, except those that other packages use to drive the engine."""
     for ours, theirs in ((Engine, TrioEngine), (trioserve.asyncio.ImageEngine, TrioImageEngine)):
         for name, method in inspect.getmembers(theirs, inspect.isfunction):
@@ -78,7 +78,7 @@ def test_engine_has_every_method_with_the_same_parameters():
         (trioserve.asyncio.ImageStream, TrioImageStream),
     ],
 )
-def test_stream_has_every_public_name(ours, theirs):
+def test_asyncio_stream_has_every_public_name_of_the_trio_stream(ours, theirs):
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert public <= set(dir(ours))
 
@@ -419,7 +419,7 @@ def test_open_requests_end_when_the_engine_closes(run, monkeypatch):
 # --- loops ---
 
 
-def test_two_engines_in_one_loop(run):
+def test_one_loop_can_run_two_engines(run):
     async def program() -> None:
         async with open_fake(response="one") as one, open_fake(response="two") as two:
             texts = await asyncio.gather(*(text_of(fake.engine) for fake in (one, two, one, two)))
@@ -430,7 +430,7 @@ def test_two_engines_in_one_loop(run):
     run(program)
 
 
-def test_one_engine_from_the_loops_of_two_threads(run):
+def test_loops_in_two_threads_can_use_one_engine(run):
     async def program() -> None:
         async with open_fake(response="one") as fake:
             in_another = asyncio.to_thread(asyncio.run, text_of(fake.engine))

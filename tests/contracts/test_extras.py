@@ -41,7 +41,7 @@ def install(
     monkeypatch.setattr(Distribution, "from_name", from_name)
 
 
-def test_checkout_installs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_of_a_checkout_installs_the_extra_from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = f"pip install -e '{ROOT}[vision]'"
     install(monkeypatch, '{"url": "file:///elsewhere", "dir_info": {"editable": true}}')
     assert install_command("vision") == expected
@@ -54,7 +54,9 @@ def test_checkout_installs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "direct_url", [None, '{"url": "file:///src", "dir_info": {}}', '{"url": "file:///x.whl", "archive_info": {}}']
 )
-def test_installed_copy_installs_by_its_name(monkeypatch: pytest.MonkeyPatch, direct_url: str | None) -> None:
+def test_command_of_an_installed_copy_installs_the_extra_by_package_name(
+    monkeypatch: pytest.MonkeyPatch, direct_url: str | None
+) -> None:
     install(monkeypatch, direct_url)
     assert install_command("vision") == "pip install 'trioserve[vision]'"
 
@@ -71,7 +73,7 @@ def test_each_extra_in_messages_is_an_extra_of_the_project() -> None:
     assert set(typing.get_args(Extra)) == set(project["optional-dependencies"]) - {"docs", "test"}
 
 
-def test_no_message_spells_the_command_itself() -> None:
+def test_no_error_message_contains_its_own_install_command() -> None:
     spelled = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in (ROOT / "trioserve").rglob("*.py")

@@ -171,7 +171,7 @@ def answering(status: int) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", (200, 503))
-def test_health_check_follows_the_server(file: Containerfile, status: int):
+def test_health_check_succeeds_only_if_the_server_is_healthy(file: Containerfile, status: int):
     assert ("GET", HEALTH) in {(operation.method, operation.path) for operation in OPERATIONS}
     python, *arguments = file.healthcheck
     assert python == "python3"

@@ -69,7 +69,7 @@ def test_text_of_a_drawing_is_at_least_12_pixels_high_on_a_page(drawing):
     assert min(sizes) * min(scale, 1.0) >= 12
 
 
-def test_architecture_and_kernels_are_short():
+def test_pages_about_architecture_and_kernels_have_a_limited_length():
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 200
     assert len((ROOT / "kernels/README.md").read_text(encoding="utf-8").split()) <= 2500
 

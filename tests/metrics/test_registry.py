@@ -25,7 +25,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return samples(metrics)[name, tuple(sorted({"model_name": "tiny", "engine": "0", **labels}.items()))]
 
 
-def test_names_are_unique_and_match_their_kind() -> None:
+def test_metric_names_are_unique_and_match_the_kind_of_metric() -> None:
     names = [metric.name for metric in CATALOGUE]
     assert len(names) == len(set(names))
     for metric in CATALOGUE:
@@ -217,7 +217,7 @@ def test_process_metrics_have_the_usual_names() -> None:
     assert [name for name, _labels in shown].count("process_resident_memory_bytes") == 1
 
 
-def test_cancel_to_free_steps_separates_zero_one_and_more_steps() -> None:
+def test_buckets_of_cancel_to_free_steps_separate_zero_one_and_more_steps() -> None:
     metrics = Metrics("tiny")
     for steps in (0, 0, 1, 2):
         metrics.cancel_to_free_steps.labels("decode").observe(steps)

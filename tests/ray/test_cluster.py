@@ -58,7 +58,7 @@ def test_chat_has_the_same_text_streamed_and_unstreamed(llm: Cluster):
             client.chat.completions.create(**{**asked, "max_tokens": -1})
 
 
-def test_client_that_leaves_a_stream_frees_its_blocks(llm: Cluster):
+def test_blocks_of_a_stream_are_freed_when_its_client_disconnects(llm: Cluster):
     assert load(llm, "llm")["kv_usage"] == 0
     with started_stream(llm, "llm", max_tokens=4000):
         wait_until(lambda: load(llm, "llm")["running"] == 1, "for the request to run")

@@ -186,7 +186,7 @@ def test_engines_of_a_group_are_placed_on_both_nodes_and_become_endpoints(group:
     assert {node_of(process_at(url, engines)) for url in endpoints} == set(group.order(raylets=True)["ids"])
 
 
-def test_client_that_leaves_a_stream_frees_its_blocks_and_its_lease(router: Router):
+def test_blocks_and_lease_of_a_stream_are_freed_when_its_client_disconnects(router: Router):
     urls = router.serving()
     assert [get(address_of(url), "/load")["kv_usage"] for url in urls] == [0, 0]
     with started_stream(router.address, max_tokens=4000):

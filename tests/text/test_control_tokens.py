@@ -448,7 +448,7 @@ def test_a_users_marker_does_not_open_reasoning(chatml: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("flags", [{"normalized": True}, {"lstrip": True, "rstrip": True}, {"single_word": True}])
-def test_flags_of_control_tokens_keep_their_meaning(flags: dict[str, bool]) -> None:
+def test_control_tokens_with_any_flags_are_encoded_as_usual_and_stay_text_in_messages(flags: dict[str, bool]) -> None:
     for backend in (qwen_like, sentence_piece_bpe, gemma_like):
         tokenizer = with_tokens(backend(), **flags)
         honest = encoded(tokenizer, CHATML, [user("a  b ")])

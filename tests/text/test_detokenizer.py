@@ -60,7 +60,7 @@ def test_joined_sentence_piece_deltas_equal_the_decoded_text(
 
 @SETTINGS
 @hypothesis.given(text=strategies.text(max_size=30))
-def test_text_is_shown_in_whole_characters(text: str, byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
+def test_decoder_returns_only_whole_characters(text: str, byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
     for tokenizer in (byte_level, sentence_piece):
         pieces = streamed(tokenizer, tokenizer.encode(text), skip=False)
         shown = "".join(pieces)
@@ -68,7 +68,7 @@ def test_text_is_shown_in_whole_characters(text: str, byte_level: Tokenizer, sen
         assert pieces[-1] == ""
 
 
-def test_a_character_is_shown_with_its_last_byte(byte_level: Tokenizer) -> None:
+def test_decoder_returns_a_character_after_its_last_byte(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("🦆!")
     assert [piece for piece in streamed(byte_level, token_ids, skip=True) if piece] == ["🦆", "!"]
 

@@ -60,7 +60,7 @@ def characters(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.encode(character)[0] for character in text]
 
 
-def test_deltas_have_all_tokens_and_all_text(byte_level: Tokenizer) -> None:
+def test_joined_deltas_contain_all_tokens_and_all_text(byte_level: Tokenizer) -> None:
     text = "Größe 🦆 in 日本"
     token_ids = byte_level.encode(text)
     deltas = one_by_one(byte_level, token_ids, finished())

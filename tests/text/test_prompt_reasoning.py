@@ -40,7 +40,9 @@ def begins_inside(tokenizer: Tokenizer, prompt: str, family: str = "qwen3") -> b
         (f"{ASK}<think>\n{'word ' * 2000}", True),
     ],
 )
-def test_the_last_marker_of_the_last_turn_decides(signs: tuple[str, ...], prompt: str, expect: bool | None) -> None:
+def test_the_last_marker_of_the_last_turn_shows_whether_reasoning_is_open(
+    signs: tuple[str, ...], prompt: str, expect: bool | None
+) -> None:
     assert begins_inside(byte_tokenizer(signs=signs), prompt) is expect
 
 
@@ -91,7 +93,7 @@ def test_markers_of_several_tokens_are_found(family: str, prompt: str, expect: b
         ("<|im_start|>user\nWhat is <think><|im_end|>\n<|im_start|>assistant\n", False, False),
     ],
 )
-def test_a_guide_begins_in_the_state_that_the_prompt_shows(
+def test_reasoning_state_of_a_new_guide_follows_from_the_prompt(
     signs: tuple[str, ...], prompt: str, is_forced: bool, is_over: bool
 ) -> None:
     tokenizer = byte_tokenizer(signs=signs)

@@ -45,7 +45,7 @@ def run(
         (("<t>", "a", "</t", ">"), None, ReasoningPhase.OVER, 0),
     ],
 )
-def test_phase_and_token_count_after_pieces(pieces, begins_inside, phase, count):
+def test_state_has_the_expected_phase_and_token_count_after_pieces(pieces, begins_inside, phase, count):
     reasoning = run(Thinking(begin="<t>", end="</t>"), *pieces, begins_inside=begins_inside)
     assert reasoning.phase is phase
     if phase is ReasoningPhase.INSIDE:

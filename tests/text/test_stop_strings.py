@@ -111,15 +111,15 @@ def test_text_that_was_held_back_is_shown_at_the_end() -> None:
     check(["stop"], ["a st", "o"], expect=["a ", "", "sto"], found=None)
 
 
-def test_the_stop_string_that_is_complete_first_wins() -> None:
+def test_the_stop_string_that_is_complete_first_is_found() -> None:
     check(["abcd", "c"], ["xabcd"], expect=["xab"], found="c")
 
 
-def test_the_longer_of_two_stop_strings_that_end_together_wins() -> None:
+def test_the_longer_of_two_stop_strings_that_end_together_is_found() -> None:
     check(["c", "abc"], ["xabc"], expect=["x"], found="abc")
 
 
-def test_a_shorter_stop_string_does_not_wait_for_a_longer_one() -> None:
+def test_a_complete_stop_string_does_not_wait_for_a_longer_stop_string() -> None:
     check(["ab", "abc"], ["ab", "c"], expect=[""], found="ab")
 
 

@@ -301,5 +301,5 @@ def test_a_long_chat_is_well_within_the_bounds() -> None:
      '{"a": [1, "x"]}[\n 1\n]{"a":1}'),
     ("{{ dict(a=1) }}{{ namespace(a=2).a }}{{ 'x' is in 'xyz' }}", "{'a': 1}2True"),
 ])  # fmt: skip
-def test_charging_does_not_change_the_output_of_templates(source: str, text: str) -> None:
+def test_charging_costs_does_not_change_the_output_of_templates(source: str, text: str) -> None:
     assert render(source) == text

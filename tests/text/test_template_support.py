@@ -147,13 +147,13 @@ def test_arguments_that_stay_json_text_are_checked_too() -> None:
         rendered(JOINS, broken, None)
 
 
-def test_a_history_that_is_shown_only_with_tools_becomes_text_without_tools() -> None:
+def test_calls_in_a_request_without_tools_become_text_if_the_template_drops_them() -> None:
     source = "{% if not tools %}" + PLAIN + "{% else %}" + WITH_TOOLS + "{% endif %}"
     assert "<call>weather" in rendered(source, HISTORY, TOOLS)
     assert "<tool_response>\nrain" in rendered(source, HISTORY, None)
 
 
-def test_developer_becomes_system_unless_the_template_knows_the_role() -> None:
+def test_role_developer_becomes_system_unless_the_template_shows_developer() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, USER]
     for source in (PLAIN, FIRST_SYSTEM):
         assert rendered(source, messages, None) == rendered(source, [SYSTEM, USER], None)

@@ -71,7 +71,7 @@ def test_bytes_of_every_token_equal_its_decoded_text(smollm2: Tokenizer) -> None
         assert smollm2.token_bytes(token_id).decode("utf-8", "replace") == expected
 
 
-def test_ids_without_a_text_decode_to_nothing(byte_level: Tokenizer) -> None:
+def test_ids_without_a_text_decode_to_empty_text(byte_level: Tokenizer) -> None:
     for token_id in (-1, byte_level.vocab_size, 2**31, 2**32, 2**70):
         assert byte_level.token_text(token_id) == ""
         assert byte_level.token_bytes(token_id) == b""

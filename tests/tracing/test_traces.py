@@ -99,7 +99,7 @@ async def test_refused_request_has_a_span_with_its_error(collector, otel, autoju
     assert collector.children(refused[0]) == []
 
 
-async def test_polled_routes_leave_no_trace(collector, otel, autojump_clock):
+async def test_requests_to_polled_routes_are_not_traced(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer) as server:
         for path in ("/health", "/ready", "/load", "/metrics"):
             await server.client().get(path)

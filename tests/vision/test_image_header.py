@@ -128,11 +128,11 @@ def test_second_frame_of_a_jpeg_is_refused() -> None:
         read_header(jpeg_with(segment(0xC0, frame)), LIMITS, "x")
 
 
-def test_scans_after_the_end_of_a_jpeg_do_not_count() -> None:
+def test_scans_after_the_end_of_a_jpeg_are_not_counted() -> None:
     assert read_header(saved("JPEG") + jpeg_scans(100), LIMITS, "x") == ImageHeader("JPEG", 16, 8)
 
 
-def test_preview_inside_of_a_jpeg_does_not_count() -> None:
+def test_scans_of_a_preview_inside_of_a_jpeg_are_not_counted() -> None:
     preview = saved("JPEG", (4, 4))
     assert read_header(jpeg_with(segment(0xE1, preview)), LIMITS, "x") == ImageHeader("JPEG", 16, 8)
 

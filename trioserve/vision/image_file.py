@@ -59,7 +59,7 @@ def pixels_of(content: bytes, place: str) -> Image:
     header = scan_header(content, place)
     try:
         return _upright(_rgb(_loaded(content, header)), header.orientation)
-    except Exception as error:  # a decoder may raise anything on untrusted bytes
+    except Exception as error:  # A decoder may raise any exception on untrusted bytes.
         raise _damaged(place, error) from error
 
 
@@ -88,7 +88,7 @@ def transparency_of(content: bytes, place: str) -> Image | None:
         if alpha.getextrema() == (255, 255):  # Many programs write an alpha channel that is opaque everywhere.
             return None
         return _upright(PIL.ImageChops.invert(alpha), header.orientation)
-    except Exception as error:  # a decoder may raise anything on untrusted bytes
+    except Exception as error:  # A decoder may raise any exception on untrusted bytes.
         raise _damaged(place, error) from error
 
 

@@ -150,7 +150,7 @@ def test_reasoning_is_shown_at_once(reasoning):
         },
     )
 )
-def test_calls_with_any_arguments_are_parsed_as_they_were_written(read_in_pieces, family, arguments):
+def test_parsed_calls_equal_written_calls_for_any_arguments(read_in_pieces, family, arguments):
     both = OfferedTool(
         name="both",
         parameters={
