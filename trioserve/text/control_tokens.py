@@ -34,7 +34,7 @@ from trioserve.text.token_span import steps_of
 __all__ = ["ChatText", "ControlTokens"]
 
 SECRET_BYTES = 12  # Number of random bytes in a control token's secret name.
-SHORT_CHARACTERS = 1000  # Longest text that one call of str.translate processes.
+SHORT_CHARACTERS = 1000  # A text up to this length is translated in one call, without slices.
 PLANE = 0x10000  # Number of characters in one Unicode plane.
 PLANES = (*range(4, 14), 15, 16)  # Unicode planes without assigned characters, and planes for private use.
 

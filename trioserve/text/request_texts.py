@@ -37,7 +37,7 @@ class TokenPattern:
         self._pattern: re.Pattern[str] | None = None
         try:
             self._pattern = re.compile(_alternatives(set(tokens))) if tokens else None
-        except (RecursionError, re.error):  # Such tokens are a long chain of prefixes, for example.
+        except (RecursionError, re.error):  # Thousands of tokens may be prefixes of each other.
             self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
     def find(self, text: str) -> Iterator[re.Match[str]]:

@@ -43,7 +43,7 @@ _SEPARATOR = "<|sep|>"
 _ATTRIBUTE = re.compile(r'\b(\w+)="([^"]*)"')
 _CLOSINGS = (Closing(tag=_ARGUMENT_END, followed_by=(_ARGUMENT, _CALL_END)),)
 
-# The tag that opens the response channel also ends reasoning. So reasoning is not open in a prompt that ends with this
+# The tag that opens the response channel also ends reasoning. So reasoning is not open in a prompt that contains this
 # tag.
 K3_REASONING = ReasoningTags(
     opening=("<|open|>think<|sep|>",), closing=("<|close|>think<|sep|>", _RESPONSE), interleaves=True
