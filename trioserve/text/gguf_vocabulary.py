@@ -383,7 +383,7 @@ def _named_token(
 
 
 def _pad_token(metadata: Mapping[str, object], tokens: Sequence[str]) -> str | None:
-    """Return the text of the padding token, or None if the file names none or has a wrong id.
+    """Return the text of the padding token, or None if the file names no padding token or has a wrong id.
 
     The server pads nothing and only reports the token to clients, so a wrong id is not an error.
     """

@@ -197,7 +197,7 @@ class CompiledGrammar:
         self.mask_count = 0
 
     def new_matcher(self) -> LLMatcher:
-        """Return a matcher for one sequence. Costs microseconds."""
+        """Return a matcher for one sequence. This takes microseconds."""
         self._sequences_left -= 1
         return self._matcher.deep_copy()
 
@@ -211,7 +211,7 @@ class CompiledGrammar:
 
     @property
     def byte_count_max(self) -> int:
-        """Worst-case memory of the grammar after the masks that were filled."""
+        """Worst-case memory of the grammar after all masks that were filled so far."""
         return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
 
 

@@ -42,7 +42,7 @@ def is_guided(sampling: SamplingParams) -> bool:
 
 
 class PreparedGuides:
-    """Makes the guides of one request, one per sequence.
+    """Makes the guides of one request. Each sequence gets its own guide.
 
     Args:
         compiler: Compiler for the model.

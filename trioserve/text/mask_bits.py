@@ -1,4 +1,4 @@
-"""Operations on one row of a token mask in memory. Token i is bit i % 32 of uint32 word i // 32."""
+"""Operations on one row of a token mask in memory. Bit i % 32 of uint32 word i // 32 belongs to token i."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def has_bit(row: bytes, token_id: int) -> bool:
 
 
 def has_any_bit(address: int, token_ids: Iterable[int]) -> bool:
-    """Return True if a row has the bit of at least one of the tokens.
+    """Return True if the bit of at least one of the given tokens is set in a row.
 
     Args:
         address: Memory address of the row.
@@ -84,7 +84,7 @@ def has_any_bit(address: int, token_ids: Iterable[int]) -> bool:
 
 
 def is_row_empty(address: int, words_per_row: int) -> bool:
-    """Return True if a row has no bit set.
+    """Return True if no bit is set in a row.
 
     Args:
         address: Memory address of the row.

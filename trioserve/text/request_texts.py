@@ -1,4 +1,4 @@
-"""Texts of a chat that come from the request: finds control tokens in them, and makes a copy with parts replaced."""
+"""Finds control tokens in the texts of a chat that come from the request, and copies the chat with replaced texts."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def in_slices(text: str) -> Iterator[str]:
 
 
 def _alternatives(words: set[str]) -> str:
-    """Return a pattern that matches any of the words and reads common prefixes once.
+    """Return a pattern that matches any of the words. It contains a common prefix of several words only once.
 
-    Thousands of words may begin with `<`.
+    This makes the pattern fast, since thousands of words may begin with `<`.
     """
     begin = os.path.commonprefix(list(words))  # noqa: RUF071 # the common prefix of texts, not of paths
     rests = {word[len(begin) :] for word in words}
@@ -198,7 +198,7 @@ class RequestTexts:
         return texts
 
     def are_risky(self, prompt: ChatPrompt) -> bool:
-        """Return True if any text in the chat would be replaced.
+        """Return True if `replaced_in` would change any text of a chat.
 
         Args:
             prompt: The chat.

@@ -1,6 +1,6 @@
 """Parts of a response: content, reasoning and tool calls.
 
-The parser of a model family splits the text into parts. APIs that send a response as a whole join them again.
+The parser of a model family splits the text into parts. APIs that send a response as a whole join its parts again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ToolCallBegin(msgspec.Struct, frozen=True):
     Attributes:
         index: Index of the call in the response: 0, 1, ...
         name: Name of the function.
-        id: Id that the model wrote, or None if its family writes no ids.
+        id: Id that the model wrote, or None if the model's family writes no ids.
     """
 
     index: int
@@ -93,7 +93,7 @@ class ResponseParser(Protocol):
         ...
 
     def end(self) -> list[ResponsePart]:
-        """Return the parts of the text that was held back. Call this once, when no more text follows."""
+        """Return the parts of the text that was held back. Call this method once, when no more text follows."""
         ...
 
 

@@ -314,7 +314,7 @@ class SchemaLogic:
 
 
 def type_names(schema: Schema) -> frozenset[str]:
-    """Return the types that a schema accepts. "integer" is included if "number" is.
+    """Return the types that a schema accepts. If "number" is included, "integer" is included, too.
 
     Args:
         schema: The schema.
@@ -498,7 +498,7 @@ def _property(schema: dict[str, Any], name: str) -> Schema:
 
 
 def _is_above(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if all numbers of one schema are above all numbers of the other."""
+    """Return True if all numbers of the first schema are greater than all numbers of the second schema."""
     for least in ("minimum", "exclusiveMinimum"):
         for most in ("maximum", "exclusiveMaximum"):
             low, high = one.get(least), other.get(most)
@@ -519,7 +519,7 @@ def _type_of(value: Any) -> str:
 
 
 def _is_below(one: Any, other: Any) -> bool:
-    """Return True if both are numbers and the first is less than the second."""
+    """Return True if both values are numbers and the first number is less than the second."""
     return _is_number(one) and _is_number(other) and bool(one < other)
 
 

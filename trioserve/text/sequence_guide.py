@@ -214,7 +214,7 @@ class SequenceGuide:
     # --- private ---
 
     def _open(self, token_id: int, opening: Sequence[int]) -> bool:
-        """Accept a token while the response may begin with reasoning or with the grammar.
+        """Accept a token while the response may still begin with reasoning or with text of the grammar.
 
         Args:
             token_id: The token.

@@ -294,7 +294,7 @@ class BadWords:
         return 0 if self._automaton is None else self._automaton.advance(state, _character(token_id))
 
     def bars_any(self, state: int) -> bool:
-        """Return True if any token is barred next.
+        """Return True if a bad word bars any token as the next token.
 
         Args:
             state: State of the sequence.
@@ -313,7 +313,7 @@ class BadWords:
         return False
 
     def barred(self, state: int) -> set[int]:
-        """Return all tokens that are barred next.
+        """Return all tokens that bad words bar as the next token.
 
         Args:
             state: State of the sequence.

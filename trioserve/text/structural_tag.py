@@ -88,7 +88,7 @@ class StructuralTagGrammar:
 
     @property
     def grammar(self) -> str:
-        """Source for llguidance: the Lark grammar, or JSON with several grammars."""
+        """Source text for llguidance: the Lark grammar, or JSON that contains several grammars."""
         if not self._side_grammars:
             return self.lark
         return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": self.lark}, *self._side_grammars]})

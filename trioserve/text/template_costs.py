@@ -286,7 +286,7 @@ def _brace_size(text: str, values: Any) -> int:
 
 
 def refuse_wide_fields(date_format: str) -> None:
-    """Refuse a date format with a field width, which no honest template needs.
+    """Refuse a date format with a field width. No honest template needs a field width.
 
     Args:
         date_format: Format for strftime.
@@ -569,7 +569,7 @@ def _join_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 
 def _text_filter(charge: Callable[[str, tuple[Any, ...]], None]) -> Callable[[Any, tuple[Any, ...]], None]:
-    """Return the charge of a filter that applies a method of texts to the printed value.
+    """Return a function that charges a filter. The filter applies a method of texts to the printed value.
 
     Args:
         charge: Charge of the method.

@@ -89,7 +89,7 @@ def render_within_bounds(template: jinja2.Template, arguments: dict[str, Any]) -
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja environment for chat templates of the Hugging Face hub, in which every operation is charged.
 
-    Constants are not folded at compile time, since that would compute outside of any budget.
+    Constants are not folded at compile time, since this computation would not be charged to any budget.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})

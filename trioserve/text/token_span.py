@@ -73,7 +73,7 @@ class TokenSpan:
         self.bytes_max = shrinks * max([longest, *(_added_bytes(backend, token) for token in _added_tokens(backend))])
 
     def token_count_min(self, text: str) -> int:
-        """Return a lower bound of a text's token count. 0 if no bound is certain.
+        """Return a lower bound of a text's token count. The bound is 0 if no other bound is certain.
 
         Args:
             text: The text.
@@ -124,7 +124,7 @@ def _replaces_by_no_less(step: dict[str, Any]) -> bool:
 
 
 def steps_of(part: Any, inner: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, in order, as its file describes them.
+    """Return the steps of a normalizer or pre-tokenizer in order, in the notation of tokenizer.json.
 
     Args:
         part: The normalizer or pre-tokenizer, or None.

@@ -100,7 +100,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
-        """Build a tokenizer from a directory with a tokenizer.json and the files around it.
+        """Build a tokenizer from a directory with a tokenizer.json and the other files of a tokenizer.
 
         Args:
             path: The directory.
@@ -320,7 +320,7 @@ class Tokenizer:
         used = self._backend if encoder is None else encoder
         try:
             # Among the library's encoding methods, only the batch methods release the GIL. The fast variant omits the
-            # text offsets of the tokens, which are not needed here.
+            # text offsets of the tokens, which this method does not need.
             return used.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
             text = next((text for text in texts if any("\ud800" <= letter <= "\udfff" for letter in text)), "")

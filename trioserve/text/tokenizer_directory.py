@@ -387,7 +387,7 @@ def _added_token(entry: object) -> AddedToken:
 
 
 def _mark_special(backend: tokenizers.Tokenizer, contents: tuple[str | None, ...]) -> None:
-    """Make the given tokens of the vocabulary special."""
+    """Change the given tokens of the vocabulary into special tokens."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for content in contents:
         if content is None or backend.token_to_id(content) is None:

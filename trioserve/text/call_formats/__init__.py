@@ -1,1 +1,1 @@
-"""Formats of tool calls, one per module: a script that reads calls, and a CallFormat that writes and forces them."""
+"""Formats of tool calls. Each module has a script that reads calls, and a CallFormat that writes and forces calls."""

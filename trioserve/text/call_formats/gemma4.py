@@ -38,7 +38,7 @@ class _At(enum.Enum):
 
 
 def read_gemma4_call(reading: CallReading) -> Script[None]:
-    """Read a call after the token that opens it.
+    """Read one call and its closing token. The opening token of the call was already read.
 
     Args:
         reading: State of the script.

@@ -33,7 +33,7 @@ _CLOSINGS = (
 
 
 def read_glm_call(reading: CallReading) -> Script[None]:
-    """Read a call after its opening tag.
+    """Read one call and its closing tag. The opening tag was already read.
 
     Args:
         reading: State of the script.

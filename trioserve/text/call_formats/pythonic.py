@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4, Olmo 3: calls in Python, as a list [get_weather(city="Paris"), get_time()] or one per line."""
+"""Llama 3.2 and 4, Olmo 3: Python calls, as a list [get_weather(city="Paris"), get_time()] or one call per line."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # A piece of type st
 
 
 class JsonOf(msgspec.Struct, frozen=True):
-    """JSON that a schema accepts.
+    """A piece that matches JSON that a schema accepts.
 
     Attributes:
         schema: The schema.
@@ -41,7 +41,7 @@ class JsonOf(msgspec.Struct, frozen=True):
 
 
 class RawUntil(msgspec.Struct, frozen=True):
-    """Any text up to and including the first `stop`.
+    """A piece that matches any text up to and including the first `stop`.
 
     Attributes:
         stop: The text that ends the piece.
@@ -51,7 +51,7 @@ class RawUntil(msgspec.Struct, frozen=True):
 
 
 class AnyOf(msgspec.Struct, frozen=True):
-    """One of several sequences of pieces.
+    """A piece that consists of one of several sequences of pieces.
 
     Attributes:
         choices: The sequences.
@@ -61,7 +61,7 @@ class AnyOf(msgspec.Struct, frozen=True):
 
 
 class Maybe(msgspec.Struct, frozen=True):
-    """Optional pieces.
+    """A piece that consists of optional pieces.
 
     Attributes:
         pieces: The pieces.

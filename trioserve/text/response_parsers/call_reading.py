@@ -57,7 +57,7 @@ class CallReading:
         self.source.mark()
 
     def end_closed_calls(self) -> None:
-        """Complete all closed calls, as `end_call` does for one call."""
+        """Complete all closed calls, in the same way as `end_call` completes one call."""
         self.sink.end_closed_calls()
         self.source.mark()
 

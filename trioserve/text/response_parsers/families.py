@@ -1,4 +1,4 @@
-"""Formats of calls and reasoning of all model families, under vLLM's names where vLLM has one."""
+"""Formats of calls and reasoning of all model families. A family has the same name as in vLLM if vLLM supports it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     older_formats: dict[str, CallFormat] = {}
 
     def format_for(self, special_token_ids: Mapping[str, int]) -> CallFormat:
-        """Return the format for a vocabulary.
+        """Return the format of calls that models with a given vocabulary use.
 
         Args:
             special_token_ids: Special tokens of the vocabulary, by their text.

@@ -209,7 +209,7 @@ class JsonScanner(ValueScanner):
 
 
 class JsonStringDecoder:
-    """Decodes a JSON string that comes in pieces, from after its opening quote to its closing quote."""
+    """Decodes a JSON string that arrives in pieces, from its first character to its closing quote."""
 
     __slots__ = ("_escape", "_high", "_out", "state")
 

@@ -37,9 +37,9 @@ _SPACE = re.compile(r"\s+")
 
 
 class NotACall(Exception):
-    """The text began like a call but is not one.
+    """The text began like a call but is not a call.
 
-    Raised by a script that reads a call, and caught by the script that runs it.
+    A script that reads a call raises this error, and the script that runs it catches the error.
     """
 
 
@@ -214,7 +214,7 @@ class TextSource:
         return found
 
     def skip_space(self) -> Script[str]:
-        """Read white space. Return the character after it without reading it, or "" at the end of the text."""
+        """Read white space. Return the next character without reading it, or "" at the end of the text."""
         while True:
             if match := _SPACE.match(self.text, self.at):
                 self.at = match.end()
@@ -225,7 +225,7 @@ class TextSource:
             yield
 
     def need_after_space(self) -> Script[str]:
-        """Read white space. Return the character after it without reading it.
+        """Read white space. Return the next character without reading it.
 
         Raises:
             TextEnded: The text has ended.
