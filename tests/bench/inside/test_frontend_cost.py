@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
+import threading
 
 import pytest
 
-from trioserve.bench.inside import frontend_cost
+from trioserve.bench.inside import frontend_cost, frontend_load
+from trioserve.bench.inside.frontend_load import ACK, DATA, END_STREAM, PING, SETTINGS
 
 
 @pytest.mark.slow
@@ -30,3 +33,28 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys, monkeypatch):
     costs = json.loads(line)["costs"]
     assert [cost["what"] for cost in costs] == ["event", "small request", "small request"]
     assert len(table) == len(costs) + 1
+
+
+def test_the_http2_client_answers_a_ping():
+    answers: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.settimeout(10)
+        with connection:
+            connection.sendall(
+                frontend_load._frame(SETTINGS, 0, 0, b"") + frontend_load._frame(PING, 0, 0, b"12345678")
+            )
+            received = b""
+            while (ping := frontend_load._frame(PING, ACK, 0, b"12345678")) not in received:
+                received += connection.recv(65_536) or pytest.fail("the client left")
+            answers.append(ping)
+            connection.sendall(frontend_load._frame(DATA, END_STREAM, 1, b"data: {}\n\n"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        assert frontend_load._http2(listener.getsockname()[1], 1, b"{}", 1) == 1
+        server.join()
+    assert len(answers) == 1

@@ -15,7 +15,8 @@ __all__: list[str] = []
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 WINDOW_BYTES = 2**31 - 1
 READ_BYTES = 262_144
-DATA, HEADERS, SETTINGS, WINDOW_UPDATE = 0, 1, 4, 8
+DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
+ACK = 1
 END_STREAM, END_HEADERS = 1, 4
 INITIAL_WINDOW_SIZE = 4
 EVENT = b"data: {"
@@ -43,7 +44,7 @@ def _http2(port: int, streams: int, body: bytes, repeats: int) -> int:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         settings = _frame(SETTINGS, 0, 0, INITIAL_WINDOW_SIZE.to_bytes(2) + WINDOW_BYTES.to_bytes(4))
         window = _frame(WINDOW_UPDATE, 0, 0, (WINDOW_BYTES - 65_535).to_bytes(4))
-        connection.sendall(PREFACE + settings + window + _frame(SETTINGS, 1, 0, b""))
+        connection.sendall(PREFACE + settings + window + _frame(SETTINGS, ACK, 0, b""))
         rest = b""
         stream_id = 1
         for _ in range(repeats):
@@ -60,6 +61,8 @@ def _http2(port: int, streams: int, body: bytes, repeats: int) -> int:
                     kind, flags = rest[position + 3], rest[position + 4]
                     if kind == DATA:
                         events += rest.count(EVENT, position + 9, end)
+                    elif kind == PING and not flags & ACK:  # a server ends a connection that does not answer
+                        connection.sendall(_frame(PING, ACK, 0, rest[position + 9 : end]))
                     ended += kind in (DATA, HEADERS) and bool(flags & END_STREAM)
                     position = end
                 rest = rest[position:]
