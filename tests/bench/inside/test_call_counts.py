@@ -19,10 +19,10 @@ def test_flow_has_equal_counts_in_every_run(flow):
 
 
 CEILINGS = {
-    "prompt in": (445, 330, 92),
-    "token out": (135, 122, 46),
-    "disconnect": (52, 44, 21),
-    "relayed event": (40, 27, 16),
+    "prompt in": (430, 320, 88),
+    "token out": (109, 98, 41),
+    "disconnect": (40, 37, 18),
+    "relayed event": (40, 26, 15),
 }
 """Most calls, functions and files of each flow. Lower them when a flow gets shorter."""
 
@@ -40,11 +40,6 @@ def test_prompt_in_passes_through_the_expected_packages():
     counts = call_counts.counted("prompt in")
     assert counts.packages >= 5, "from http to core"
     assert counts.files > counts.packages
-
-
-def test_relayed_event_passes_few_calls():
-    """A connection in memory yields at every write. So each frame of the request counts twice for each event."""
-    assert call_counts.counted("relayed event").calls <= 42
 
 
 @pytest.mark.slow
