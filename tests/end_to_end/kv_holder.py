@@ -6,13 +6,13 @@ that another process releases. The program ends when its standard input ends.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from functools import partial
 
 import msgspec
 import trio
 
+from trioserve.connectors.registry import find_connector
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, KVLayout, Released
@@ -31,7 +31,7 @@ async def hold(connector_name: str, request_count: int, block_count: int) -> Non
     pages.fill(blocks, SEED)
     woken = trio.Event()
     setup = ConnectorSetup(engine_id="holder", role="prefill", pages=pages, options={}, wake=lambda: woken.set())
-    connector = importlib.import_module(f"trioserve.connectors.{connector_name}").make_connector(setup)
+    connector = find_connector(connector_name)(setup)
 
     async def run(*, task_status: trio.TaskStatus[None]) -> None:
         await connector.run(task_status=task_status)

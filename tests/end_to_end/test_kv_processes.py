@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import trio
 
+from trioserve.connectors.registry import find_connector
 from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.kv_transfer import ConnectorSetup, Loaded, LoadFailed
 from trioserve.contracts.kv_transfer_params import KVTransferParams
@@ -95,8 +96,7 @@ class Reader:
         self.block_count = block_count
         self.woken = trio.Event()
         self.reports: list[Loaded | LoadFailed] = []
-        module = importlib.import_module(f"trioserve.connectors.{connector}")
-        self.connector = module.make_connector(
+        self.connector = find_connector(connector)(
             ConnectorSetup(engine_id="reader", role="decode", pages=self.pages, options={}, wake=self._wake)
         )
 

@@ -61,7 +61,7 @@ def placer(tmp_path: Path) -> Placer:
 def ray(placer: Placer, monkeypatch: pytest.MonkeyPatch) -> Placer:
     """Let engines use the stand-in instead of Ray."""
     monkeypatch.setattr(placed, "COMMAND", placer.command("places"))
-    monkeypatch.setattr("trioserve.assemble.check_ray_is_installed", lambda: None)
+    monkeypatch.setattr("trioserve.assemble_ranks.check_ray_is_installed", lambda: None)
     return placer
 
 
