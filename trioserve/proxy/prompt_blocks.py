@@ -7,18 +7,20 @@ that an engine would refuse has no names: the endpoint reports the error to the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import trio
 
-from trioserve.admission.prompt_encoder import PromptEncoder
-from trioserve.admission.text_threads import TextRunner, TextThreads
 from trioserve.api.openai.chat_prompt import chat_prompt
 from trioserve.api.openai.request_types import ChatBody, CompletionBody, GenerationBody, decode_body
 from trioserve.contracts.adapter import adapter_salt
 from trioserve.contracts.block_hash import BlockHash, hash_block, root_hash
 from trioserve.contracts.errors import InvalidRequest, Overloaded
 from trioserve.contracts.prompt import Prompt
-from trioserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from trioserve.admission.text_threads import TextRunner, TextThreads
+    from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "PROMPT_TOKENS_MAX", "PromptBlocks", "block_names", "named_blocks"]
 
@@ -40,6 +42,9 @@ class PromptBlocks:
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: TextThreads) -> None:
+        # Imported here, because only a router that names prompts needs a tokenizer and Jinja.
+        from trioserve.admission.prompt_encoder import PromptEncoder
+
         self._texts = texts
         self._encoder = PromptEncoder(
             tokenizer, texts, vocab_size=tokenizer.vocab_size, context_tokens_max=PROMPT_TOKENS_MAX
