@@ -1,4 +1,4 @@
-"""`python -m trioserve bench`: measures servers over HTTP, and parts of this program in the process."""
+"""`python -m trioserve bench`: measures servers over HTTP, and parts of trioserve inside of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def run_bench(arguments: Sequence[str]) -> int:
     """Run a benchmark.
 
     Args:
-        arguments: of the command line after `bench`.
+        arguments: arguments of the command line after `bench`.
 
     Returns:
         Exit code of the program.
@@ -32,7 +32,8 @@ def _run_inside(arguments: Sequence[str]) -> int:
 
 
 def _open_engine(*options: Any, **more: Any) -> Any:
-    from trioserve.assemble import open_engine  # imported late: kernels are also measured on machines without trio
+    # This import is late, because benchmarks of kernels also run on machines without trio.
+    from trioserve.assemble import open_engine
 
     return open_engine(*options, **more)
 

@@ -1,7 +1,7 @@
-"""Child processes of one program: their start, the events that they cause, and the orders for them.
+"""Starts the child processes of a program, and defines their events and the orders for them.
 
-A program with child processes decides without waiting: it gets events and returns orders. A process has a key, which is
-its name or its number.
+Code that never waits makes the decisions of such a program: it receives events and returns orders. Each process has a
+key, which is its name or its number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = TypeVar("Key")
 
 
 class Serving(msgspec.Struct, Generic[Key], frozen=True):
-    """A process accepts requests.
+    """Event: a process accepts requests.
 
     Attributes:
         key: Name or number of the process.
@@ -35,7 +35,7 @@ class Serving(msgspec.Struct, Generic[Key], frozen=True):
 
 
 class Ended(msgspec.Struct, Generic[Key], frozen=True):
-    """A process has ended.
+    """Event: a process has ended.
 
     Attributes:
         key: Name or number of the process.
@@ -47,7 +47,7 @@ class Ended(msgspec.Struct, Generic[Key], frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """The program received a signal that stops it.
+    """Event: the program received a signal that stops it.
 
     Attributes:
         number: SIGINT or SIGTERM.
@@ -60,7 +60,8 @@ class Order(msgspec.Struct, Generic[Key], frozen=True):
     """Order for one process.
 
     Attributes:
-        what: "start" it, "stop" it (send the stop signal, also repeatedly), or "kill" it with SIGKILL.
+        what: "start" starts the process, "stop" sends the stop signal (perhaps several times), and "kill" sends
+            SIGKILL.
         key: Name or number of the process.
     """
 
@@ -69,7 +70,7 @@ class Order(msgspec.Struct, Generic[Key], frozen=True):
 
 
 async def start_child(nursery: trio.Nursery, arguments: list[str], **options: Any) -> trio.Process:
-    """Start a process of this Python. Cancelling the nursery kills the process.
+    """Start a process with the same Python interpreter. If the nursery is cancelled, the process is killed.
 
     Args:
         nursery: Nursery of the task that waits for the end of the process.
@@ -83,7 +84,8 @@ async def start_child(nursery: trio.Nursery, arguments: list[str], **options: An
             stdin=subprocess.DEVNULL,
             check=False,
             deliver_cancel=_kill,
-            # In its own session, Ctrl-C in a terminal reaches only the parent, which stops the processes in order.
+            # The child has its own session. So Ctrl-C in a terminal reaches only the parent, which then stops the
+            # children in the right order.
             start_new_session=True,
             **options,
         )

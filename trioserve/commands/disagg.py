@@ -1,8 +1,8 @@
-"""`python -m trioserve disagg`: a router, a prefill server and a decode server on one machine, as one program.
+"""`python -m trioserve disagg`: runs a router, a prefill server and a decode server on one machine, as one program.
 
-Each is a process, and its output gets its name as a prefix. The router starts when both servers accept requests. It
-stops first, because its requests need the servers. If a server is lost, router and other server continue. This program
-imports no torch and loads no model.
+Router and servers are separate processes. Each line of their output gets the name of the process as a prefix. The
+router starts when both servers accept requests. The router stops first, because its requests need the servers. If one
+server ends, the router and the other server continue. The parent process imports no torch and loads no model.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
 __all__ = ["DisaggSettings", "StartAndStop", "run_disagg"]
 
-LINE_BYTES_MAX = 64 * 1024  # bytes of a line of output; a longer line is printed in pieces
-# waiting events; three processes and a user cause fewer, and a dropped signal would repeat an earlier one
+LINE_BYTES_MAX = 64 * 1024  # maximum length of a line of output; a longer line is printed in pieces
+# Maximum number of waiting events. Three processes and a user cause fewer events. A dropped signal would only repeat an
+# earlier signal.
 EVENTS_MAX = 64
 SERVING = re.compile(r"serving .* at (\S+) ")
-FINDING_SECONDS_MAX = 10.0  # time for several health checks
-LOOKS_SECONDS = 0.05  # interval of questions to the router; a poll, because the router does not report this event
+FINDING_SECONDS_MAX = 10.0  # enough time for several health checks
+LOOKS_SECONDS = 0.05  # interval at which the router is polled, because it does not report the result of a health check
 
 Name = Literal["router", "prefill", "decode"]
 Kind = TypeVar("Kind", bound=ServerOptions)
 
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the program.
+    """Settings of `trioserve disagg`.
 
     Attributes:
         router_args: Flags of `route`.
@@ -59,7 +60,7 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> DisaggSettings:
-        """Make settings from command line arguments.
+        """Create settings from command line arguments.
 
         Args:
             arguments: Arguments of `trioserve disagg`.
@@ -79,9 +80,10 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def commands(self, *, core_count: int) -> dict[Name, list[str]]:
-        """Make the command of each process, as arguments of trioserve.
+        """Return the command line of each process, as arguments of trioserve.
 
-        Without --threads, each server gets half of the cores: two thread pools on the same cores would be slower.
+        Without --threads, each server gets half of the cores, because two thread pools on the same cores would be
+        slower.
 
         Args:
             core_count: Cores that this program may use.
@@ -126,19 +128,19 @@ def _checked(flags: tuple[str, ...], kind: type[Kind], option: str) -> Kind:
     return config_from(parsed, kind=kind)
 
 
-# --- decisions, without waiting ---
+# --- decisions (this code never waits) ---
 
 
 Event = Serving[Name] | Ended[Name] | Signalled
 
 
 class StartAndStop:
-    """Decides when each process starts and stops. It gets events and returns orders.
+    """Decides when each process starts and stops: receives events and returns orders.
 
     Attributes:
         exit_code: Exit code of the program.
-        is_over: True if no process is left.
-        is_ready: True from the time when all three accept requests until the program stops.
+        is_over: True if all processes have ended.
+        is_ready: True from the time when all three processes accept requests until the program stops.
     """
 
     def __init__(self) -> None:
@@ -175,7 +177,7 @@ class StartAndStop:
             if is_failure and not self.exit_code:
                 self.exit_code = max(event.code, EXIT_FAILED)
             if not self._is_stopping:
-                # One server alone is still useful: the router sends it whole requests.
+                # One server alone is still useful: it computes prefill and decode of all requests.
                 is_useful = self.is_ready and "router" in self._running and len(self._running) > 1
                 return [] if is_useful else self._stop()
             return self._stop_next() if event.key == "router" else []
@@ -184,7 +186,7 @@ class StartAndStop:
             self.exit_code = self.exit_code if self.is_ready else 128 + event.number
             return self._stop()
         if self._signal_count == 2:
-            return self._stop_next()  # a second signal shortens the time that the servers give their requests
+            return self._stop_next()  # After a second signal, the servers wait for a shorter time for their requests.
         return [Order("kill", name) for name in sorted(self._running)]
 
     def _start(self, *names: Name) -> list[Order[Name]]:
@@ -196,16 +198,16 @@ class StartAndStop:
         return self._stop_next()
 
     def _stop_next(self) -> list[Order[Name]]:
-        """Stop the router, or the servers if the router has ended."""
+        """Return orders that stop the router. If the router has ended, return orders that stop the servers."""
         names: list[Name] = ["router"] if "router" in self._running else sorted(self._running)
         return [Order("stop", name) for name in names]
 
 
-# --- the Trio shell ---
+# --- tasks and waiting ---
 
 
 def run_disagg(settings: DisaggSettings) -> int:
-    """Run router and servers until Ctrl-C or SIGTERM, or until one of them fails.
+    """Run the router and the servers until Ctrl-C or SIGTERM, or until one process fails.
 
     Args:
         settings: Settings of the program.
@@ -244,7 +246,7 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
             was_ready = decides.is_ready
             event = await events.receive()
             if isinstance(event, Signalled):
-                stop_signal = event.number  # SIGINT skips the minimum time of a drain
+                stop_signal = event.number  # The processes get the same signal: SIGINT skips a drain's minimum time.
             orders = decides.note(event)
             if decides.is_ready and not was_ready:
                 announce("all three accept requests: the router sends them to prefill, then to decode (Ctrl-C stops)")
@@ -258,7 +260,7 @@ async def _serve(
     sender: trio.MemorySendChannel[Event],
     task_status: trio.TaskStatus[trio.Process] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run one process, report its events and wait for its end. Cancelling this function kills the process."""
+    """Run one process, report its events, and wait until it ends. A cancel of this function kills the process."""
     async with trio.open_nursery() as nursery:
         process = await start_child(nursery, ["-m", "trioserve", *command], stderr=subprocess.PIPE)
         task_status.started(process)
@@ -276,9 +278,9 @@ async def _serve(
 
 
 async def _until_both_are_found(url: str) -> None:
-    """Wait until the router has checked both servers. Before, it could take one of them for the only endpoint.
+    """Wait until the router has checked both servers. An earlier request could see one server as the only endpoint.
 
-    Returns early if the router refuses the question, or after FINDING_SECONDS_MAX.
+    Returns early if the router refuses to list its endpoints, or after FINDING_SECONDS_MAX.
     """
     router = RemoteEndpoint(EndpointId("router"), EndpointAddress.parse(url))
     with trio.move_on_after(FINDING_SECONDS_MAX):

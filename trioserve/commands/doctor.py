@@ -1,6 +1,6 @@
-"""`trioserve doctor`: checks this machine and lists missing parts, or computes the memory that a model needs.
+"""`trioserve doctor`: checks this machine and lists missing software, or computes the memory that a model needs.
 
-It imports no torch and loads no weights.
+The command imports no torch and loads no weights.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from trioserve.model.settings import ModelSettings
 __all__ = ["Finding", "findings", "model_findings", "run_doctor"]
 
 PORT = 8000
-MEMORY_BYTES_MIN = 2 * 2**30  # the bundled model with a small KV cache takes less than 1 GiB
-PROGRAM_BYTES = 256 * 2**20  # program, tokenizer, small buffers: 105 to 227 MiB in docs/benchmarks/startup.md
-STREAM_TOKENS = 2_000  # prompt and response of the example in docs/guides/sizing.md, rounded up
+MEMORY_BYTES_MIN = 2 * 2**30  # The bundled model with a small KV cache needs less than 1 GiB.
+# Memory of the program, the tokenizer and small buffers: 105 to 227 MiB in docs/benchmarks/startup.md.
+PROGRAM_BYTES = 256 * 2**20
+STREAM_TOKENS = 2_000  # tokens of the prompt and the response in docs/guides/sizing.md, rounded up
 EXTRAS: dict[str, tuple[str, Extra]] = {
     "huggingface_hub": ("models by their hub names", "hub"),
     "hypercorn": ("the front end hypercorn, and mounting as ASGI", "asgi"),
@@ -51,10 +52,10 @@ class Finding(msgspec.Struct, frozen=True):
     """Result of one check.
 
     Attributes:
-        name: of the checked part.
-        state: "missing" if nothing can be served without the part, "absent" if it is optional.
-        what: description.
-        mend: command or advice to get the part. None if nothing needs to be done.
+        name: name of the checked requirement.
+        state: "missing" if trioserve cannot serve without the requirement, "absent" if the requirement is optional.
+        what: description of the result.
+        mend: command or advice to fulfil the requirement. None if the user need not do anything.
     """
 
     name: str
@@ -68,10 +69,10 @@ def run_doctor(*, as_json: bool, model: str | None = None) -> int:
 
     Args:
         as_json: True prints JSON instead of a table.
-        model: model whose memory is computed, instead of checks of the machine. None: the machine.
+        model: model whose memory is computed. None checks the machine instead.
 
     Returns:
-        1 if a part is missing without which nothing can be served, or if the model does not fit, otherwise 0.
+        1 if trioserve cannot serve because something is missing, or if the model does not fit, otherwise 0.
 
     Raises:
         ModelLoadError: the model is not on this machine, or is damaged.
@@ -149,7 +150,7 @@ def model_findings(name: str) -> Iterator[Finding]:
 
 
 def _weights(checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype) -> tuple[int, str]:
-    """Return the bytes of the weights in memory, and how they are stored."""
+    """Return the bytes of the weights in memory, and a description of their format."""
     from trioserve_kernels.build import supported_levels
 
     tensors = list(checkpoint.tensors())
@@ -167,7 +168,7 @@ def _fixed_memory(weight_bytes: int, how: str, fixed_bytes: int, free_bytes: int
 
 
 def _fitting(name: str, config: ModelConfig, settings: ModelSettings, dtype: Dtype, option: str = "") -> Finding:
-    """Return how many tokens and streams fit into the KV cache that the settings give."""
+    """Return how many tokens and streams fit into the KV cache, whose size follows from the settings."""
     try:
         size = cache_size(config, settings, "cpu", dtype)
     except StartupError as error:

@@ -1,4 +1,4 @@
-"""Makes the HTTP app of an engine from the options, for the native front end and for other hosts such as ASGI."""
+"""Creates the HTTP app of an engine from the options, for the native front end and for other hosts such as ASGI."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine_app(
     is_behind_router: bool = False,
     is_mounted: bool = False,
 ) -> App:
-    """Make the HTTP app of an engine.
+    """Create the HTTP app of an engine.
 
     Args:
         engine: open engine.
@@ -33,7 +33,8 @@ def engine_app(
         store: keeps responses, files and batches. None keeps nothing after a request.
         tracer: records spans of requests.
         is_behind_router: True if a router in this process checks API keys, shows the page and logs requests.
-        is_mounted: True if another program listens. Its address is unknown, so other machines may reach the app.
+        is_mounted: True if another program listens for the app. Other machines may reach the app, because the address
+            is unknown.
     """
     return App(
         engine,

@@ -1,4 +1,4 @@
-"""Chooses the HTTP front end of a server with an engine: the native one or Hypercorn."""
+"""Chooses the HTTP front end of a server with an engine: the native front end or Hypercorn."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def chosen_front_end(
     ssl_context: ssl.SSLContext | None,
     metrics: Metrics,
 ) -> FrontEnd:
-    """Make the front end that the options ask for.
+    """Create the front end that the options select.
 
     Args:
-        app: knows the callers' keys.
+        app: HTTP app, which checks the API keys of callers.
         handler: the same app, wrapped for CORS and the root path.
         listeners: open listeners. The caller closes them.
         config: options of the server.
@@ -66,7 +66,7 @@ def chosen_front_end(
 class _HypercornFrontEnd:
     """Hypercorn's Trio worker as a front end.
 
-    It reads certificates only at its start. While it drains, its responses do not have `Connection: close`.
+    Hypercorn reads certificates only at its start. While it drains, its responses do not have `Connection: close`.
     """
 
     def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
@@ -87,7 +87,8 @@ class _HypercornFrontEnd:
             self._app,
             self._listeners,
             shutdown_trigger=self._is_draining.wait,
-            # Hypercorn's deadline is later than ours, so that requests can end with an error event first.
+            # Hypercorn's deadline is later than the deadline of the service, which first ends each request with an
+            # error event.
             drain_seconds_max=config.drain_timeout + 2 * config.stopping_settings().grace_seconds_max,
             limits=frontend_limits(config),
             certificate=optional_path(config.ssl_certfile),

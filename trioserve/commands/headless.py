@@ -18,10 +18,10 @@ __all__ = ["run_headless"]
 
 
 def run_headless(config: Config) -> int:
-    """Run ranks until Ctrl-C or SIGTERM, which ends them at once. To drain, stop their server first.
+    """Run ranks until Ctrl-C or SIGTERM. A signal ends the ranks at once. To drain them, stop their server first.
 
     Args:
-        config: options of the server, of which each machine has the same.
+        config: options of the server. All machines must have the same options.
 
     Returns:
         Exit code of the program.
@@ -51,7 +51,7 @@ def run_headless(config: Config) -> int:
             )
             announce([])
             while await orders.receive() == signal.SIGHUP:
-                pass  # there is no certificate to reload
+                pass  # SIGHUP reloads certificates, and this process has no certificates.
             nursery.cancel_scope.cancel()
 
     return run_until_signal(config, serve, what=f"ranks of {config.model}")

@@ -1,4 +1,4 @@
-"""The program's log (text or JSON lines) and its status messages, which one thread writes.
+"""The program's log (text or JSON lines) and its status messages. One thread writes both.
 
 Callers never wait for a terminal, pipe or disk. If too many lines wait for the thread, further lines are dropped and
 counted.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LineThread", "announce", "logging_to", "show_dropped_lines", "status_stream"]
 
-LINES_MAX = 10_000  # a few megabytes
+LINES_MAX = 10_000  # So many lines need a few megabytes.
 END_SECONDS_MAX = 2.0
 
 
@@ -66,8 +66,8 @@ class JsonLines(logging.Formatter):
 class LineThread(logging.Handler):
     """Writes lines to a stream in its own thread, so that callers never wait for the stream.
 
-    The owner ends the thread with `end`. `close` leaves the thread running, because any library may call `close`:
-    `logging.config.dictConfig` closes all handlers of the process, including those of others.
+    The owner ends the thread with `end`. `close` does not end the thread, because any library may call `close`. For
+    example, `logging.config.dictConfig` closes all handlers of the process.
 
     Args:
         stream: receives the lines.
@@ -76,7 +76,7 @@ class LineThread(logging.Handler):
 
     def __init__(self, stream: TextIO, *, lines_max: int = LINES_MAX) -> None:
         super().__init__()
-        # SteadyStderr.write hides errors. The thread needs them to count lost lines.
+        # SteadyStderr.write hides errors, but the thread needs the errors to count lost lines.
         self._write_text = stream.write_or_raise if isinstance(stream, SteadyStderr) else stream.write
         self._stream = stream
         self._lines_max = lines_max
@@ -127,8 +127,8 @@ class LineThread(logging.Handler):
 def announce(message: str) -> None:
     """Print a status message for people on standard error.
 
-    Inside `logging_to`, the log's thread writes the message, so the call never blocks or fails. If the log is JSON, the
-    message is JSON too.
+    Inside of `logging_to`, the thread of the log writes the message, so the call never blocks or fails. If the log is
+    JSON, the message is JSON, too.
 
     Args:
         message: one line without a line break.
@@ -141,7 +141,7 @@ def announce(message: str) -> None:
                 handler.put(f"{message}\n")
             return
     with suppress(OSError, ValueError):
-        # Text and line break in one write, so that lines of other processes cannot come between them.
+        # Text and line break are written together, so that no output of another process appears between them.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)
 
 

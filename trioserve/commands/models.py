@@ -21,13 +21,13 @@ __all__ = ["ModelHere", "models_here", "run_models", "run_pull"]
 
 
 class ModelHere(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be served by its name.
+    """A model that `trioserve serve` accepts by its name.
 
     Attributes:
-        name: for `trioserve serve`.
-        about: short description.
-        path: None if the model is not downloaded yet.
-        byte_count: size on disk. None if the model is not downloaded yet.
+        name: name for `trioserve serve`.
+        about: short description of the model.
+        path: directory or file of the model. None if the model is not downloaded yet.
+        byte_count: size of the model on disk. None if the model is not downloaded yet.
     """
 
     name: str
@@ -40,7 +40,7 @@ def run_pull(name: str, *, revision: str | None = None) -> int:
     """Download a model if it is missing, and print its path. An interrupted download resumes at the next call.
 
     Args:
-        name: of a bundled model, or of a model at the hub, such as org/name.
+        name: name of a bundled model, or of a model at the Hugging Face hub, such as org/name.
         revision: branch, tag or commit at the hub. None for the main branch.
 
     Returns:

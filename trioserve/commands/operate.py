@@ -1,4 +1,4 @@
-"""Commands `requests`, `abort`, `endpoints` and `drain`, each of which sends one call to a running server."""
+"""The commands `requests`, `abort`, `endpoints` and `drain`. Each command sends one call to a running server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDPOINT_COLUMNS = ("id", "url", "health", "role", "leases", "leases_max", "in_f
 
 
 def run_requests(server: RemoteServer, *, as_json: bool) -> int:
-    """Print the unfinished requests that the API key may see.
+    """Print the unfinished requests that the caller's API key may see.
 
     Args:
         server: running server.
@@ -36,7 +36,7 @@ def run_endpoints(server: RemoteServer, *, as_json: bool) -> int:
 
 
 def run_abort(server: RemoteServer, ids: Sequence[str], *, as_json: bool) -> int:
-    """Abort requests and print the result for each.
+    """Abort requests, and print the result for each request.
 
     Args:
         server: running server.

@@ -1,4 +1,5 @@
-"""Groups of options: headings for the help text, and the options of commands other than `serve` and `route`."""
+"""Groups of options. This module has the headings for the help text, and the options of all commands except `serve`
+and `route`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the name of the processor and the number of cores that this process may use.
 
     Args:
-        cpuinfo: file to read, as in proc(5). Without it, the name is that of the architecture.
+        cpuinfo: file to read, with the format of /proc/cpuinfo. If it does not exist, the name of the architecture is
+            returned.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Writes a file with the latest steps at each SIGUSR2, with the content of GET /debug/steps, if HTTP is not usable."""
+"""Writes the latest steps to a file at each SIGUSR2. The file has the content of GET /debug/steps, without HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_profile_directory(directory: str | None) -> Path | None:
-    """Check that step files can be written.
+    """Check that files can be written into the profile directory.
 
     Args:
         directory: value of --profile. None writes no files.
@@ -53,7 +53,7 @@ async def profiling(directory: Path | None, steps: StepTimes) -> AsyncIterator[N
     """Write a step file at each SIGUSR2 inside of the scope. Works only in the main thread.
 
     Args:
-        directory: for the files. None ignores the signal.
+        directory: directory for the files. None ignores the signal.
         steps: times of the latest steps.
     """
     if directory is None:
@@ -82,7 +82,7 @@ async def _write_at_signals(
 
 
 def _write(path: Path, steps: Iterable[StepTime]) -> None:
-    """Write the file under another name, then rename it, so that readers never see an incomplete file."""
+    """Write the file with a temporary name, then rename it, so that readers never see an incomplete file."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(step_trace(steps))
     unfinished.replace(path)

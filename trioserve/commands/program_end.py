@@ -1,4 +1,4 @@
-"""Exit codes, stop signals, and standard streams that cannot block or end a program."""
+"""Exit codes, handling of stop signals, and standard streams that cannot block or end a program."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ __all__ = [
 ]
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # what shells show for Ctrl-C
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # Shells report this exit code after Ctrl-C.
 
 _SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PIECE_CHARACTERS = 1024  # at most PIPE_BUF bytes (4,096): a pipe accepts them all at once, or none
+# So many characters have at most PIPE_BUF bytes (4,096). A pipe accepts either all bytes of such a write or none.
+_PIECE_CHARACTERS = 1024
 _PIPE_WAIT_MS_MAX = 500
 _owns_process = False
-_hangup_before: Any = None  # the handler of SIGHUP at the start of this process
+_hangup_before: Any = None  # handler of SIGHUP at the start of this process
 
 
 class StopSignals:
     """Receives SIGINT (Ctrl-C), SIGTERM and SIGHUP for a server.
 
-    Signals that come before `receive` runs are kept. Signals that come after the scope do not change the exit code.
-    SIGHUP reloads certificates. It never ends the process, even if there is nothing to reload.
+    Signals that arrive before `receive` runs are kept. Signals that arrive after the scope do not change the exit code.
+    SIGHUP reloads certificates. It never ends the process, even if the server has no certificates.
 
-    Use it as `with StopSignals() as signals: trio.run(...)`. Inside of the run, one task iterates over
-    `signals.receive()`. After the scope, a process that runs one command ignores the signals: the default handlers
-    would end it by a signal although the server has stopped in order. Other processes get their earlier handlers back.
+    Usage: `with StopSignals() as signals: trio.run(...)`. Inside of the Trio run, one task iterates over
+    `signals.receive()`. After the scope, a process that runs one command ignores the signals. Otherwise, a late signal
+    would kill the process although the server has stopped normally. In other processes, the earlier handlers are
+    restored.
     """
 
     def __init__(self) -> None:
@@ -64,12 +66,12 @@ class StopSignals:
         self._early.append(number)
 
     async def receive(self, *, task_status: trio.TaskStatus[None] | None = None) -> AsyncGenerator[int, None]:
-        """Yield the number of each signal, beginning with the signals that came before this call.
+        """Yield the number of each signal, beginning with the signals that arrived before this call.
 
         Args:
-            task_status: started as soon as no signal can be lost. None for no report.
+            task_status: reports the start as soon as no signal can be lost. None for no report.
         """
-        import trio  # most commands end without a Trio run
+        import trio  # This import is late, because most commands need no Trio run.
 
         with trio.open_signal_receiver(*_SERVER_SIGNALS) as signals:
             if task_status is not None:
@@ -81,10 +83,10 @@ class StopSignals:
 
 
 class SteadyStderr(io.TextIOWrapper):
-    """Standard error that drops text instead of raising or blocking for long.
+    """Standard error that drops text instead of raising an error or blocking for a long time.
 
-    So a slow or closed reader of the log cannot stop the server. The stream has no buffer: no text waits to be written
-    when the process ends.
+    So a slow or closed reader of the log cannot stop the server. The stream has no buffer, so no text is unwritten when
+    the process ends.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class SteadyStderr(io.TextIOWrapper):
         return len(text)
 
     def write_or_raise(self, text: str) -> None:
-        """Write text, and block until the stream accepts it. Only for threads that may block.
+        """Write text, and block until the stream accepts all of it. Only threads that may block may call this method.
 
         Args:
             text: Text to write.
@@ -115,7 +117,7 @@ class SteadyStderr(io.TextIOWrapper):
         super().write(text)
 
     def _accepts_more(self) -> bool:
-        """Return True if stderr accepts PIPE_BUF bytes within the wait limit. A file always does."""
+        """Return True if stderr accepts PIPE_BUF bytes within the time limit. A file always accepts them."""
         poll = select.poll()
         poll.register(2, select.POLLOUT)
         return bool(poll.poll(_PIPE_WAIT_MS_MAX))
@@ -124,8 +126,8 @@ class SteadyStderr(io.TextIOWrapper):
 def prepare_program() -> None:
     """Make the standard streams and SIGHUP safe. Call this first in a process that runs one command.
 
-    From now on, the process ignores SIGHUP, which must not end a server that is still starting. Commands without a
-    server call `hang_up_as_before`. A second call changes nothing.
+    After the call, the process ignores SIGHUP, which must not end a server that is still starting. Commands without a
+    server call `hang_up_as_before` to restore SIGHUP. A second call of this function changes nothing.
 
     A closed file descriptor 0, 1 or 2 becomes /dev/null. Otherwise the next socket would get its number, and `print`
     would write into that socket.
@@ -139,7 +141,8 @@ def prepare_program() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)  # the system uses the lowest free number
+            # The system gives the new file the lowest free number, which is the number of the closed descriptor.
+            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
     if sys.stdin is None:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     if sys.stdout is None:
@@ -148,7 +151,7 @@ def prepare_program() -> None:
 
 
 def hang_up_as_before() -> None:
-    """Restore the handler of SIGHUP: closing the terminal ends this process again, unless it runs under nohup."""
+    """Restore the handler of SIGHUP, so that the end of the terminal ends this process, except under nohup."""
     if _hangup_before is not None:
         signal.signal(signal.SIGHUP, _hangup_before)
 
@@ -156,10 +159,10 @@ def hang_up_as_before() -> None:
 def end_program(exit_code: int) -> None:
     """Flush standard output and exit.
 
-    If standard output cannot be written, its text is dropped, so that the exit code stays as given.
+    If standard output cannot be written, its text is dropped, and the process still exits with the given code.
 
     Args:
-        exit_code: of the process.
+        exit_code: exit code of the process.
     """
     try:
         sys.stdout.flush()
@@ -172,7 +175,7 @@ def limit_message(error: BaseException) -> str | None:
     """Explain in one sentence which limit of the machine caused an error.
 
     Args:
-        error: an exception, whose group members and causes are searched too.
+        error: an exception. The function also searches its causes, and the members of exception groups.
 
     Returns:
         The explanation, or None if the error has another cause.

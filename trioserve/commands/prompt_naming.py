@@ -1,4 +1,4 @@
-"""Loads the tokenizer with which a router computes the block names of prompts. Imports no numpy, loads no weights."""
+"""Loads the tokenizer with which a router computes the block names of prompts. No numpy and no weights are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["load_tokenizer", "open_prompt_naming"]
 
 @asynccontextmanager
 async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> AsyncIterator[PromptBlocks]:
-    """Open the object that computes the block names of prompts. Its text threads run until the scope ends.
+    """Open the object that computes the block names of prompts. Its threads for text run until the scope ends.
 
     Args:
         model: model directory or name, as in an engine's --model.
@@ -27,7 +27,7 @@ async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> 
     Raises:
         ModelLoadError: the tokenizer cannot be read.
     """
-    # The import of templates and tokenizers takes 0.1 s, and most routers need neither.
+    # These imports are late, because they take 0.1 s and most routers need no tokenizer.
     from trioserve.admission.text_threads import TextThreads
     from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
     from trioserve.proxy.prompt_blocks import PromptBlocks
@@ -45,7 +45,7 @@ async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> 
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a model, as an engine does. The weights may be missing.
+    """Load the tokenizer of a model, as an engine does. The weights of the model may be missing.
 
     Args:
         path: model directory or GGUF file.

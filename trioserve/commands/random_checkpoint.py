@@ -1,7 +1,7 @@
-"""`python -m trioserve random-checkpoint`: writes a model with the shape of a real one and random weights.
+"""`python -m trioserve random-checkpoint`: writes a model with the shape of a real model and with random weights.
 
-The model is a directory or a GGUF file. Its tokenizer has a token for each byte, so that any text can be a prompt. The
-names of all other tokens are numbers.
+The model is a directory or a GGUF file. The tokenizer has one token for each byte, so that any text can be a prompt.
+The texts of all other tokens are numbers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["run_random_checkpoint"]
 
-SPARE_BYTES = 2**26  # for the tokenizer and the headers
+SPARE_BYTES = 2**26  # additional disk space for the tokenizer and the headers
 
 
 def run_random_checkpoint(shape: str, path: Path, *, seed: int, gguf_type: GgufType | None = None) -> int:
-    """Write a random checkpoint, complete or not at all.
+    """Write a random checkpoint. If this fails, no incomplete checkpoint remains.
 
     Args:
         shape: name of a shape in SHAPES.
         path: new or empty directory, or new file whose name ends in .gguf.
-        seed: of the weights, at least 0.
+        seed: seed of the weights, at least 0.
         gguf_type: type of the matrices in a GGUF file. None for bfloat16.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`trioserve ray up`, `down` and `list`: groups of engines that Ray places. trioserve/ray_engines.py calls Ray."""
+"""The commands `trioserve ray up`, `down` and `list` for groups of engines that Ray places on nodes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["plan_of", "run_ray"]
 
 
 def run_ray(arguments: argparse.Namespace) -> int:
-    """Run the action that the command line names.
+    """Run `trioserve ray up`, `down` or `list`.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
 
     Returns:
         Exit code of the program.
@@ -43,14 +43,14 @@ def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
     """Return the plan of the group for Ray, and the options of each engine.
 
     Args:
-        arguments: of `trioserve ray up`.
+        arguments: arguments of `trioserve ray up`.
 
     Raises:
         StartupError: an option is wrong.
     """
     from trioserve.ray_engines import GroupPlan
 
-    # Keep only options of engines. The environment may also have options for a router on the same machine.
+    # Keep only the options of engines, because environment variables may also set options of a router on this machine.
     given = config_from(arguments, kind=Config)
     config = Config(**{name: getattr(given, name) for name in PLACED_OPTIONS})
     ranks = float(config.rank_count)
@@ -59,7 +59,8 @@ def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
     if gpus is None:
         gpus = ranks if config.device == "cuda" else 0.0
     if config.threads is None and not gpus:
-        config = dataclasses.replace(config, threads=max(1, int(cpus)))  # Ray does not limit the CPUs of an actor
+        # Ray does not limit the CPUs that an actor really uses, so the engine must limit its threads.
+        config = dataclasses.replace(config, threads=max(1, int(cpus)))
     plan = GroupPlan(
         name=arguments.name, replicas=arguments.replicas, cpus=cpus, gpus=gpus, placement=arguments.placement
     )

@@ -1,4 +1,4 @@
-"""`python -m trioserve.commands.ray_place`: places the ranks of one model with Ray while standard input is open.
+"""`python -m trioserve.commands.ray_place`: lets Ray run the ranks of one model while standard input is open.
 
 `serve --distributed-executor-backend ray` starts this process. trioserve/ranks/placed.py defines the lines of its input
 and output.
@@ -22,16 +22,17 @@ from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksU
 
 __all__ = ["RankPlaces", "keep_placed", "main"]
 
-LOOK_SECONDS = 0.2  # maximum time of one call to Ray. After it, this process checks whether the server has left.
+LOOK_SECONDS = 0.2  # maximum time of one call to Ray; afterwards, this process checks whether the server has ended
 
-LOOKS_UNREPORTED = 10  # failed checks for free resources before a report: even an idle cluster needs some time
+# Number of failed checks for free resources before a shortage is reported. Even an idle cluster needs some time.
+LOOKS_UNREPORTED = 10
 
 
 class RankPlaces(Protocol):
     """The calls to Ray that place ranks.
 
-    Methods with `seconds_max` return early if there is news. They raise StartupError with Ray's reason if a rank has
-    ended.
+    Methods with `seconds_max` return early if the state of the ranks changes. They raise StartupError with Ray's reason
+    if a rank has ended.
     """
 
     def reserve(self) -> None:
@@ -68,11 +69,11 @@ class RankPlaces(Protocol):
 def keep_placed(
     places: RankPlaces, doors: queue.SimpleQueue[RankDoor | None], tell: Callable[[RanksUpdate], None]
 ) -> None:
-    """Place the ranks and watch them until `doors` yields None. Always remove them from the cluster at the end.
+    """Place the ranks, and watch them until `doors` yields None. At the end, always remove them from the cluster.
 
     Args:
         places: calls to Ray.
-        doors: yields the address of the server, and None when the server has left.
+        doors: yields the address of the server, and None when the server has ended.
         tell: reports progress or a failure to the server.
     """
     server = _Server(doors)
@@ -81,7 +82,8 @@ def keep_placed(
             _keep_placed(places, server, tell)
         except StartupError as error:
             tell(RanksUpdate(failure=str(error)))
-            server.wait_for_end()  # if the ranks ended before the server, their end would look like the cause
+            # If the ranks ended before the server, the server would report their end as the cause.
+            server.wait_for_end()
     finally:
         places.remove()
 
@@ -108,10 +110,10 @@ def _keep_placed(places: RankPlaces, server: _Server, tell: Callable[[RanksUpdat
 
 
 class _Server:
-    """Messages from the server.
+    """Receives the messages of the server.
 
     Args:
-        doors: yields the address of the server, and None when the server has left.
+        doors: yields the address of the server, and None when the server has ended.
     """
 
     def __init__(self, doors: queue.SimpleQueue[RankDoor | None]) -> None:
@@ -124,7 +126,7 @@ class _Server:
         return self._is_over
 
     def wait_for_door(self) -> RankDoor | None:
-        """Return the address of the server, or None if the server has left."""
+        """Return the address of the server, or None if the server has ended."""
         door = self._doors.get()
         self._is_over = door is None
         return door
@@ -156,7 +158,7 @@ def _receive_doors(doors: queue.SimpleQueue[RankDoor | None]) -> None:
     for line in sys.stdin.buffer:
         doors.put(msgspec.json.decode(line, type=RankDoor))
     doors.put(None)
-    # A call to Ray may hang, so end the process. Ray removes its ranks some time later.
+    # A call to Ray may hang, so end the process in any case. Ray removes the ranks some time later.
     time.sleep(LEAVE_SECONDS_MAX)
     os._exit(EXIT_FAILED)
 
@@ -166,7 +168,7 @@ def _write(lines: BinaryIO, report: RanksUpdate) -> None:
         lines.write(msgspec.json.encode(report) + b"\n")
         lines.flush()
     except BrokenPipeError:
-        pass  # the server has left: the end of standard input reports it, too
+        pass  # The server has ended. Another thread notices this at the end of standard input.
 
 
 if __name__ == "__main__":

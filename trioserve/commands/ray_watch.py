@@ -1,10 +1,11 @@
 """`python -m trioserve.commands.ray_watch GROUP ADDRESS`: reports the URLs of a group's engines in lines of JSON.
 
-It writes a line for each change, and one every few seconds as a sign of life. `trioserve route --endpoints-ray` starts
-this process, which ends when its standard input ends. An empty ADDRESS means the cluster of this machine.
+The process writes a line after each change, and also every few seconds, to show that it still works.
+`trioserve route --endpoints-ray` starts this process, which ends when its standard input ends. An empty ADDRESS means
+the cluster of this machine.
 
-This process calls each actor once, and the actor answers when its state changes (long polling). So a new URL is known
-at once, and a dead actor is known when its call fails. Only the list of actors is polled.
+This process calls each actor once, and the actor answers when its state changes (long polling). So this process learns
+a new URL at once, and notices a dead actor when its call fails. Only the list of actors is polled.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ __all__ = ["GroupWatch", "Lost", "PlacedEngines", "main"]
 
 LOOK_SECONDS = 1.0  # interval at which the list of actors is polled
 AGAIN_SECONDS = 0.25  # delay before a lost actor is called again, because Ray fails such calls at once
-UNHEARD_SECONDS_MAX = 10.0  # the first report waits this long for actors that do not answer, then omits them
-POLL_SECONDS = 30.0  # an actor answers within this time even without a change, since the caller may have ended
+UNHEARD_SECONDS_MAX = 10.0  # longest wait of the first report for actors that do not answer
+POLL_SECONDS = 30.0  # An actor answers after this time even without a change, because its caller may have ended.
 
 
 class Lost(Exception):
-    """The actor does not exist at the moment. Ray may start it again."""
+    """Error: the actor does not exist at the moment. Ray may start the actor again."""
 
 
 class PlacedEngines(Protocol):
-    """The calls to Ray about one group. A question is a hashable handle of a running call."""
+    """The calls to Ray for one group of engines. A question is a hashable handle of a running call."""
 
     def names(self) -> Sequence[str]:
         """Return the names of actors that run, or that Ray will start again."""
 
     def ask(self, name: str, known: object) -> Hashable:
-        """Ask an actor for its next state, without waiting for the answer.
+        """Begin a call that returns the next state of an actor. This method does not wait for the answer.
 
         Args:
-            name: of the actor.
+            name: name of the actor.
             known: last known state. The actor answers when its state differs, or after POLL_SECONDS.
 
         Raises:
@@ -52,18 +53,18 @@ class PlacedEngines(Protocol):
         """
 
     def wait(self, questions: Sequence[Hashable], seconds_max: float) -> Sequence[Hashable]:
-        """Wait until a question is answered, and return the answered questions.
+        """Wait until at least one call has ended, and return the handles of ended calls.
 
         Args:
-            questions: running calls.
-            seconds_max: time to wait. After it, the result may be empty.
+            questions: handles of running calls.
+            seconds_max: longest wait. Afterwards, the result may be empty.
         """
 
     def answer(self, question: Hashable) -> tuple[object, str | None]:
-        """Return the state that an actor answered, and its URL, which is None if the engine accepts no requests.
+        """Return the state and the URL from the answer of an actor. The URL is None if the engine accepts no requests.
 
         Args:
-            question: an answered question.
+            question: handle of an ended call.
 
         Raises:
             Lost: the actor has ended.
@@ -92,11 +93,12 @@ class GroupWatch:
 
     @property
     def knows_all(self) -> bool:
-        """True once each actor has answered or is lost. Before that, `urls` may lack engines that accept requests."""
+        """True once each actor has answered or is lost. Until then, engines that accept requests may be missing in
+        `urls`."""
         return self._names is not None and self._names <= self._heard
 
     def look(self, now: float) -> None:
-        """Poll the list of actors and wait for answers. Return after a change, or after LOOK_SECONDS at most.
+        """Poll the list of actors and wait for answers. Return after a change, or after LOOK_SECONDS.
 
         Args:
             now: monotonic time in seconds.
@@ -139,7 +141,7 @@ class GroupWatch:
 
 
 class RayEngines:
-    """Calls to a real Ray cluster. Needs an open connection.
+    """Calls to a real Ray cluster. The connection to Ray must be open.
 
     Args:
         group: name of the group.
@@ -180,17 +182,18 @@ class RayEngines:
 
 
 def main(group: str, address: str) -> int:
-    """Report the URLs of a group until standard input ends, which ends the process.
+    """Report the URLs of a group. The process ends when standard input ends.
 
     Args:
         group: name of the group.
-        address: of the cluster, or empty for the cluster of this machine.
+        address: address of the cluster, or empty for the cluster of this machine.
 
     Returns:
-        EXIT_FAILED, only if Ray cannot be reached.
+        EXIT_FAILED if Ray cannot be reached. Otherwise, the function does not return.
     """
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    # Ray delays the report of a dead actor by this time, to find the reason. The reason is not needed here.
+    # Ray delays the report of a dead actor by this number of milliseconds, to find the reason. This process does not
+    # need the reason.
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "50")
     from trioserve.ray_engines import connected
 
@@ -209,7 +212,8 @@ def _watch(watch: GroupWatch, lines: BinaryIO) -> None:
     unheard_until = time.monotonic() + UNHEARD_SECONDS_MAX
     while True:
         watch.look(time.monotonic())
-        # The router removes engines that a report omits, so the first report waits until all actors have answered.
+        # The router removes engines that are missing in a report. So the first report waits until all actors have
+        # answered.
         if not watch.knows_all and reported is None and time.monotonic() < unheard_until:
             continue
         if watch.urls != reported or time.monotonic() >= reported_at + SIGN_SECONDS:
@@ -225,7 +229,7 @@ def _write(lines: BinaryIO, report: GroupReport) -> None:
 def _end_with_parent() -> None:
     """End this process when the parent ends. The kernel closes standard input even if the parent is killed.
 
-    Runs in a thread, so that it works even if a call to Ray hangs.
+    The function runs in a thread, so that it works even if a call to Ray hangs.
     """
     while os.read(sys.stdin.fileno(), 1024):
         pass

@@ -1,4 +1,4 @@
-"""A blocking client for commands that call a running server: JSON calls and event streams.
+"""A blocking HTTP client for commands that call a running server. It supports JSON calls and event streams.
 
 Ctrl-C ends a call and closes its connection.
 """
@@ -23,13 +23,13 @@ __all__ = ["DEFAULT_URL", "Event", "RemoteServer", "ServerFailed"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CALL_SECONDS_MAX = 30.0
-SILENCE_SECONDS_MAX = 120.0  # without bytes on a stream. By default, servers send a comment every 15 s.
+SILENCE_SECONDS_MAX = 120.0  # longest time without bytes on a stream; by default, servers send a comment every 15 s
 MESSAGE_CHARACTERS_MAX = 600
 LOOPBACK = ("127.", "localhost", "::1")
 
 
 class ServerFailed(TrioserveError):
-    """The server cannot be reached, or refused the call. The message is one sentence that says what to do."""
+    """Error: the server cannot be reached, or refused the call. The message is one sentence that says what to do."""
 
 
 class Event(NamedTuple):
@@ -42,7 +42,7 @@ class RemoteServer:
 
     Args:
         url: address of the server, with or without `http://` and a final `/v1`.
-        api_key: sent as bearer token. None sends no key.
+        api_key: API key, which is sent as bearer token. None sends no key.
 
     Raises:
         ServerFailed: `url` is not a valid http or https URL.
@@ -57,17 +57,18 @@ class RemoteServer:
         self._headers = {"content-type": "application/json", NOT_A_PAGE_HEADER: "trioserve"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        # Proxies from the environment are for other machines: they cannot reach a loopback address here.
+        # Proxies in environment variables are for other machines. A proxy cannot reach a loopback address of this
+        # machine.
         proxies = [urllib.request.ProxyHandler({})] if parts.hostname.startswith(LOOPBACK) else []
         self._opener = urllib.request.build_opener(*proxies)
 
     @classmethod
     def from_arguments(cls, url: str | None, api_key: str | None) -> RemoteServer:
-        """Make a client from command line arguments, with environment variables as defaults.
+        """Create a client from command line arguments, with environment variables as defaults.
 
         Args:
-            url: of the server. None for TRIOSERVE_URL, or else DEFAULT_URL.
-            api_key: one or more keys, separated by commas or spaces, of which the first is used. None for
+            url: URL of the server. None uses TRIOSERVE_URL, or DEFAULT_URL if that variable is not set.
+            api_key: one or more keys, separated by commas or spaces. The first key is used. None uses
                 TRIOSERVE_API_KEY.
 
         Raises:
@@ -98,7 +99,7 @@ class RemoteServer:
     def events(self, method: str, path: str, body: object = None) -> Generator[Event, None, None]:
         """Send one request and yield server-sent events until the server ends the response.
 
-        Closing the iterator closes the connection.
+        To close the connection earlier, close the iterator.
 
         Args:
             method: HTTP method.

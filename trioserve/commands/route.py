@@ -1,4 +1,4 @@
-"""`python -m trioserve route`: a router in front of other servers. It imports no torch and loads no model."""
+"""`python -m trioserve route`: runs a router in front of other servers. It imports no torch and loads no model."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ POLICY_ENTRY_POINTS = "trioserve.policies"
 
 
 class InheritedPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Listening sockets that one of several router processes inherits from its parent.
+    """Listening sockets that a router process inherits from its parent process.
 
     Attributes:
-        place: name and peers of this process.
+        place: name of this process, and addresses of the other router processes.
         listeners: file descriptors of listening sockets for clients.
         door: file descriptor of the listening socket for the other router processes.
     """
@@ -96,11 +96,11 @@ def run_router(config: RouterOptions) -> int:
 
 
 def checked_routing(config: RouterOptions, place: ProcessPlace | None = None) -> Routing:
-    """Check the options of a router and make its parts, before it listens.
+    """Check the options of a router and create its parts, before it listens.
 
     Args:
         config: options of the router.
-        place: this process among several router processes. None for a router of one process.
+        place: name and peers of this process. None if the router has only one process.
 
     Raises:
         StartupError: an option is wrong, or no endpoint is configured.
@@ -124,13 +124,13 @@ async def serve_router(
 ) -> None:
     """Run the whole router in the caller's scope, until `orders` yields an item and the router has drained.
 
-    Installs no signal handlers. Cancelling this function ends everything at once.
+    Installs no signal handlers. If this function is cancelled, the router ends at once.
 
     Args:
         config: options of the router.
         orders: stops the router. See `Service.run` for its items.
         on_serving: receives the URLs once the router accepts requests.
-        inherited: sockets of this process, which is one of several. None listens at the configured address.
+        inherited: sockets of this process, if the router has several processes. None listens at the configured address.
 
     Raises:
         StartupError: an option is wrong, or the router cannot listen.
@@ -181,9 +181,9 @@ async def _inherited_places(config: RouterOptions, inherited: InheritedPlace) ->
 
 @asynccontextmanager
 async def _open_door(app: RouterApp, inherited: InheritedPlace | None) -> AsyncIterator[None]:
-    """Answer the other router processes inside of the scope, also while this one drains.
+    """Answer the other router processes inside of the scope, even while this process drains.
 
-    So a client of another process can still abort a request that finishes here.
+    So a client of another process can still abort a request that is running in this process.
     """
     if inherited is None:
         yield
@@ -196,11 +196,11 @@ async def _open_door(app: RouterApp, inherited: InheritedPlace | None) -> AsyncI
 
 
 class Routing:
-    """The parts of a router. They do nothing before `running`.
+    """The parts of a router. They are inactive until `running` is entered.
 
     Args:
         config: options of the router.
-        place: this process among several router processes. None for a router of one process.
+        place: name and peers of this process. None if the router has only one process.
 
     Raises:
         StartupError: an option is wrong.
@@ -267,13 +267,13 @@ class Routing:
         """Open the object that computes the block names of prompts, for policies that compare them with KV caches.
 
         Args:
-            tokenizer: model directory or name, of which only the tokenizer is loaded. None if not configured.
+            tokenizer: directory or name of a model. Only its tokenizer is loaded. None if it is not configured.
 
         Returns:
             The object, or None if the policy does not need block names.
 
         Raises:
-            StartupError: the policy needs a tokenizer and has none, or the reverse.
+            StartupError: the policy needs a tokenizer and none is configured, or one is configured but not needed.
             ModelLoadError: the tokenizer cannot be read.
         """
         name = self._config.policy
@@ -300,7 +300,7 @@ class Routing:
         more_metrics: Callable[[], bytes] = bytes,
         tracer: Tracer = NO_TRACER,
     ) -> RouterApp:
-        """Make the router's HTTP app.
+        """Create the router's HTTP app.
 
         Args:
             naming: computes the block names of prompts. See the method `naming`.
@@ -381,7 +381,7 @@ def _spec(text: str, api_key: str | None, role: EngineRole | None) -> EndpointSp
 
 
 def _sources(config: RouterOptions) -> list[Source]:
-    """Make the sources of endpoints. Raise StartupError if an option is wrong or a file cannot be read."""
+    """Create the sources of endpoints. Raise StartupError if an option is wrong or a file cannot be read."""
 
     def template(url: str) -> EndpointSpec:
         return EndpointSpec(url=url, api_key=config.endpoint_api_key)
@@ -395,7 +395,7 @@ def _sources(config: RouterOptions) -> list[Source]:
         name, colon, port = config.endpoints_dns.partition(":")
         if colon and not (port.isdecimal() and 0 < int(port) < 65536):
             raise StartupError(f'--endpoints-dns is "{config.endpoints_dns}", it must be NAME or NAME:PORT')
-        from trioserve.proxy.discovery.dns import DnsSource  # its import takes 0.3 s
+        from trioserve.proxy.discovery.dns import DnsSource  # This import is late, because it takes 0.3 s.
 
         sources.append(DnsSource(name, port=int(port or 80), template=template))
     if config.endpoints_kubernetes is not None:

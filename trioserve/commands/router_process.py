@@ -1,4 +1,4 @@
-"""One process of `route --router-processes`. The parent starts it.
+"""Program of one process of `route --router-processes`. The parent process starts it.
 
 Usage: `python -m trioserve.commands.router_process FD`, where FD is a socket that is connected to the parent. The
 process reads its start message, reports when it accepts requests, and ends when the parent ends.
@@ -39,7 +39,7 @@ def main(file_descriptor: int) -> int:
     parent.set_inheritable(False)
     message = _line(parent)
     if message is None:
-        return EXIT_FAILED  # the parent has already ended
+        return EXIT_FAILED  # The parent has already ended.
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     start = msgspec.json.decode(message, type=ProcessStart)
 
@@ -66,13 +66,13 @@ def _line(connection: socket.socket) -> bytes | None:
 def _end_with(parent: socket.socket) -> None:
     """End this process when the parent ends. The kernel closes the connection even if the parent is killed.
 
-    Runs in a thread, so that it works even if the event loop hangs.
+    The function runs in a thread, so that it works even if the event loop hangs.
     """
     try:
         while parent.recv(RECEIVE_BYTES):
             pass
     except OSError:
-        pass  # the connection is reset if the parent had not read everything
+        pass  # The kernel resets the connection if the parent ended before it had read all bytes.
     os._exit(EXIT_FAILED)
 
 

@@ -1,13 +1,14 @@
-"""`route --router-processes N`: the parent of N processes that together are one router.
+"""`route --router-processes N`: the parent process of N processes that work together as one router.
 
 The parent starts the processes, forwards signals, and ends after the last process has ended. It serves no requests.
 
-The parent opens one listening socket per process at the same port, and the processes inherit them. So the port is
-known, and errors with it are reported, before a process starts. When a process ends, its socket closes, and the kernel
-sends no more connections to it.
+The parent opens one listening socket per process, all at the same port, and each process inherits its socket. So the
+parent knows the port, and reports errors of the port, before a process starts. When a process ends, its socket closes,
+and the kernel sends no more connections to this process.
 
-The parent does not restart a process that fails: its streams are lost, and a restart would hide the cause. Instead the
-other processes drain, and the parent fails. Its supervisor (systemd, Kubernetes) then restarts the whole router.
+The parent does not restart a process that fails, because the process has lost its streams, and a restart would hide the
+cause. Instead, the other processes drain, and the parent fails. Its supervisor (systemd, Kubernetes) then restarts the
+whole router.
 
 Each process ends as soon as its connection to the parent closes, because then the parent has ended, for any reason.
 """
@@ -44,17 +45,21 @@ __all__ = [
     "run_router_processes",
 ]
 
-EVENTS_MAX = 256  # waiting events. Each process causes two. Further signals would repeat earlier ones and are dropped.
+# Maximum number of waiting events. Each process causes two events. A dropped signal would only repeat an earlier
+# signal.
+EVENTS_MAX = 256
 LINE_BYTES_MAX = 1024
-LATE_SECONDS = 5.0  # a process that has not stopped this long after its own deadline hangs, and is killed
-SIGNALS_FORWARDED = 3  # drain, end the drain, end the grace period. The fourth signal kills.
+LATE_SECONDS = 5.0  # A process that still runs this long after its own deadline hangs, and is killed.
+# The first signal starts the drain, the second signal ends the drain, and the third signal ends the grace period. The
+# fourth signal kills the processes.
+SIGNALS_FORWARDED = 3
 
 SERVING = b"serving\n"
 """Line that a process sends to its parent once it accepts requests."""
 
 
 class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Start message from the parent to a process: one line of JSON."""
+    """Start message from the parent to a process, sent as one line of JSON."""
 
     config: RouterOptions
     inherited: InheritedPlace
@@ -83,25 +88,25 @@ def check_processes(config: RouterOptions) -> None:
         )
 
 
-# --- decisions, without waiting ---
+# --- decisions (this code never waits) ---
 
 
 class Late(msgspec.Struct, frozen=True):
-    """The deadline for all processes to stop has passed."""
+    """Event: the deadline by which all processes must stop has passed."""
 
 
 ProcessEvent = Serving[int] | Ended[int] | Signalled | Late
 
 
 class ProcessStates:
-    """Tracks the processes and decides when to stop or kill them.
+    """Tracks the states of the processes, and decides when to stop or kill them.
 
     Args:
         count: number of processes.
 
     Attributes:
         failures: one sentence for each failure so far.
-        is_stopping: True once the processes must end.
+        is_stopping: True once all processes must stop.
     """
 
     def __init__(self, count: int) -> None:
@@ -116,7 +121,7 @@ class ProcessStates:
 
     @property
     def all_serve(self) -> bool:
-        """True if all processes accept requests and none of them must end."""
+        """True if all processes accept requests and no process must stop."""
         return len(self._serving) == self._count and not self.is_stopping
 
     @property
@@ -184,7 +189,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# --- the Trio shell ---
+# --- tasks and waiting ---
 
 
 def run_router_processes(config: RouterOptions) -> int:
@@ -205,7 +210,8 @@ def run_router_processes(config: RouterOptions) -> int:
 
 
 async def _run(config: RouterOptions, signals: StopSignals) -> int:
-    checked_routing(config)  # so that errors appear once, not once per process
+    # Check the options in the parent, so that an error is reported once and not by each process.
+    checked_routing(config)
     server_tls(config)
     limits = frontend_limits(config)
     count = config.router_processes
@@ -226,7 +232,8 @@ async def _run(config: RouterOptions, signals: StopSignals) -> int:
         doors = [(await open_listeners("127.0.0.1", 0))[0] for _ in range(count)]
         for number, start in enumerate(_starts(config, shared, doors), start=1):
             processes[number] = await nursery.start(_serve, number, start, sender)
-            # Only the process keeps these sockets: once it ends, the kernel sends no connections to them.
+            # Close the parent's copies of the sockets. Then a socket closes when its process ends, and the kernel sends
+            # no more connections to it.
             for listener in (*shared[number - 1], doors[number - 1]):
                 listener.socket.close()
         is_announced = has_stop_deadline = False
@@ -235,7 +242,7 @@ async def _run(config: RouterOptions, signals: StopSignals) -> int:
         while not states.is_over:
             event = await events.receive()
             if isinstance(event, Signalled):
-                stop_signal = event.number  # SIGINT skips the minimum time of a drain
+                stop_signal = event.number  # The processes get the same signal: SIGINT skips a drain's minimum time.
             for order in states.note(event):
                 processes[order.key].send_signal(stop_signal if order.what == "stop" else signal.SIGKILL)
             for sentence in states.failures[failures_announced:]:
@@ -276,7 +283,7 @@ async def _serve(
     sender: trio.MemorySendChannel[ProcessEvent],
     task_status: trio.TaskStatus[trio.Process] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Start a process, report its events, and wait for its end. Cancelling this function kills the process."""
+    """Start a process, report its events, and wait until it ends. A cancel of this function kills the process."""
     ours, theirs = socket.socketpair()
     inherited = start.inherited
     async with (

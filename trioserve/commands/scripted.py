@@ -1,6 +1,6 @@
-"""`python -m trioserve scripted`: the real server with a fake model, which gives the responses of a script.
+"""`python -m trioserve scripted`: runs the real server with a fake model that gives the responses of a script.
 
-It lets developers try clients without weights. Each byte is a token, so prompts have many tokens.
+Developers can test clients without weights. Each byte is one token, so prompts have many tokens.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trioserve.testing.scripted_model import PreferringModel, UncheckedExecutor
 
 __all__ = ["run_scripted", "scripted_engine"]
 
-CONTEXT_TOKENS = 1_000_000  # instructions and tools of an agent take about 50,000 bytes, each a token
+CONTEXT_TOKENS = 1_000_000  # Instructions and tools of an agent have about 50,000 bytes, and each byte is a token.
 BLOCK_SIZE = 256
 BLOCK_COUNT = 4 * CONTEXT_TOKENS // BLOCK_SIZE
 STEP_TOKENS = 262_144
 
 
 def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted") -> OpenEngine:
-    """Make a function that opens an engine with a scripted model.
+    """Return a function that opens an engine with a scripted model.
 
     Args:
-        chat: the script.
+        chat: script with the responses.
         template: chat template of the model.
-        name: served model name, unless the options set one.
+        name: served model name, if the options do not set a name.
     """
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ def run_scripted(arguments: argparse.Namespace, config: Config) -> int:
     """Serve a script until Ctrl-C or SIGTERM, then drain.
 
     Args:
-        arguments: of `trioserve scripted`.
+        arguments: arguments of `trioserve scripted`.
         config: options of the server.
 
     Returns:

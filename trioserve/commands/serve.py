@@ -1,4 +1,4 @@
-"""`python -m trioserve serve`: an engine behind an HTTP front end, in one Trio nursery."""
+"""`python -m trioserve serve`: runs an engine and an HTTP front end in one Trio nursery."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def run_server(config: Config) -> int:
 
     async def serve_model(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         if is_image_model(config.model):
-            from trioserve.commands.serve_images import serve_images  # language models need none of its imports
+            # This import is late, because language models need none of the imported packages.
+            from trioserve.commands.serve_images import serve_images
 
             await serve_images(config, orders, on_serving=announce)
         else:
@@ -69,7 +70,7 @@ def run_server(config: Config) -> int:
 
 
 class OpenEngine(Protocol):
-    """Opens the engine, with the signature of `open_configured_engine`."""
+    """Type of functions that open the engine. They have the signature of `open_configured_engine`."""
 
     def __call__(
         self, config: Config, *, on_progress: LoadReport, on_loaded: Callable[[Loaded], None]
@@ -86,14 +87,14 @@ async def serve_configured(
 ) -> None:
     """Run the whole server in the caller's scope, until `orders` yields an item and the server has drained.
 
-    Installs no signal handlers. Cancelling this function ends everything at once.
+    Installs no signal handlers. If this function is cancelled, the server ends at once.
 
     Args:
         config: options of the server.
         orders: stops the server. See `Service.run` for its items.
         on_serving: receives the URLs once the server accepts requests.
-        open_engine: opens the engine. Tests and other hosts replace it.
-        opened: an engine that the caller has opened and will close. None opens one with `open_engine`.
+        open_engine: opens the engine. Tests and other hosts pass another function.
+        opened: an engine that the caller has opened and will close. None opens an engine with `open_engine`.
 
     Raises:
         StartupError: an option is wrong, or the model or the address cannot be used.
@@ -150,19 +151,19 @@ async def serve_configured(
 async def serve(
     engine: Engine, *, task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED, **options: Any
 ) -> None:
-    """Serve an open engine over HTTP inside of a Trio program, until this is cancelled.
+    """Serve an open engine over HTTP inside of a Trio program, until this function is cancelled.
 
-    Start it in a nursery: `urls = await nursery.start(functools.partial(trioserve.serve, engine, port=8000))`. The
-    engine stays usable from Python, and open when serving ends. Cancelling ends all connections at once. To let running
-    requests finish first, call `engine.drain()` and wait for `engine.wait_until_idle()`.
+    Start the server in a nursery: `urls = await nursery.start(functools.partial(trioserve.serve, engine, port=8000))`.
+    The engine can still be used from Python, and stays open when the server ends. A cancel ends all connections at
+    once. To let running requests finish first, call `engine.drain()` and wait for `engine.wait_until_idle()`.
 
     Args:
-        engine: made by `trioserve.open_engine`.
-        options: options of `trioserve serve` for its front end, spelled with `_`: `host`, `port`, `api_key` and so on.
-            Options of the engine have no effect here.
+        engine: engine that `trioserve.open_engine` opened.
+        options: options of the front end of `trioserve serve`, spelled with `_`: `host`, `port`, `api_key` and so on.
+            Options of the engine have no effect.
 
     Raises:
-        StartupError: an option is wrong, or the address cannot be listened at.
+        StartupError: an option is wrong, or the server cannot listen at the address.
         EngineFault: the engine broke.
     """
     sender, orders = trio.open_memory_channel[object](1)
@@ -175,8 +176,8 @@ async def serve(
 async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> AsyncIterator[None]:
     """Run the router with this process's engine as one of its endpoints.
 
-    The router reaches the engine over a connection inside of this process. So cancelling a request works as it does at
-    remote endpoints: the connection closes.
+    The router reaches the engine over a connection inside of this process. So a request is cancelled in the same way as
+    at remote endpoints: the connection closes.
     """
     server = FrontendServer(app, limits=frontend_limits(config))
     async with trio.open_nursery() as connections:
@@ -198,7 +199,7 @@ async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> Asy
 
 
 class _WorkerWithBackgroundWork:
-    """Stops a worker together with work of the engine's app that outlives its HTTP request, such as batches."""
+    """A worker that also stops work of the engine's app which continues after its HTTP request, such as batches."""
 
     def __init__(self, worker: Worker, app: App, engine: Engine) -> None:
         self._worker = worker
@@ -212,7 +213,8 @@ class _WorkerWithBackgroundWork:
     def abort_all(self, message: str) -> None:
         if self._worker is not self._engine:
             self._worker.abort_all(message)
-        # Also needed behind a router: the router does not know batches and background responses of the engine's app.
+        # The engine must also stop behind a router, because the router does not know the batches and the background
+        # responses of the engine's app.
         self._engine.abort_all(message, hands_over=True)
 
     async def wait_until_idle(self) -> None:

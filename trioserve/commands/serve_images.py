@@ -1,4 +1,4 @@
-"""`python -m trioserve serve` for a model that generates images: an engine behind an HTTP front end."""
+"""`python -m trioserve serve` for a model that generates images: runs an engine and an HTTP front end."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ They are only logged, because several servers may share one configuration file o
 
 
 class OpenImageEngine(Protocol):
-    """Opens the engine, with the signature of `open_configured_image_engine`."""
+    """Type of functions that open the engine. They have the signature of `open_configured_image_engine`."""
 
     def __call__(self, config: Config, *, on_progress: LoadReport) -> AbstractAsyncContextManager[ImageEngine]: ...
 
@@ -84,13 +84,13 @@ async def serve_images(
 ) -> None:
     """Run the whole server in the caller's scope, until `orders` yields an item and the server has drained.
 
-    Installs no signal handlers. Cancelling this function ends everything at once.
+    Installs no signal handlers. If this function is cancelled, the server ends at once.
 
     Args:
         config: options of the server.
         orders: stops the server. See `Service.run` for its items.
         on_serving: receives the URLs once the server accepts requests.
-        open_engine: opens the engine. Tests replace it.
+        open_engine: opens the engine. Tests pass another function.
 
     Raises:
         StartupError: an option is wrong, or the model or the address cannot be used.
@@ -104,7 +104,7 @@ async def serve_images(
         tracing = await scopes.enter_async_context(open_tracing(config))
         with closing(LoadingBar(config.model)) as bar:
             engine = await scopes.enter_async_context(open_engine(config, on_progress=bar.progress))
-        # An image to edit may be as large as a generated image.
+        # An uploaded image may be as large as a generated image.
         uploads = ImageLimits(pixels_max=engine.limits.pixels_max, decode_seconds_max=config.image_decode_timeout)
         app = ImageApp(
             engine,
@@ -136,7 +136,7 @@ def check_options(config: Config) -> None:
         config: options of the server.
 
     Raises:
-        StartupError: names the refused options.
+        StartupError: some options are refused. The message names them.
     """
     given = {name for name, option in options_of(Config).items() if getattr(config, name) != option.default}
     refused = sorted(given.intersection(REFUSED))

@@ -57,10 +57,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SLOW_LINK_BYTES_PER_SECOND = 62_500  # 0.5 Mbit/s: at this rate, a body of the maximum size still arrives in time
+# 0.5 Mbit/s: the slowest connection at which a body of the maximum size still arrives within the time limit.
+SLOW_LINK_BYTES_PER_SECOND = 62_500
 
 _IMPORTED_AT = time.perf_counter()
-ORDERS_MAX = 8  # signals that wait to be handled. Further signals would repeat these and are dropped.
+ORDERS_MAX = 8  # Maximum number of waiting signals. A dropped signal would only repeat an earlier signal.
 TLS_LOOK_SECONDS = 10.0  # interval between two checks for changed certificate and key files
 
 Serve = Callable[[trio.MemoryReceiveChannel[object], Callable[[list[str]], None]], Awaitable[None]]
@@ -77,14 +78,14 @@ def run_until_signal(
 
     Args:
         config: options of the server. Only the options for logs and status messages are read.
-        serve: runs the server. All its exceptions reach the caller.
-        what: name of the served thing in status messages.
+        serve: runs the server. This function raises all exceptions of `serve`.
+        what: noun for the server in status messages.
         on_serving: called once the server accepts requests. If None, status messages announce the URLs and the end.
 
     Returns:
         0, or 128 + signal number if a signal ended the program before it accepted requests.
     """
-    for library in ("h2", "hpack"):  # they log each header field, which is useless to find a request
+    for library in ("h2", "hpack"):  # These libraries log each header field, which does not help to find a request.
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
     with StopSignals() as signals, logging_to(level=config.log_level, form=config.log_format):
@@ -102,9 +103,9 @@ async def _serve_until_signal(
         nonlocal exit_code
         async for number in signals.receive(task_status=task_status):
             if number == signal.SIGHUP and not is_serving.is_set():
-                continue  # the front end reads certificates again when it begins to serve
+                continue  # The front end will read the certificates when it begins to serve.
             if not is_serving.is_set():
-                exit_code = 128 + number  # as in shells: the signal ended the program before it could serve
+                exit_code = 128 + number  # Shells use this code, too. The signal ended the program before it served.
                 everything.cancel()
             elif orders.statistics().current_buffer_used < ORDERS_MAX:
                 sender.send_nowait(number)
@@ -149,7 +150,8 @@ def _process_seconds() -> float:
     """Return the age of this process in seconds, which includes the start of Python and all imports."""
     if sys.platform != "linux":
         return time.perf_counter() - _IMPORTED_AT
-    # proc(5): field 22 is the start of the process in clock ticks since boot. Two fields come before ")".
+    # Field 22 is the start time of the process in clock ticks since boot (see proc(5)). The first two fields end at
+    # ")".
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -167,9 +169,10 @@ class Places(NamedTuple):
 
 
 class NativeFrontEnd:
-    """The native HTTP front end, with the methods that `Service` needs to serve, drain and stop it.
+    """The native HTTP front end, with the methods that `Service` calls to serve, drain and stop.
 
-    With TLS, it reads certificates and keys again after a call of `reload`, and after one of their files has changed.
+    With TLS, the front end reads certificates and keys again after a call of `reload` and after a change of their
+    files.
 
     Args:
         server: HTTP server that handles the connections.
@@ -205,7 +208,7 @@ class NativeFrontEnd:
     async def _keep_tls_current(self) -> None:
         """Read certificates and keys again when their files change. If they cannot be read, log one line.
 
-        The first check happens at once, because the files may have changed while the model was loading.
+        The first check is made at once, because the files may have changed while the model was loading.
         """
         files = tls_files(self._config)
         seen: list[tuple[int, int, int] | None] | None = None
@@ -231,7 +234,7 @@ class NativeFrontEnd:
 
 
 def _file_stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
-    """Return modification time, size and inode of each file, or None for a file that is not accessible."""
+    """Return modification time, size and inode of each file, or None for a file that cannot be accessed."""
 
     def stamp(path: Path) -> tuple[int, int, int] | None:
         try:
@@ -244,13 +247,13 @@ def _file_stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
 
 
 def access_rules(config: ServerOptions) -> AccessRules:
-    """Return the rules for callers that follow from the options, except for the API keys themselves.
+    """Return the access rules for callers that follow from the options. API keys are not part of the rules.
 
     Args:
         config: options of the server.
     """
     names = None
-    if config.uds is None:  # a browser cannot connect to a Unix domain socket
+    if config.uds is None:  # The check of host names protects browsers, which cannot connect to a Unix domain socket.
         names = (*_own_names(config), *checked_host_names(config.allowed_host))
     return AccessRules(
         gateway_api_keys=config.gateway_api_key,
@@ -289,7 +292,7 @@ def strangers_warning(config: ServerOptions) -> str | None:
         config: options of the server.
 
     Returns:
-        None if the server has keys, or if only this machine can reach it.
+        The warning. None if the server has keys, or if only this machine can reach the server.
     """
     if config.api_key or config.gateway_api_key or not _is_reached_by_others(config):
         return None
@@ -310,7 +313,7 @@ def page_settings(config: ServerOptions) -> PageSettings:
 
 
 def frontend_limits(config: ServerOptions) -> FrontendLimits:
-    """Return the limits of the front end. The process's limit of open files also bounds the connections.
+    """Return the limits of the front end. The process's limit on open files also limits the number of connections.
 
     Args:
         config: options of the server.
@@ -333,9 +336,9 @@ def frontend_limits(config: ServerOptions) -> FrontendLimits:
 
 
 def _files_each(config: ServerOptions) -> int:
-    """Return how many open files one client needs: its connection, and those opened for its request."""
+    """Return how many open files one client needs: its connection, and the files that its request opens."""
     if not isinstance(config, Config):
-        return 2  # a router, with a connection to an endpoint
+        return 2  # This is a router, which needs another connection to an endpoint.
     routes = (
         config.endpoint
         or config.prefill_endpoint
@@ -345,14 +348,14 @@ def _files_each(config: ServerOptions) -> int:
         or config.endpoints_kubernetes
         or config.endpoints_ray
     )
-    return 3 if routes else 1  # the engine beside a router is reached over a socket pair
+    return 3 if routes else 1  # A router with an engine in the same process connects to it with a socket pair.
 
 
 @asynccontextmanager
 async def open_places(config: ServerOptions, limits: FrontendLimits) -> AsyncIterator[Places]:
-    """Listen at the configured address, and close the listeners at the end.
+    """Listen at the configured address, and close the listeners at the end of the scope.
 
-    Clients that connect before the server accepts connections wait in the backlog.
+    Clients that connect before the server accepts connections wait in the backlog of the listener.
 
     Args:
         config: options of the server.
@@ -378,7 +381,7 @@ def server_urls(config: ServerOptions, listeners: Sequence[trio.SocketListener])
     """Return one URL per listener.
 
     Args:
-        config: options of the server, which decide the scheme.
+        config: options of the server, which determine the scheme of the URLs.
         listeners: open listeners.
     """
     scheme = "unix" if config.uds is not None else "http" if config.ssl_certfile is None else "https"
@@ -390,7 +393,7 @@ def _remove(path: str) -> None:
 
 
 def around_app(app: BaseApp[Any], config: ServerOptions) -> Handler:
-    """Wrap an app in the handlers for CORS and the root path, if the options ask for them.
+    """Wrap an app in the handlers for CORS and the root path, if the options enable them.
 
     Args:
         app: handles the requests.
@@ -424,10 +427,10 @@ def server_tls(config: ServerOptions) -> ssl.SSLContext | None:
         config: options of the server.
 
     Returns:
-        None if TLS is off.
+        The TLS context, or None if TLS is off.
 
     Raises:
-        StartupError: TLS options do not fit together, or a file cannot be used.
+        StartupError: the TLS options contradict each other, or a file cannot be used.
     """
     if config.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):

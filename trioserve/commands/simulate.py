@@ -1,7 +1,7 @@
 """`python -m trioserve simulate`: runs seeds until one fails, or replays one seed with a trace of all events.
 
-The printed requests per second are per second of CPU time of the simulating processes. So the number is for one core,
-and does not depend on other programs. All contracts are checked during the measurement.
+The printed number of requests per second counts seconds of CPU time of the simulating processes. So the number is for
+one core, and does not depend on other programs. All contracts are checked during the measurement.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from trioserve.trio_tools.progress import ProgressBar
 __all__ = ["EXIT_FAILED", "SimulateSettings", "run_replay", "run_simulate", "seeds_of", "show_failure", "show_verdict"]
 
 STEPS: dict[Mode, int] = {
-    "core": 100,  # events: some fifteen requests
+    "core": 100,  # events, which contain about fifteen requests
     "stack": 12,  # clients
-    "router": 150,  # events: some fifty requests
-    "routers": 100,  # events: nearly as many requests
-    "pair": 300,  # events: some ten requests
+    "router": 150,  # events, which contain about fifty requests
+    "routers": 100,  # events, which contain nearly as many requests
+    "pair": 300,  # events, which contain about ten requests
     "lasting": 8,  # clients
     "ranks": 6,  # clients
-    "iterative": 150,  # events: some fifteen requests
+    "iterative": 150,  # events, which contain about fifteen requests
     "images": 12,  # clients
 }
-CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
-REPLAYS_MAX = 3_000  # limit of replays to shorten a failing history: about ten seconds, and most need a few hundred
-# limit of lines of all these replays, so that a history of thousands of requests takes only minutes
+CHUNK_SEEDS = 50  # A chunk takes less than a second, so the progress line is updated often.
+# Maximum number of replays that shorten a failing history. They take about ten seconds, and a few hundred are usual.
+REPLAYS_MAX = 3_000
+# Maximum number of script lines in all these replays, so that a history of thousands of requests takes only minutes.
 REPLAYED_LINES_MAX = 2_000_000
 EXIT_FAILED = 1
 
@@ -46,11 +47,11 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a simulation run.
 
     Attributes:
-        seeds: first seed, and the seed after the last.
-        step_count: length of a history, in events or clients. STEPS has the unit of each mode.
+        seeds: first seed, and the seed after the last seed.
+        step_count: length of a history, in events or clients. STEPS shows the unit of each mode.
         job_count: number of processes.
         shrinks: True shortens a failing history before it is shown.
-        mode: the simulated part of the program.
+        mode: simulated part of the program.
     """
 
     seeds: tuple[int, int]
@@ -61,10 +62,10 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
-        """Make settings from command line arguments.
+        """Create settings from command line arguments.
 
         Args:
-            arguments: of `trioserve simulate`.
+            arguments: arguments of `trioserve simulate`.
 
         Raises:
             StartupError: a value is out of range, or two modes are chosen.
@@ -101,11 +102,11 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Seeds that one process simulates at a time.
+    """Range of seeds that one process simulates without a report.
 
     Attributes:
         first: First seed.
-        end: Seed after the last.
+        end: Seed after the last seed.
         step_count: Length of a history.
         mode: Simulated part of the program.
     """
@@ -117,14 +118,14 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a chunk, up to the first seed that failed.
+    """Result of a chunk of seeds, up to the first seed that failed.
 
     Attributes:
         history_count: Number of simulated histories.
         counts: Totals by name.
-        digests: Digest of each history's trace. Empty texts for modes without traces.
+        digests: Digest of each history's trace. The texts are empty in modes without traces.
         cpu_seconds: CPU time of the simulation.
-        failure: First failure. None if there was none.
+        failure: First failure. None if no seed failed.
         failed_seed: Seed of the failure, or the last seed.
     """
 
@@ -143,7 +144,7 @@ def seeds_of(text: str) -> tuple[int, int]:
         text: `0:10000` means 0 to 9999, and `7` means only 7.
 
     Returns:
-        First seed, and the seed after the last.
+        First seed, and the seed after the last seed.
 
     Raises:
         StartupError: The text is not a range.
@@ -225,10 +226,10 @@ def run_replay(what: str, settings: SimulateSettings) -> int:
 
 
 def show_verdict(verdict: Verdict) -> int:
-    """Print the result of a replay.
+    """Print the result of a replayed history.
 
     Args:
-        verdict: Result.
+        verdict: Result of the replay.
 
     Returns:
         Exit code of the program.
@@ -240,9 +241,9 @@ def show_verdict(verdict: Verdict) -> int:
 
 
 def _mode_of(script: str) -> Mode:
-    """Find the mode of a script by its first word: "stage" for the stack, or the name of the mode.
+    """Find the mode of a script by its first word, which is "stage" for the stack, or the name of the mode.
 
-    Otherwise the core.
+    All other scripts are for the core.
     """
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
     modes: dict[str, Mode] = {"stage": "stack", **{mode: mode for mode in STEPS if mode not in ("core", "stack")}}
@@ -251,9 +252,9 @@ def _mode_of(script: str) -> Mode:
 
 @contextmanager
 def _reports(settings: SimulateSettings) -> Iterator[Iterator[ChunkReport]]:
-    """Simulate all chunks.
+    """Simulate all chunks, and yield their reports.
 
-    Reports come in the order of the seeds, so the first failure does not depend on the processes.
+    The reports have the order of the seeds, so the first failure does not depend on the number of processes.
     """
     first, end = settings.seeds
     chunks = [
@@ -284,7 +285,7 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
         history_count=seed - chunk.first + 1,
         counts=dict(totals),
         digests=digests,
-        cpu_seconds=max(time.process_time() - started_at, 1e-6),  # a coarse clock may show 0
+        cpu_seconds=max(time.process_time() - started_at, 1e-6),  # The difference may be 0 with a coarse clock.
         failure=failure,
         failed_seed=seed,
     )
@@ -297,14 +298,14 @@ def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> No
 
 
 def show_failure(seed: int, failure: Failure, mode: Mode, *, replay: str, shrinks: bool) -> None:
-    """Print a failure, how to repeat it, and a shortened script.
+    """Print a failure, the command that repeats it, and a shortened script.
 
     Args:
         seed: Seed that failed.
         failure: The failure, with its script.
         mode: Simulated part of the program.
         replay: Flags that repeat the whole history.
-        shrinks: Whether the script is shortened and printed.
+        shrinks: True if the script is shortened and printed.
     """
     print(f"seed {seed} failed: {failure}")
     print(f"repeat it with: python -m trioserve simulate {replay}")

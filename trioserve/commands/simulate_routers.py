@@ -1,7 +1,8 @@
-"""`python -m trioserve simulate --routers N`: a table about several routers in front of the same endpoints.
+"""`python -m trioserve simulate --routers N`: prints a table about several routers in front of the same endpoints.
 
-Each row simulates one history per seed with steady traffic, in virtual time. Its figures are averages over the seeds,
-except for exceeded limits, where it is the maximum. All rules are checked, and the first broken rule ends the program.
+For each row, one history per seed is simulated, with steady traffic and in virtual time. The figures of a row are
+averages over the seeds. For exceeded limits, the figure is the maximum. All rules are checked, and the first broken
+rule ends the program.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ __all__ = ["Row", "rows_of", "run_routers"]
 SEATS = 16
 WAITING_DEPTH_MAX = 4
 SECONDS_MAX = 30.0
-SECONDS_MIN = 8.0  # four times the duration of a request
-REQUESTS_MAX = 20_000  # of a history, if that is longer than SECONDS_MIN
+SECONDS_MIN = 8.0  # minimum length of a history: four times the duration of a request
+REQUESTS_MAX = 20_000  # maximum number of requests in a history that is longer than SECONDS_MIN
 FLAGS_OF_OTHERS = ("stack", "pair", "lasting", "ranks", "iterative")
 
 
 class Row(NamedTuple):
-    """Simulation behind a row of the table.
+    """The simulation for one row of the table.
 
     Attributes:
-        world: Routers and endpoints.
-        traffic: Clients.
+        world: Simulated routers and endpoints.
+        traffic: Simulated clients.
     """
 
     world: RoutersWorld
@@ -55,8 +56,8 @@ class Row(NamedTuple):
 
         Args:
             seed: Seed of the history.
-            trace: Receives a line for each event. None: no trace.
-            watch: Called with the passed and the total seconds of traffic.
+            trace: Receives a line for each event. None for no trace.
+            watch: Called with the passed seconds and the total seconds of traffic.
         """
         world = msgspec.structs.replace(self.world, seed=seed)
         simulation = RoutersSimulation(world, trace=trace)
@@ -81,7 +82,7 @@ def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
 
     Args:
         arguments: Arguments of `trioserve simulate`.
-        seeds: First seed, and the seed after the last.
+        seeds: First seed, and the seed after the last seed.
 
     Returns:
         Exit code of the program.
@@ -123,9 +124,9 @@ def _replay(what: str, rows: Sequence[Row]) -> int:
 
 
 def rows_of(router_counts: Sequence[int], endpoint_counts: Sequence[int]) -> Iterator[Row]:
-    """Make the rows: without shares, with shares, and with shares while a router dies.
+    """Return the rows: without shares of endpoints, with shares, and with shares while a router crashes.
 
-    Without shares, each router has its default limit and relies on the reports of endpoints.
+    Without shares, each router uses its default limit and relies on the load reports of endpoints.
 
     Args:
         router_counts: Numbers of routers.

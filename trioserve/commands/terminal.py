@@ -1,4 +1,4 @@
-"""Terminal output and input: the loading bar, one streamed response, and parts that `generate` shares with `chat`."""
+"""Terminal output and input for `generate` and `chat`: the loading bar, a streamed response, and reading of lines."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class LoadingBar:
         self._bar = ProgressBar(f"loading {model}", status_stream())
 
     def progress(self, progress: LoadProgress) -> None:
-        """Show progress. May be called from any thread.
+        """Show the progress of loading. Any thread may call this method.
 
         Args:
-            progress: current phase, and how much of it is done.
+            progress: current phase, and how much of this phase is done.
         """
         self._bar.turn_to(progress.what)
         if progress.total is None:
@@ -86,7 +86,7 @@ class LoadingBar:
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling options of the command line. None keeps the model's default."""
+    """Sampling options of the command line. An option that is None keeps the model's default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -127,11 +127,11 @@ def run_generate(config: Config, prompt: str, sampling: SamplingOptions, *, raw:
 
 
 class Interrupts:
-    """Turns Ctrl-C and SIGTERM into cancellation.
+    """Turns Ctrl-C and SIGTERM into a cancel of a response or of the program.
 
     Attributes:
-        response_scope: scope of the response that is being written, which Ctrl-C cancels. None if there is none: then
-            Ctrl-C ends the program. SIGTERM always ends it.
+        response_scope: scope of the response that is being written. Ctrl-C cancels this scope. If it is None, Ctrl-C
+            ends the program. SIGTERM always ends the program.
         have_ended_all: True once a signal has ended the program.
     """
 
@@ -200,7 +200,7 @@ class LineReader:
         while b"\n" not in self._received:
             try:
                 await trio.lowlevel.wait_readable(0)
-            except PermissionError:  # epoll refuses ordinary files, which are always readable
+            except PermissionError:  # epoll refuses regular files, which are always readable.
                 await trio.lowlevel.checkpoint()
             chunk = os.read(0, 65536)
             if not chunk:

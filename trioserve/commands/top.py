@@ -1,4 +1,4 @@
-"""`trioserve top`: shows the events of the live page in the terminal."""
+"""`trioserve top`: shows the state of a server in the terminal. It uses the same events as the live page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_STATES", "FeedState", "run_top", "states", "view"]
 
 BLOCK_STATES = ("free", "cached", "used", "held")
-POINTS_MAX = 180  # the same as in the server: 15 minutes
-CELLS = 64  # per line of the block map
+POINTS_MAX = 180  # maximum number of points of a series, as in the server: 15 minutes
+CELLS = 64  # number of cells in a line of the block map
 LINES_MAX = 8
 REQUESTS_MAX = 20
 BARS = " ▁▂▃▄▅▆▇█"
@@ -32,8 +32,8 @@ class FeedState:
     Attributes:
         fields: fields of the snapshot, without blocks, requests, endpoints and history.
         blocks: state of each block, as an index into BLOCK_STATES.
-        requests: by id.
-        endpoints: by id.
+        requests: running requests by id.
+        endpoints: endpoints of a router by id.
         series: latest points of each series by name, oldest first.
     """
 
@@ -114,7 +114,7 @@ def run_top(server: RemoteServer, *, interval: float, as_json: bool) -> int:
 
 
 def states(server: RemoteServer, interval: float) -> Generator[FeedState, None, None]:
-    """Yield the state after each event. All items are the same object, which changes.
+    """Yield the state of the server after each event. All items are the same object, which is updated in place.
 
     Args:
         server: running server or router.
@@ -131,11 +131,11 @@ def states(server: RemoteServer, interval: float) -> Generator[FeedState, None, 
 
 
 def view(state: FeedState, url: str) -> RenderableType:
-    """Draw one screen.
+    """Draw the state of a server as one screen.
 
     Args:
-        state: of the server.
-        url: of the server, for the first line.
+        state: state of the server.
+        url: URL of the server, shown in the first line.
     """
     from rich.console import Group
     from rich.table import Table
@@ -212,7 +212,7 @@ def _spark(points: Sequence[float | None]) -> str:
 
 
 def _blocks(blocks: bytearray) -> RenderableType:
-    """Draw the block map. A cell shows a group of blocks in the colour of its most common state other than free."""
+    """Draw the block map. Each cell shows a group of blocks in the colour of their most common state except "free"."""
     from rich.text import Text
 
     share = max(1, -(-len(blocks) // (CELLS * LINES_MAX)))

@@ -1,4 +1,4 @@
-"""Turns tracing on or off by flags and OpenTelemetry's environment variables, and sends the last spans at the end."""
+"""Turns tracing on or off, by flags and by OpenTelemetry's environment variables. Sends the last spans at the end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ __all__ = ["Tracing", "open_tracing"]
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-CLOSE_SECONDS_MAX = 5.0  # to send the last spans: a collector that hangs must not block the end of the process
+# Time limit for sending the last spans. A collector that hangs must not block the end of the process.
+CLOSE_SECONDS_MAX = 5.0
 
 
 class Tracing:
-    """Tracing that is off: its tracer records nothing."""
+    """Tracing that is switched off. Its tracer records nothing."""
 
     tracer: Tracer = NO_TRACER
 
@@ -61,7 +62,7 @@ class _Exported(Tracing):
 async def open_tracing(config: ServerOptions, environment: Mapping[str, str] = os.environ) -> AsyncIterator[Tracing]:
     """Send spans of requests to the collector inside of the scope, if tracing is on.
 
-    Leaving the scope waits up to CLOSE_SECONDS_MAX until the last spans are sent. A cancelled scope drops them.
+    The exit of the scope waits up to CLOSE_SECONDS_MAX until the last spans are sent. A cancelled scope drops them.
 
     Args:
         config: options of the server.

@@ -18,7 +18,7 @@ CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<written>[^']*
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence with a suggestion. It refuses abbreviated flags.
 
-    A new option could change the meaning of an abbreviation, or make it ambiguous.
+    Abbreviations are refused because a new option could change their meaning, or make them ambiguous.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,10 +28,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for namespaces of other types
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments, and refuse unknown ones instead of returning them.
+        """Parse arguments. Unknown arguments are refused, while argparse returns them.
 
         Args:
-            args: arguments without the program's name. None for those of the process.
+            args: arguments without the program's name. None uses the arguments of the process.
             namespace: receives the values. None for a new namespace.
 
         Raises:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         """Print an error and exit with code 2, as argparse does.
 
         Args:
-            message: of argparse.
+            message: message from argparse.
         """
         found = CHOICE.fullmatch(message)
         if found is not None:

@@ -1,7 +1,7 @@
-"""Flags of vLLM command lines that are no options here.
+"""Flags of vLLM command lines that trioserve does not have.
 
-A flag that changes nothing here is accepted. A flag that has another name here is rewritten. Any other flag or value is
-refused with the reason and what to do instead.
+A flag without an effect in trioserve is accepted and ignored. A flag with another name in trioserve is renamed. Any
+other flag or value is refused, with the reason and advice.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["FLAGS", "SWITCHES", "without_vllm_flags"]
 
 SWITCHES = frozenset(
     {
-        "--trust-remote-code",  # no code of a checkpoint is ever run
-        "--disable-log-requests",  # prompts are never logged
+        "--trust-remote-code",  # trioserve never runs code of a checkpoint.
+        "--disable-log-requests",  # trioserve never logs prompts.
         "--no-enable-log-requests",
         "--disable-log-stats",
-        "--enable-chunked-prefill",  # always on
-        "--enable-sleep-mode",  # every engine can sleep
-        "--enable-request-id-headers",  # every response has x-request-id
-        "--enable-server-load-tracking",  # GET /load always answers
-        "--enable-prompt-tokens-details",  # usage always has cached_tokens
+        "--enable-chunked-prefill",  # Chunked prefill is always on.
+        "--enable-sleep-mode",  # Every engine supports sleep mode.
+        "--enable-request-id-headers",  # Every response has the header x-request-id.
+        "--enable-server-load-tracking",  # GET /load always works.
+        "--enable-prompt-tokens-details",  # The usage in a response always contains cached_tokens.
         "--enable-force-include-usage",
         "--disable-fastapi-docs",
-        "--disable-frontend-multiprocessing",  # there is one process
+        "--disable-frontend-multiprocessing",  # Front end and engine always run in one process.
         "--disable-uvicorn-access-log",
         "--async-scheduling",
         "--no-async-scheduling",
@@ -46,11 +46,11 @@ CONFIG_COUNTS = "config.json of the checkpoint is used as it is: change a copy o
 
 
 class Flag(NamedTuple):
-    """A flag with a value.
+    """A flag of vLLM with a value.
 
     Attributes:
-        accepted: values that change nothing here. ANY: all of them.
-        advice: why any other value is refused, and what to do.
+        accepted: values that are accepted and ignored. ANY accepts all values.
+        advice: why all other values are refused, and what to do instead.
     """
 
     accepted: tuple[str, ...] | None
@@ -58,7 +58,7 @@ class Flag(NamedTuple):
 
 
 FLAGS = {
-    # About speed or memory of a part that does not exist here: results are the same with any value.
+    # These flags change the speed or the memory of something that trioserve does not have. So all values are ignored.
     "--swap-space": Flag(ANY),
     "--max-seq-len-to-capture": Flag(ANY),
     "--compilation-config": Flag(ANY),
@@ -75,7 +75,7 @@ FLAGS = {
     "--mm-processor-cache-gb": Flag(ANY),
     "--prefix-caching-hash-algo": Flag(ANY),
     "--scheduling-policy": Flag(("fcfs", "priority"), "priorities always count, and equals keep their order"),
-    # Accepted with the values that describe how trioserve works.
+    # These flags are accepted only with values that match the behaviour of trioserve.
     "--num-scheduler-steps": Flag(("1",), "there are no multi-step schedules: leave the flag out"),
     "--data-parallel-size": Flag(("1",), ONE_DEVICE),
     "--data-parallel-backend": Flag(("mp",), ONE_DEVICE),
@@ -89,7 +89,7 @@ FLAGS = {
     "--convert": Flag(("auto", "none", "embed"), DETECTED),
     "--response-role": Flag(("assistant",), "every response has the role assistant: leave the flag out"),
     "--cpu-offload-gb": Flag(("0",), "weights stay on the device that uses them: use a smaller or a quantized model"),
-    # Refused with any value.
+    # These flags are refused with any value.
     "--hf-token": Flag((), "set the environment variable HF_TOKEN, which other users of the machine cannot read"),
     "--hf-overrides": Flag((), CONFIG_COUNTS),
     "--rope-scaling": Flag((), CONFIG_COUNTS),
@@ -125,7 +125,7 @@ def _gibibytes(value: str) -> str:
 
 
 def _quantization(value: str) -> str:
-    # vLLM users name the method of a quantized checkpoint. Here, the files of the checkpoint decide.
+    # vLLM users name the quantization method of a checkpoint. trioserve reads the method from the checkpoint's files.
     return "auto" if value.lower() in CHECKPOINT_QUANTIZATIONS else value
 
 
@@ -144,13 +144,13 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
     Flags may be spelled with `_` instead of `-`, as vLLM allows.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
 
     Returns:
         The arguments that are options of trioserve.
 
     Raises:
-        StartupError: a flag or its value cannot be honoured. The message says what to do instead.
+        StartupError: a flag or its value is refused. The message says what to do instead.
     """
     kept: list[str] = []
     values = iter(arguments)

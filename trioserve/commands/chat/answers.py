@@ -1,4 +1,4 @@
-"""Answers of a chat: from an engine in this process, or from a server. Leaving an answer also cancels it there."""
+"""Gets the answers of a chat from an engine in this process or from a server. A cancel also cancels the request."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trioserve.engine.engine import Engine
 
 __all__ = ["Answer", "Answerer", "EngineAnswers", "ServerAnswers"]
 
-BODY_BYTES_MAX = 2**20  # bytes of a response that is not a stream, such as an error
+BODY_BYTES_MAX = 2**20  # maximum size of a response that is not a stream, such as an error
 EVENT_BYTES_MAX = 2**20
 CUT_OFF = "cut off at the limit of tokens"
 
 
 class Answer:
-    """Answer that is filled while it arrives.
+    """Answer of the model, which grows while text arrives.
 
     Args:
         show: Called with each new piece of text.
 
     Attributes:
         text: Text so far.
-        tokens: Number of its tokens.
+        tokens: Number of tokens so far.
         note: Reason for an early end. None for a complete answer.
-        started_at: Time of the first text, by Trio's clock. None before.
-        ended_at: Time of the latest text.
+        started_at: Time of the first text, by Trio's clock. None until the first text arrives.
+        ended_at: Time of the latest text, by Trio's clock.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed after the first piece. None if it is unknown."""
+        """Speed after the first piece of text. None if the speed is unknown."""
         seconds = 0.0 if self.started_at is None else self.ended_at - self.started_at
         return (self.tokens - 1) / seconds if seconds > 0.0 and self.tokens > 1 else None
 
@@ -71,11 +71,11 @@ class Answerer(Protocol):
     """Source of answers."""
 
     async def answer(self, messages: list[dict[str, Any]], into: Answer) -> None:
-        """Answer the last message.
+        """Get the answer to the last message of the conversation.
 
         Args:
             messages: Conversation so far.
-            into: Answer to fill.
+                into: Answer that receives the text.
 
         Raises:
             RequestFailed: The engine refused the request.
@@ -111,8 +111,8 @@ class ServerAnswers:
 
     Args:
         url: Address of the server.
-        api_key: Key for the server. None: no key.
-        model: Name of the model. None: the first model that the server lists.
+        api_key: Key for the server. None sends no key.
+        model: Name of the model. None selects the first model that the server lists.
         fields: Sampling fields that the user has set.
 
     Raises:
@@ -130,7 +130,7 @@ class ServerAnswers:
         self._fields = dict(fields)
 
     async def find_model(self) -> str:
-        """Return the name of the model, and ask the server for it if necessary.
+        """Return the name of the model. If the user gave no name, get the name from the server.
 
         Raises:
             ServerFailed: The server lists no models, or did not answer.
@@ -171,7 +171,7 @@ class ServerAnswers:
 
 
 class _Stream:
-    """Parser of a response body: events of a chat, or a whole body, which is then in `rest`."""
+    """Parser of a response body. It parses the events of a stream. If the body is not a stream, `rest` contains it."""
 
     def __init__(self, into: Answer) -> None:
         self.into = into

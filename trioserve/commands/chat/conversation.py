@@ -1,4 +1,4 @@
-"""Messages of a chat so far, and the commands that a user types."""
+"""The messages of a chat, and the commands that a user can type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIASES = {"/new": "/clear", "/quit": "/exit"}
 
 
 class Line(NamedTuple):
-    """Parsed line of the user.
+    """Parsed line that the user typed.
 
     Attributes:
         command: One of COMMANDS. None for a message.
@@ -34,10 +34,10 @@ class Line(NamedTuple):
 
 
 def line_of(typed: str) -> Line:
-    """Parse a line. A message that begins with / is typed with //.
+    """Parse a line. A line that begins with / is a command, and a line that begins with // is a message with one /.
 
     Args:
-        typed: Line of the user.
+        typed: Line that the user typed.
     """
     if not typed.startswith("/") or "\n" in typed.split(" ")[0]:
         return Line(None, typed)
@@ -56,7 +56,7 @@ class Conversation:
     """Messages so far.
 
     Args:
-        system: System message at the beginning. None: no system message.
+        system: System message at the beginning. None for no system message.
     """
 
     def __init__(self, system: str | None) -> None:
@@ -72,7 +72,7 @@ class Conversation:
         self._turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """Add the answer to the last question. If the answer is empty, the question is removed.
+        """Add the answer to the last message of the user. If the answer is empty, remove that message.
 
         Args:
             text: Text of the answer.

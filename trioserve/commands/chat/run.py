@@ -1,4 +1,4 @@
-"""`trioserve chat`: reads and answers messages until the user leaves. Ctrl-C ends an answer, not the program."""
+"""`trioserve chat`: reads and answers messages until the user ends it. Ctrl-C ends an answer, not the program."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["ChatPlace", "run_chat"]
 
 
 class ChatPlace(msgspec.Struct, frozen=True):
-    """Server that answers.
+    """Server that answers the messages.
 
     Attributes:
         url: Address of the server.
-        api_key: Key for the server. None: no key.
-        model: Name of the model. None: the first model that the server lists.
+        api_key: Key for the server. None sends no key.
+        model: Name of the model. None selects the first model that the server lists.
     """
 
     url: str
@@ -41,8 +41,8 @@ def run_chat(config: Config, sampling: SamplingOptions, *, system: str | None, p
     Args:
         config: Options of the engine.
         sampling: Sampling options of the user.
-        system: System message. None: no system message.
-        place: Server that answers. None: an engine with these options answers.
+        system: System message. None for no system message.
+        place: Server that answers. If None, an engine in this process answers.
 
     Returns:
         Exit code of the program.
@@ -125,7 +125,7 @@ class _Chat:
                     nursery.start_soon(self._stop_on_command, scope)
                     try:
                         await self._answerer.answer(self._conversation.messages, answer)
-                    except TrioserveError as error:  # the chat continues
+                    except TrioserveError as error:  # The user sees the error, and the chat continues.
                         answer.note = str(error)
                     nursery.cancel_scope.cancel()
         finally:

@@ -1,4 +1,4 @@
-"""Reading of a user's messages: with editing and history in a terminal, otherwise line by line."""
+"""Reads the messages of a user. A terminal offers editing and history, and other inputs are read line by line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Typing(Protocol):
     """Source of a user's messages."""
 
     async def read(self) -> str | None:
-        """Return the next message, or None at the end."""
+        """Return the next message, or None at the end of the input."""
         ...
 
     async def read_meanwhile(self) -> str:
-        """Return a line that the user types during an answer. Waits forever if that is not possible."""
+        """Return a line that the user types during an answer. Waits forever if such lines cannot be read."""
         ...
 
 
@@ -50,7 +50,7 @@ class PlainTyping:
 class TerminalTyping:
     """Reads messages with prompt_toolkit in a thread.
 
-    During an answer, the terminal is in its normal mode, read by lines.
+    During an answer, the terminal is in its normal mode, and this object reads whole lines.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class TerminalTyping:
             self._is_leaving = False
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._leave_when_cancelled)
-                # The thread ends when it is asked to. So the terminal is restored before this function returns.
+                # A cancel makes the thread end. So the thread restores the terminal before this function returns.
                 typed = await trio.to_thread.run_sync(self._prompt)
                 nursery.cancel_scope.cancel()
             if typed != INTERRUPTED:
@@ -126,7 +126,7 @@ class TerminalTyping:
 
 
 def history_path() -> Path | None:
-    """Return the file that keeps typed messages, readable only by its owner. None if it cannot be created."""
+    """Return the file for the history of messages. Only its owner can read it. None if it cannot be created."""
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = base / "trioserve" / "chat_history"
     try:
