@@ -1,7 +1,7 @@
 """Test kit for programs that use trioserve.
 
-It has engines and servers without weights, control over when a step runs, and a check that every resource was released.
-Each name is imported when it is first used. docs/guides/testing.md has examples.
+The kit has engines and servers without weights, control over when a step runs, and a check that every resource was
+released. Each name is imported when it is first used. docs/guides/testing.md has examples.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ __all__ = ["assert_all_free"]
 
 
 def assert_all_free(engine: Engine | ImageEngine) -> None:
-    """Assert that no request has a KV block, a latent slot or a place in a queue. The error names the requests that do.
+    """Assert that no request uses a KV block or a latent slot, or waits in a queue. The error names such requests.
 
-    Works for every engine, also for one with weights. After a request leaves during a forward pass, its blocks become
-    free at the end of that pass. So call this when no step runs. Cached blocks count as free, since no request uses
-    them.
+    The function works for every engine, also for an engine with weights. If a request is cancelled during a forward
+    pass, its blocks become free at the end of that pass. So call this function when no step runs. Cached blocks count
+    as free, because no request uses them.
 
     Args:
         engine: the engine to check.

@@ -1,4 +1,4 @@
-"""A grammar guide that is an automaton over token ids. It is small, and can force tokens, branch and end."""
+"""A small grammar guide for tests: an automaton over token ids that can force tokens, branch and end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class AutomatonGuide:
 
     Args:
         automaton: the automaton. It never changes.
-        fails_after: number of accept() calls, of which the last one fails. None: no call fails on purpose.
+        fails_after: the number of the accept() call that fails. None if no call must fail.
 
     Attributes:
         state: current state of the automaton.
-        fault: why the guide failed. None: it has not failed.
+        fault: why the guide failed. None if the guide has not failed.
     """
 
     def __init__(self, automaton: Automaton, *, fails_after: int | None = None) -> None:

@@ -47,9 +47,9 @@ def byte_tokenizer(
     """Return a tokenizer whose token i is byte i.
 
     Args:
-        chat_template: chat template. Default: one line per message.
+        chat_template: chat template. The default writes one line per message.
         has_images: if True, the vocabulary has a token for rows of images.
-        signs: texts that are one token each, after all other tokens.
+        signs: texts that become one token each. Their ids follow all other ids.
     """
     backend = byte_backend(BYTE_VOCAB_SIZE)
     if has_images:
@@ -71,7 +71,7 @@ def byte_backend(vocab_size: int) -> tokenizers.Tokenizer:
 
     Args:
         vocab_size: size of the vocabulary, at least 257. No text contains the tokens between the bytes and the end
-            token. They decode to " t" and their id.
+            token. Such a token decodes to " t" and its id.
     """
     assert vocab_size >= BYTE_VOCAB_SIZE
     characters = _byte_characters()
@@ -87,7 +87,7 @@ def byte_backend(vocab_size: int) -> tokenizers.Tokenizer:
 def _byte_characters() -> list[str]:
     """Return the characters that stand for bytes in byte-level BPE (GPT-2).
 
-    A printable byte stands for itself. The others become the characters from U+0100 on.
+    A printable byte becomes the same character. All other bytes become the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,8 +1,8 @@
-"""Fake engines for the connector conformance tests: block ownership without computation, and watched memory.
+"""Fake engines for the connector conformance tests. They track block ownership and watch memory, but compute nothing.
 
-A Side plays the core of one engine towards one connector. It records each broken promise in `violations`: reports that
-no request expects, and blocks that are read or written without permission. A block that is freed is overwritten at
-once, as another request would do.
+A Side takes the role of one engine's core for one connector. It records each violation of the contract in `violations`:
+reports that no request expects, and blocks that are read or written without permission. When a block is freed, the Side
+overwrites it at once, as another request would do.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ KV = list[list[bytes]]
 
 
 class WatchedPages(MemoryPages):
-    """A KV cache that records reads of blocks that must not be read.
+    """A KV cache that records each read of a block that must not be read.
 
-    Reads through a view are not seen here. The test finds those by the wrong content that they return.
+    This class cannot record reads through a view. The test finds them because they return wrong content.
 
     Args:
         layout: layout of the KV cache.
@@ -71,7 +71,7 @@ class Load(msgspec.Struct, eq=False):
 
     Attributes:
         request: the request whose KV is loaded.
-        block_table: its blocks.
+        block_table: blocks of the request.
         start: first position to load.
         token_count: number of positions to load.
         positions: the positions to load that have a block.
@@ -89,24 +89,24 @@ class Load(msgspec.Struct, eq=False):
 
 
 class Side:
-    """One engine of a conformance test.
+    """One simulated engine of a conformance test.
 
     Args:
         name: "sender" or "reader".
-        layout: layout of its KV cache.
-        has_views: if True, its blocks can be addressed in place.
+        layout: layout of the engine's KV cache.
+        has_views: if True, the CPU can address the blocks in place.
 
     Attributes:
         connector: the connector under test.
-        pages: its KV cache.
-        window_tokens: sliding window of all layers in tokens. None: no window.
-        violations: forbidden acts of the connector.
+        pages: KV cache of the engine.
+        window_tokens: sliding window of all layers in tokens. None for no sliding window.
+        violations: the connector's violations of the contract.
         woken: set after the connector called `wake`.
         sends: blocks that are held for reading, by request.
         loads: loads that have not ended, by request.
         reports: all reports of the connector, oldest first.
         loaded: content that each finished load wrote, by request.
-        fills: number of block fills so far, which makes the content of each fill different.
+        fills: number of block fills so far. It makes the content of each fill different.
     """
 
     def __init__(self, name: str, layout: KVLayout, *, has_views: bool = True) -> None:
@@ -124,7 +124,7 @@ class Side:
         self._chance = random.Random(name)
         self._free = list(range(BLOCK_COUNT))
         self._in_use: set[int] = set()
-        # The expected content of every block that must not be written now.
+        # For each block that must not be written at this time, the expected content.
         self._quiet: dict[int, bytes] = {}
         self._overwrite(range(BLOCK_COUNT))
 
@@ -159,8 +159,8 @@ class Side:
         return tuple(BlockIndex(block) for block in blocks)
 
     def without_unseen(self, blocks: Sequence[BlockIndex], position: int) -> tuple[BlockIndex, ...]:
-        """Free the blocks that the token at a position does not attend to, and return the table with NO_BLOCK in their
-        places.
+        """Free the blocks that the token at a position does not attend to. Return the block table, in which NO_BLOCK
+        replaces the freed blocks.
 
         Args:
             blocks: block table of a request.
@@ -173,10 +173,10 @@ class Side:
         return (NO_BLOCK,) * first + tuple(blocks[first:])
 
     def give_back(self, blocks: Sequence[BlockIndex]) -> None:
-        """Free blocks, except those that are held for a send. Freed blocks get new content at once.
+        """Free blocks, except for blocks that are held for a send. Freed blocks get new content at once.
 
         Args:
-            blocks: the blocks. Blocks that are already free are ignored.
+            blocks: blocks to free. Blocks that are already free are ignored.
         """
         held = {block for blocks in self.sends.values() for block in blocks}
         freed = [block for block in blocks if block not in held and block in self._in_use]
@@ -184,7 +184,7 @@ class Side:
         self._free += freed
         self._overwrite(freed)
 
-    # --- calls of a core ---
+    # --- calls that a core makes ---
 
     def finish(
         self, request: EngineRequest, blocks: Sequence[BlockIndex], tokens: Sequence[int], reason: FinishReason
@@ -224,7 +224,7 @@ class Side:
         return load
 
     def abandon(self, load: Load) -> None:
-        if load.request.id in self.loads:  # A load that is not listed has already been reported.
+        if load.request.id in self.loads:  # The end of every other load has already been reported.
             load.is_abandoned = True
             self.connector.load_abandoned(load.request.id)
 
@@ -251,7 +251,7 @@ class Side:
             self._take(event)
 
     def check(self) -> None:
-        """Record the blocks that were written although they must not be written now."""
+        """Record the blocks that were written although they must not be written at this time."""
         for block, content in self._quiet.items():
             if self.pages.content(block) != content:
                 self.violations.append(f"block {block} was written, but writing is forbidden now")
@@ -345,12 +345,12 @@ def kv_of(pages: MemoryPages, block_table: Sequence[int], positions: Sequence[in
 
 
 def is_same(found: KV, expected: KV, found_dtype: str, expected_dtype: str) -> bool:
-    """Compare two contents. Equal dtypes must match byte by byte, different dtypes within the precision of the coarser
-    one.
+    """Compare two contents. With equal dtypes, all bytes must match. With different dtypes, values must match within
+    the precision of the coarser dtype.
 
     Args:
         found: the content that was read.
-        expected: the content that it should be.
+        expected: the expected content.
         found_dtype: dtype of `found`.
         expected_dtype: dtype of `expected`.
     """

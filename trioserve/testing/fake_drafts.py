@@ -1,8 +1,8 @@
-"""A fake draft model, which checks the content of its KV blocks.
+"""A fake draft model that checks the content of its KV blocks.
 
-FakeExecutor plays the model's KV in the same way: each slot contains a digest of the prefix, and blocks have the same
-numbers. Positions that the core counts as computed must have the digest of the request's own tokens, whichever request
-computed them.
+As in FakeExecutor, each slot contains a digest of the prefix, and the draft model uses the same block numbers.
+Positions that the core counts as computed must have the digest of the request's own tokens, whichever request computed
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PHASE_STEPS = 32  # Drafts are cheap for this many steps, then expensive for as 
 
 
 class Texts(Protocol):
-    """The part of FakeModel that the draft model needs."""
+    """The method of FakeModel that the draft model needs."""
 
     vocab_size: int
 
@@ -33,10 +33,10 @@ class Texts(Protocol):
 
 
 class FakeDraftModel:
-    """A draft model whose drafts are right, wrong in one token, too long, or empty. Sometimes it does not do its task,
-    and returns no result for it.
+    """A draft model whose drafts are right, wrong in one token, too long, or empty. Sometimes it skips a task and
+    returns no result for the task.
 
-    The prefix decides which of these happens.
+    The prefix determines which of these cases occurs.
 
     Args:
         model: chooses the right tokens.
@@ -50,11 +50,11 @@ class FakeDraftModel:
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
 
     def propose(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Do the draft tasks of a step.
+        """Execute the draft tasks of a step.
 
         Args:
             plan: the step.
-            result: its result.
+            result: the result of the step.
 
         Returns:
             The result with the proposed tokens and the draft times.
@@ -88,7 +88,7 @@ class FakeDraftModel:
             proposed[name] = ()
             if task.end is None and task.token_count > 0:
                 pass_count = max(pass_count, task.token_count)
-                # The next tokens will be written there, so the request that comes there must compute them again.
+                # The next tokens will be written to these positions, so the request must compute the positions again.
                 self._spoil(chunk, msgspec.structs.replace(task, start=end), end + task.token_count)
                 proposed[name] = self._tokens(chunk.request, tokens, digest, task.token_count)
         is_cheap = plan.step_index // PHASE_STEPS % 2 == 0
@@ -119,7 +119,7 @@ class FakeDraftModel:
         return tuple(tokens[known_count:])
 
     def _read(self, chunk: ScheduledChunk, task: DraftTask) -> int:
-        """Compare all positions before the task's first one, and return the digest there."""
+        """Check all positions before the first position of a task, and return the digest of this prefix."""
         name, digest = chunk.request.id, 0
         last = len(chunk.tokens) if task.end is None else task.end
         assert 0 <= task.start <= last <= len(chunk.tokens), f"{name}: a draft task of {task.start} to {last}"
@@ -129,7 +129,7 @@ class FakeDraftModel:
             digest = self._model.digest((chunk.tokens[position],), digest)
             found = self._slots[self._slot(chunk, position)]
             if found is not None and chunk.request.cache_salt == kept_salt(name):
-                # Earlier weights computed this position, under the salt of that time.
+                # Earlier weights computed this position, when the request had another cache salt.
                 found = (found[0], chunk.request.cache_salt)
             assert found == (digest, chunk.request.cache_salt), (
                 f"{name}: the draft model's position {position}, in block "
@@ -154,6 +154,6 @@ class FakeDraftModel:
                 expected = (digest, chunk.request.cache_salt)
             if position // self._block_size >= len(chunk.block_table):
                 return
-            # Shared blocks that are already computed keep the same content.
+            # A shared block that is already computed keeps its content, which must be the same.
             if self._slots[self._slot(chunk, position)] != expected:
                 self._put(chunk, position, None)

@@ -1,4 +1,4 @@
-"""An engine without weights. All of it is real except the model. A test chooses the output and when a step runs."""
+"""An engine without weights: only the model is fake. A test determines the output, and when a step runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 
 
 class FakeEngine(SteppedByHand[StepPlan], Engine):
-    """An Engine without weights, with extra controls for tests. `open_fake_engine` makes it.
+    """An Engine without weights, with additional controls for tests. `open_fake_engine` creates it.
 
     Attributes:
         core: the scheduler core, whose steps a test can hold back.
@@ -66,7 +66,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         connector: the KV connector, or None.
         image_encoder: the fake image encoder, or None if the model reads text only.
         image_decoder: decodes images in the event loop.
-        weights: where weights are replaced. See `FakeWeightTarget`.
+        weights: replaces the fake weights. See `FakeWeightTarget`.
     """
 
     core: GatedCore
@@ -164,22 +164,22 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
 
     @property
     def current_core(self) -> EngineCore:
-        """The core that is in use now. While the engine sleeps or restarts, it is a core without requests."""
+        """The core that the engine uses now. While the engine sleeps or restarts, this core has no requests."""
         return self._core
 
     @property
     def turn_owner(self) -> trio.lowlevel.Task | None:
-        """The task that replaces weights or puts the engine to sleep, or None."""
+        """The task that replaces weights or puts the engine to sleep. None if no task does this."""
         return self.weight_updates.turn.statistics().owner
 
     @property
     def is_replacing_weights(self) -> bool:
-        """True while new weights are being written, or if only a part of them was written."""
+        """True while new weights are being written, or after a replacement that was not completed."""
         return self._pausing.is_replacing
 
     @property
     def open_requests(self) -> list[OpenRequest]:
-        """Requests that have entered the engine and have not left it."""
+        """Requests of the engine whose scope has not ended."""
         return list(self.requests)
 
     def assert_all_free(self) -> None:
@@ -200,7 +200,7 @@ def fake_adapter_digest(path: str) -> str:
     """Return the digest of the adapter that a fake engine finds at a path.
 
     Args:
-        path: path of the adapter. Every path has an adapter, unless it contains "missing".
+        path: path of the adapter. Every path has an adapter, except for paths that contain "missing".
     """
     return blake2b(path.encode(), digest_size=16).hexdigest()
 
@@ -230,7 +230,7 @@ class _FakeAdapterTarget:
 
 @cache
 def byte_form_compiler() -> GrammarCompiler:
-    """Return the schema compiler that all fake engines share, since they have the same vocabulary."""
+    """Return the schema compiler that all fake engines share, because they have the same vocabulary."""
     return GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 
 

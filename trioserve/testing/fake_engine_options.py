@@ -1,4 +1,4 @@
-"""Options that all fake engines share: their names in error messages, and seeds that are the same in every run."""
+"""Helpers for the options of all fake engines: names in error messages, and seeds that are equal in every run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FLAG = re.compile(r"--([a-z][a-z-]*)")
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Replace flags and names of settings in a StartupError by the names of the kit's options."""
+    """Replace flags and names of settings in a StartupError by the names of the test kit's options."""
     try:
         yield
     except StartupError as error:
@@ -52,7 +52,7 @@ _COUNTS: trio.lowlevel.RunVar[count[int]] = trio.lowlevel.RunVar("trioserve.test
 
 
 def next_own_seed() -> int:
-    """Return a number that no other engine of this Trio run has, so that two open engines draw different seeds."""
+    """Return a number that no other engine of this Trio run has, so that two engines draw different seeds."""
     try:
         counter = _COUNTS.get()
     except LookupError:

@@ -1,10 +1,10 @@
 """A fake model and its executor, which checks the content of the KV blocks.
 
-The next token depends only on the tokens before it, and on the request's seed if the temperature is above 0. So every
-schedule must give the same text. In place of keys and values, each slot contains a digest of the prefix that ends
-there. The executor writes digests through the block table and reads them back through the block table before every
-sample. So the first read finds a block that has two owners, was freed too early, or was shared between different
-prefixes or salts.
+The next token depends only on the previous tokens, and on the request's seed if the temperature is above 0. So every
+schedule must give the same text. Instead of keys and values, each slot contains a digest of the prefix that ends at
+this slot. The executor writes digests through the block table and reads them back through the block table before every
+sample. So the first read detects a block that has two owners, was freed too early, or was shared between different
+prefixes or cache salts.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ EMBEDDING_SIZE = 8
 
 
 class FakeModel:
-    """A deterministic model: tokens go in, the next token or a vector comes out.
+    """A deterministic model that computes the next token or a vector from the previous tokens.
 
-    Filters, penalties and logit_bias of the sampling parameters have no effect. Before min_tokens, the model chooses no
-    stop token of the request, as a real sampler.
+    Filters, penalties and logit_bias of the sampling parameters have no effect. As a real sampler, the model chooses no
+    stop token of the request before the output has min_tokens tokens.
 
     Args:
         vocab_size: token ids are 0 .. vocab_size - 1.
-        stop_token_id: the end token. None: no token is preferred.
-        stop_period: on average, the end token follows one prefix in `stop_period`.
+        stop_token_id: the end token. None if the model has no end token.
+        stop_period: average number of prefixes per end token. One prefix in `stop_period` is followed by the end token.
     """
 
     def __init__(self, *, vocab_size: int = 256, stop_token_id: int | None = None, stop_period: int = 16) -> None:
@@ -59,8 +59,8 @@ class FakeModel:
 
         Args:
             token_ids: tokens to append to the prefix.
-            parent: digest of the tokens before these. 0: there are none.
-            weights: number of the weights that compute these tokens. 0: the model's first weights.
+            parent: digest of the previous tokens. 0 if there are no previous tokens.
+            weights: number of the weights that compute these tokens. 0 is the number of the first weights.
         """
         for token_id in token_ids:
             before = _mixed(parent ^ weights) if weights else parent
@@ -68,7 +68,7 @@ class FakeModel:
         return parent
 
     def root(self, request: EngineRequest) -> int:
-        """Return the digest of the empty prefix. It differs for each adapter, so that an adapter changes every token.
+        """Return the digest of the empty prefix. Each adapter has another digest, so it changes every token.
 
         Args:
             request: the request, which may have an adapter.
@@ -92,14 +92,14 @@ class FakeModel:
     def chosen_token_id(
         self, request: EngineRequest, tokens: Sequence[int], digest: int, is_allowed: IsAllowed | None
     ) -> int | None:
-        """Return the next token among the allowed ones, or None if no token is allowed.
+        """Return the next token that is allowed, or None if no token is allowed.
 
         Args:
             request: the request.
             tokens: prompt and output so far.
             digest: digest of `tokens`.
-            is_allowed: returns True for an allowed token id. None: all are allowed. If the result of next_token_id is
-                not allowed, the next larger allowed id is chosen, and after the largest id the search continues at 0.
+            is_allowed: returns True for an allowed token id. None allows all ids. If the result of next_token_id is not
+                allowed, the next larger allowed id is chosen. After the largest id, the search continues at 0.
         """
         token_id = self.next_token_id(request, tokens, digest)
         if is_allowed is None:
@@ -133,16 +133,16 @@ class FakeModel:
         return token_id
 
     def pooled(self, pooling: Pooling, digest: int) -> PoolingResult:
-        """Return the vector or score of a prompt. It depends on every field of the pooling parameters, so that a lost
-        field is noticed.
+        """Return the vector or score of a prompt. The result depends on every field of the pooling parameters, so that
+        a test notices a lost field.
 
         Args:
             pooling: parameters of the pooling.
             digest: digest of the prompt.
 
         Returns:
-            For an embedding EMBEDDING_SIZE numbers from -1 to 1, or the first `dimensions` of them. For a score one
-            number from 0 to 1. For labels one log probability per label.
+            For an embedding: EMBEDDING_SIZE numbers from -1 to 1, or only the first `dimensions` numbers. For a score:
+            one number from 0 to 1. For labels: one log probability per label.
         """
         if pooling.task == "labels":
             return PoolingResult.of([self.logprob(token_id, digest, 0).logprob for token_id in pooling.label_token_ids])
@@ -155,13 +155,13 @@ class FakeModel:
         return PoolingResult.of([number / length for number in numbers])
 
     def logprob(self, token_id: int, digest: int, top_count: int) -> TokenLogprob:
-        """Return made-up but deterministic log probabilities. A token has the same value as the chosen token and among
-        the best tokens.
+        """Return deterministic log probabilities that are not real. If the chosen token is one of the best tokens, both
+        entries have the same value.
 
         Args:
             token_id: the chosen token.
             digest: digest of the prefix before `token_id`.
-            top_count: number of best tokens to return beside the chosen one, best first.
+            top_count: number of best tokens to return in addition to the chosen token, best first.
         """
         best = _mixed(digest) % self.vocab_size
 
@@ -181,12 +181,13 @@ class FakeExecutor:
     Args:
         block_count: blocks in the KV cache.
         block_size: tokens in one block.
-        model: the fake model. Default: a FakeModel.
-        keeps_kv: False plays a model that computes every prompt whole and needs no blocks.
-        state_slot_count: if above 0, the model has layers that keep a state, with this many slots. Snapshots are among
-            the slots.
+        model: the fake model. The default is a FakeModel.
+        keeps_kv: False simulates a model that computes every prompt in one step and needs no blocks.
+        state_slot_count: if above 0, the model has layers that keep a state per sequence. This is the number of slots
+            for states, including snapshots.
         has_draft_model: if True, a fake draft model proposes tokens (fake_drafts.py).
-        window_tokens: sliding window of all layers, in tokens. Blocks before the window are not read. None: no window.
+        window_tokens: sliding window of all layers, in tokens. Blocks before the window are not read. None for no
+            window.
 
     Attributes:
         errors: requests that fail at their next chunk, each with the error text for the client. A test may change it at
@@ -217,21 +218,22 @@ class FakeExecutor:
         )
         self.plans = 0
         self.adapters: set[int] = set()
-        # For each slot: the digest of the prefix that ends there, and the salt of the request that wrote it.
+        # For each slot: the digest of the prefix that ends at the slot, and the cache salt of the request that wrote
+        # it.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
-        self._weights = [0]  # numbers of all weights so far, the current ones last
-        # The digest and the salt of each state. None: the state has garbage, or nothing was written to it yet.
+        self._weights = [0]  # numbers of all weights so far; the last number is that of the current weights
+        # The digest and the cache salt of each state. None if the state has garbage or was never written.
         self._states: list[tuple[int, str | None] | None] = [None] * state_slot_count
-        # The last plan and its token ids, for a plan that is made ahead. A request without an entry failed in that
-        # step.
+        # The previous plan and its token ids, for a plan that was made before the previous step had ended. A request
+        # without an entry failed in the previous step.
         self._last_plan: StepPlan | None = None
         self._last_token_ids: dict[RequestId, int | None] = {}
 
     def use_weights(self, number: int) -> None:
-        """Compute with other weights from now on, which changes every token.
+        """Compute with other weights in all later steps. This changes every token.
 
         Args:
-            number: identifies the weights. 0: the first weights.
+            number: identifies the weights. 0 is the number of the first weights.
         """
         if number != self._weights[-1]:
             self._weights.append(number)
@@ -260,7 +262,7 @@ class FakeExecutor:
             if self._drafts is not None:
                 self._drafts.abandon(plan)
             return None
-        # As in a forward pass: all chunks write first, then all chunks attend.
+        # All chunks write before any chunk reads, as in the layers of a real forward pass.
         for index, chunk in enumerate(plan.chunks):
             if index in chunks:
                 self._write(chunks[index])
@@ -277,7 +279,7 @@ class FakeExecutor:
 
         Args:
             plan: the step.
-            chunks: the chunks to compute, by their index in the plan.
+            chunks: the chunks to compute, by index in the plan.
         """
         token_ids: list[int | None] = []
         result = StepResult((), {}, {}, {}, {}, {}, {})
@@ -304,7 +306,7 @@ class FakeExecutor:
                     result.pooled[request.id] = self.model.pooled(request.pooling, digests[-1])
                 token_ids.append(None)
                 continue
-            # Sample one token after the last known token, and one after each draft token.
+            # Sample one token after the last known token, and one token after each draft token.
             tokens = [*chunk.tokens, *chunk.draft]
             ends = range(len(chunk.tokens), len(tokens) + 1)
             sampled = self._chosen(plan, chunk, tokens, digests)
@@ -328,7 +330,7 @@ class FakeExecutor:
     def _chosen(
         self, plan: StepPlan, chunk: ScheduledChunk, tokens: Sequence[int], digests: Sequence[int]
     ) -> list[int]:
-        """Choose one token after the last known token, and one after each draft token. Stop where no token is allowed.
+        """Choose a token after the last known token and after each draft token. Stop where no token is allowed.
 
         Args:
             plan: the step, with its token masks.
@@ -345,15 +347,15 @@ class FakeExecutor:
             chosen.append(token_id)
         return chosen
 
-    # --- for a connector that moves KV outside of the steps ---
+    # --- methods for connectors that move KV outside of steps ---
 
     def write_prompt(self, request: EngineRequest, block_table: Sequence[int], start: int, count: int) -> None:
-        """Write the KV of known tokens at positions start .. start + count - 1, as computing them would. Skip positions
-        without a block.
+        """Write the KV of known tokens at positions start .. start + count - 1, as a step would. Skip positions without
+        a block.
 
         Args:
             request: the request.
-            block_table: its blocks. NO_BLOCK: this part is outside of the sliding window.
+            block_table: blocks of the request, with NO_BLOCK for positions outside of the sliding window.
             start: first position.
             count: number of positions.
         """
@@ -411,7 +413,7 @@ class FakeExecutor:
             self._slots[block_table[position // size] * size + position % size] = slot
 
     def content(self, blocks: Sequence[int]) -> tuple[object, ...]:
-        """Return the content of blocks, for comparison with their content at another time.
+        """Return the content of blocks, so that a caller can compare it with later content.
 
         Args:
             blocks: indexes of the blocks. NO_BLOCK is skipped.
@@ -421,10 +423,9 @@ class FakeExecutor:
         return tuple(slot for block in present for slot in self._slots[block * size : (block + 1) * size])
 
     def _continued(self, plan: StepPlan) -> dict[int, ScheduledChunk]:
-        """Return the chunks of a plan that was made ahead, by their index in the plan, with the tokens of the step
-        before filled in.
+        """Return the chunks of a plan that was made before the previous step had ended, by index in the plan.
 
-        Leave out the chunks of requests that failed in the step before.
+        The tokens of the previous step are added. Chunks of requests that failed in the previous step are left out.
         """
         assert self._last_plan is not None, "a step was planned ahead, and there was no step before"
         before = {chunk.request.id: chunk for chunk in self._last_plan.chunks}
@@ -510,7 +511,7 @@ class FakeExecutor:
             return
         self._write_states(chunk)
         if chunk.start > 0:
-            # The new digests depend on the content before this chunk, whichever request wrote it.
+            # The new digests depend on the content of the slot before this chunk, whichever request wrote the slot.
             before = self._slots[self._slot(chunk, chunk.start - 1)]
             assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
             parent = before[0]
@@ -522,7 +523,7 @@ class FakeExecutor:
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _write_states(self, chunk: ScheduledChunk) -> None:
-        """Compute new states from the states in the slots, whichever request wrote them."""
+        """Compute new states from the states in the slots, whichever request wrote those states."""
         name, salt, position = chunk.request.id, chunk.request.cache_salt, chunk.start
         for span in chunk.states:
             root = self.model.root(chunk.request)
@@ -538,7 +539,7 @@ class FakeExecutor:
             position += span.count
 
     def _check_states(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Check that every chunk has its states, and that no other chunk reads or writes a slot that a chunk writes."""
+        """Check that every chunk reads its own states, and that no chunk uses a slot that another chunk writes."""
         touched: dict[int, RequestId] = {}
         written: set[int] = set()
         for chunk in chunks:
@@ -568,8 +569,8 @@ class FakeExecutor:
             self._slots[self._slot(chunk, position)] = None
 
     def _read(self, chunk: ScheduledChunk) -> list[int]:
-        """Return the digest at each position of the context. Compare each visible one with the digest of the request's
-        own tokens.
+        """Return the digest at each position of the context. Compare each visible digest with the digest of the
+        request's own tokens.
         """
         digests: list[int] = []
         expected = self.model.root(chunk.request)
@@ -582,7 +583,7 @@ class FakeExecutor:
                 digests.append(expected)
                 continue
             found = self._slots[self._slot(chunk, position)]
-            # Any of the weights may have computed this position, under the salt of that time.
+            # Earlier weights may have computed this position, when the request had another cache salt.
             if found is not None and _is_kept(chunk.request):
                 digests_of_all = [self.model.digest((token_id,), before, weights=weights) for weights in self._weights]
                 expected = found[0] if found[0] in digests_of_all else expected
@@ -603,12 +604,12 @@ class FakeExecutor:
 
 
 def _is_kept(request: EngineRequest) -> bool:
-    """Return True if the request continues with KV that earlier weights have computed."""
+    """Return True if the request continues with KV that earlier weights computed."""
     return request.cache_salt == kept_salt(request.id)
 
 
 def _given_at(request: EngineRequest, position: int, parent: int) -> int:
-    """Return the digest of the prefix before a position, mixed with the image row at that position if there is one."""
+    """Return the digest of the prefix before a position. If the position has an image row, mix it into the digest."""
     for rows in request.given:
         if rows.start <= position < rows.end:
             row_bytes = memoryview(rows.values).nbytes // rows.count  # type: ignore[arg-type]  # it has a buffer

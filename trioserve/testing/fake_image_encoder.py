@@ -1,4 +1,4 @@
-"""An image encoder without weights. Its rows are a function of the pixels, and a test can block it."""
+"""An image encoder without weights. Its image rows are a function of the pixels, and a test can block the encoder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class FakeImageEncoder:
 
     Attributes:
         encoding_count: images that are being encoded.
-        gate: each tile waits for this event. None: tiles do not wait.
-        fault: exception that the next tile raises. None: no exception.
+        gate: event that each tile waits for. None if tiles do not wait.
+        fault: exception that the next tile raises. None for no exception.
         tile_count: tiles that were encoded.
         waiting_count: tiles that wait for the gate.
         is_closed: True after close(), when the engine restarts or ends.

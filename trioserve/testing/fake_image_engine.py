@@ -1,4 +1,4 @@
-"""An image engine without weights. All of it is real except the model. A test chooses when a step runs."""
+"""An image engine without weights: only the model is fake. A test determines when a step runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FAKE_CLASSES = ("zero", "one", "two", "three", "four")
 
 
 class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
-    """An ImageEngine without weights, with extra controls for tests. `open_fake_image_engine` makes it.
+    """An ImageEngine without weights, with additional controls for tests. `open_fake_image_engine` creates it.
 
     Attributes:
         core: the scheduler core, whose steps a test can hold back.
@@ -98,12 +98,12 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
 
     @property
     def current_core(self) -> IterativeCore:
-        """The core that is in use now. While the engine sleeps or restarts, it is a core without requests."""
+        """The core that the engine uses now. While the engine sleeps or restarts, this core has no requests."""
         return self._core
 
     @property
     def open_requests(self) -> list[OpenImage]:
-        """Requests that have entered the engine and have not left it."""
+        """Requests of the engine whose scope has not ended."""
         return list(self.requests)
 
     def expected(self, stream: ImageStream, *, steps_done: int | None = None) -> list[RGBImage]:
@@ -111,7 +111,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
 
         Args:
             stream: a stream that is still open.
-            steps_done: number of steps. Default: all steps of the request.
+            steps_done: number of denoising steps. The default is all steps of the request.
         """
         (request,) = [request for request in self.requests.of(stream.id) if request.seeds == stream.seeds]
         asked = [

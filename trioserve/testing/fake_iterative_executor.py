@@ -1,9 +1,9 @@
 """Fake iterative models and their executors, which check the content of the latent slots.
 
-A latent is a number that depends only on its request and on the number of denoising steps done. So every schedule must
-give the same output. The executor writes the latent to its slot after each step and reads it back before the next one.
-So the next read finds a slot that has two owners, was freed too early, or was moved to a wrong place. The fake image
-model shows a latent as an image of one colour.
+A latent is a number that depends only on its request and on the number of completed denoising steps. So every schedule
+must give the same output. The executor writes the latent to its slot after each step, and reads it back before the next
+step. So the next read detects a slot that has two owners, was freed too early, or was moved to a wrong index. The fake
+image model turns a latent into an image of one colour.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FakeIterativeExecutor:
 
     @property
     def held_ids(self) -> set[RequestId]:
-        """The requests that have a latent in a slot."""
+        """Ids of the requests that have a latent in a slot."""
         return {held.request_id for held in self._slots if held is not None}
 
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
@@ -88,7 +88,7 @@ class FakeIterativeExecutor:
         for work in plan.works:
             message = self.errors.pop(work.request.id, None)
             if is_abandoned() or message is not None:
-                self._slots[work.slot] = None  # The slot has garbage now, which nothing may read.
+                self._slots[work.slot] = None  # The slot has garbage now, which no step may read.
                 if message is not None:
                     result.errors[work.request.id] = message
                 continue
@@ -122,7 +122,7 @@ class FakeIterativeExecutor:
         return _encoded(request)
 
     def shown(self, request: IterativeRequest, latent: int) -> object:
-        """Return the partial result or the output that a latent stands for.
+        """Return the partial result or the output that corresponds to a latent.
 
         Args:
             request: the request.

@@ -1,4 +1,4 @@
-"""Fake weights of an engine without weights: a number that changes every token. A sleep frees nothing."""
+"""Fake weights for fake engines. The weights are a number that changes every token. A sleep frees no memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PartsT = TypeVar("PartsT")
 
 
 class FakeCacheRelease(Generic[PartsT]):
-    """Frees nothing at sleep, since the engine has no weights.
+    """Frees no memory when the engine sleeps, because the engine has no weights.
 
     Args:
-        make_again: makes the parts of the engine when it wakes up.
+        make_again: creates the parts of the engine when it wakes up.
     """
 
     def __init__(self, make_again: Callable[[], Awaitable[PartsT]]) -> None:
@@ -35,12 +35,12 @@ class FakeCacheRelease(Generic[PartsT]):
 
 
 class FakeWeightTarget:
-    """A WeightTarget of an engine without weights. Each source has other weights. A source with "missing" in its name
-    is refused.
+    """A WeightTarget of an engine without weights. Each source has different weights. A source with "missing" in its
+    name is refused.
 
     Attributes:
-        seconds: seconds that writing takes.
-        breaks: if True, the next replacement fails halfway.
+        seconds: seconds that a write of new weights takes.
+        breaks: if True, the next replacement fails after a part of the weights was written.
         groups: names of the joined groups.
     """
 
@@ -52,10 +52,10 @@ class FakeWeightTarget:
         self.groups: set[str] = set()
 
     def attach(self, executor: FakeExecutor) -> None:
-        """Make an executor compute with the current weights, which survive a restart of the engine.
+        """Make an executor compute with the current weights. They stay the same after a restart of the engine.
 
         Args:
-            executor: the executor of the new engine parts.
+            executor: executor of the restarted engine.
         """
         self._executor = executor
         executor.use_weights(self._number)
@@ -99,7 +99,7 @@ class _FakeReplacement:
     async def replace(self) -> None:
         self.state = ReplacementState.BEGUN
         breaks, self._place.breaks = self._place.breaks, False
-        with trio.CancelScope(shield=True):  # Like a thread, writing cannot be interrupted.
+        with trio.CancelScope(shield=True):  # A real write runs in a thread, so a cancel must not interrupt this wait.
             await trio.sleep(self._place.seconds)
         if breaks:
             raise ModelLoadError("a test made this replacement fail")

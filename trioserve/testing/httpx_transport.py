@@ -11,15 +11,15 @@ from trioserve.testing.memory_client import ConnectionLost, MemoryClient, Memory
 
 __all__ = ["MemoryTransport"]
 
-# headers that MemoryClient writes by itself
+# MemoryClient writes these headers itself.
 OF_THE_CONNECTION = ("host", "connection", "content-length", "transfer-encoding")
 
 
 class MemoryTransport(httpx.AsyncBaseTransport):
     """Transport for httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory").
 
-    Each request has its own HTTP/1.1 connection. Closing a response before its end closes the connection. Timeouts of
-    httpx are ignored: use a cancel scope.
+    Each request has its own HTTP/1.1 connection. If a caller closes a response before its end, the connection is
+    closed. Timeouts of httpx are ignored, so use a cancel scope instead.
 
     Args:
         new_client: opens a connection, for example `server.client`.

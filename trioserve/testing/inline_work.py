@@ -1,7 +1,7 @@
-"""Work in the event loop that a server does in threads and processes: text, images and the store.
+"""Replacements for threads and processes: text, image and store jobs run in the event loop.
 
-Real threads and processes would take no virtual time and would end in random order. A test can hold image work back,
-and make the disk of the store full.
+Real threads and processes would take no virtual time and would end in random order. A test can delay image jobs, and
+simulate a full disk of the store.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 
 class InlineTexts(TextThreads):
-    """TextThreads without threads: each job runs in the event loop, after the other tasks have had a turn.
+    """TextThreads without threads: each job runs in the event loop, after all other tasks have run.
 
-    No thread runs beside the event loop, so a clock that jumps cannot advance while a job runs.
+    No thread runs in parallel to the event loop, so an autojump clock cannot advance while a job runs.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class InlineTexts(TextThreads):
 
 
 def _in_deep_stack(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread with a large stack. The event loop waits for it."""
+    """Call a function in a thread with a large stack. The event loop is blocked until the thread ends."""
     usual_bytes = threading.stack_size(COMPILE_STACK_BYTES)
     try:
         with ThreadPoolExecutor(1, "form") as thread:
@@ -88,7 +88,7 @@ def _in_deep_stack(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class JobGate:
-    """Gate that each job passes before it runs. A test can close it.
+    """Gate that each job passes before it runs. A test can close the gate.
 
     Attributes:
         run_count: jobs that have passed the gate.
@@ -111,7 +111,7 @@ class JobGate:
             self._opened = None
 
     async def enter(self) -> None:
-        """Give every other task a turn, then wait until the gate is open."""
+        """Let all other tasks run once, then wait until the gate is open."""
         self.held_count += 1
         try:
             await trio.lowlevel.checkpoint()
@@ -151,8 +151,8 @@ class InlineDecoder(ImageDecoder):
 
 class _InlineRunner:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        # As with a thread: other tasks have a turn before and after the call, and cancellation does not interrupt the
-        # call.
+        # Other tasks run before and after the call, and a cancel does not interrupt the call. A real thread has the
+        # same effects.
         await trio.lowlevel.cancel_shielded_checkpoint()
         result = function(*arguments)
         await trio.lowlevel.cancel_shielded_checkpoint()
@@ -164,13 +164,13 @@ class _InlineRunner:
 
 
 class InlineStore(Store):
-    """A store in the event loop. `open_inline_store` makes it."""
+    """A store that runs in the event loop. `open_inline_store` creates it."""
 
     def set_disk_full(self, is_full: bool) -> None:
         """Make SQLite refuse new pages with SQLITE_FULL, or accept them again.
 
         Args:
-            is_full: True: the disk is full from now on.
+            is_full: True if the disk is full after this call.
         """
         self._database.set_pages_max(1 if is_full else None)
 
@@ -180,7 +180,7 @@ def open_inline_store(directory: Path | None = None, settings: StoreSettings | N
     """Open a store whose time is the clock of the Trio program.
 
     Args:
-        directory: existing folder for the database file. None: the database is in memory.
+        directory: existing folder for the database file. None keeps the database in memory.
         settings: limits of the store.
     """
     path = None if directory is None else directory / FILE_NAME

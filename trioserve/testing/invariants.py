@@ -20,7 +20,7 @@ __all__ = ["check_core", "check_idle"]
 def check_core(core: EngineCore) -> None:
     """Assert every invariant of block ownership, states, order and counts.
 
-    May be called at any time: between steps, and while a plan is in flight.
+    A caller may call this function at any time, between steps and while a step is running.
 
     Args:
         core: the core to check.
@@ -87,13 +87,13 @@ def _blocks_for(core: EngineCore, token_count: int) -> int:
 
 
 def _read_from(core: EngineCore, position: int) -> int:
-    """Return the index in a block table of the first block that the token at a position attends to."""
+    """Return the index of the first block in a block table that the token at a position attends to."""
     window = core.settings.window_tokens
     return 0 if window is None else max(0, position - window + 1) // core.settings.block_size
 
 
 def _held_max(core: EngineCore, token_count: int, step_count: int = 1) -> int:
-    """Return the number of blocks that a sliding window needs while a number of further steps are computed."""
+    """Return how many blocks a sliding window needs while a number of further steps are computed."""
     settings = core.settings
     if settings.window_tokens is None:
         return _blocks_for(core, token_count)
@@ -112,13 +112,13 @@ def _check_table(core: EngineCore, live: LiveRequest) -> None:
         assert not freed_count, f"{name} has no blocks, but counts {freed_count} as freed"
         return
     first = _read_from(core, live.computed_count)
-    # A request that loads KV has no blocks before the window at the end of the load.
+    # A request that loads KV has no blocks before the window that is valid at the end of the load.
     if live.status is RequestStatus.WAITING_FOR_REMOTE_KV:
         assert first <= freed_count <= _read_from(core, len(live.tokens) - 1), (
             f"{name} loads KV without its first {freed_count} blocks"
         )
         return
-    # The window of the previous token is kept too: another engine may have to compute the last token again.
+    # The window of the previous token is kept, too, because another engine may have to compute the last token again.
     kept = _read_from(core, live.computed_count - 1)
     assert freed_count <= first, f"{name}: {freed_count} blocks are freed, but the window begins at block {first}"
     assert freed_count >= kept, f"{name}: {freed_count} blocks are freed, but {kept} are before the window"
@@ -136,7 +136,7 @@ def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     tokens_max = 1 if request.pooling is not None else request.output_tokens_max  # A vector counts as one token.
     assert 0 <= live.output_count < tokens_max, f"{request.id}: {live.output_count} tokens, but it has not finished"
     assert len(live.tokens) <= core.settings.context_tokens_max
-    # A request that is marked for abort ignores its token, though a later step may compute the next one.
+    # A request that is marked for abort ignores its token, but a later step may still compute the next token.
     is_ignored = live.abort_reason is not None and core.settings.overlap_steps
     assert live.due_count >= (0 if is_ignored else 1), f"{request.id} has nothing to compute"
     assert 0 <= live.steps_in_flight <= len(core.flights), f"{request.id} is in {live.steps_in_flight} steps"
@@ -157,8 +157,8 @@ def _check_running(core: EngineCore, live: LiveRequest) -> None:
         core, len(live.tokens) + 2 + core.settings.draft_tokens_max
     ), name
     if live.steps_in_flight:
-        # The second step computes a token that is not known yet. If the request is marked for abort, it never will be
-        # known.
+        # The second step computes a token that is not known yet. If the request is marked for abort, this token never
+        # becomes known.
         is_marked = core.settings.overlap_steps and live.abort_reason is not None
         rows_max = len(live.tokens) + (1 if is_marked else live.steps_in_flight - 1)
         rows_max += core.settings.draft_tokens_max if live.drafter is not None else 0
@@ -193,7 +193,7 @@ def _check_ready(core: EngineCore, live: LiveRequest) -> None:
 
 
 def _check_reserved(core: EngineCore, live: LiveRequest) -> None:
-    """Check that a request has all blocks that it needs to run later, whatever other requests allocate."""
+    """Check that a request has reserved all blocks that it still needs, whatever other requests allocate."""
     table_count = len(live.blocks) + len(live.reserved_blocks)
     expected = min(_blocks_for(core, len(live.tokens)), live.absent_block_count + _held_max(core, len(live.tokens)))
     assert table_count == expected, f"{live.request.id}: has or reserves {table_count} blocks, expected are {expected}"
@@ -261,9 +261,9 @@ def _holds(core: EngineCore) -> list[Hold]:
 
 
 def _check_holds(core: EngineCore) -> None:
-    """Check the held blocks.
+    """Check the blocks that are held for another engine.
 
-    Every hold has a deadline. A block that is read is not written, and a block that may still be written has no other
+    Every hold has a deadline. A block that is being read is not written. A block that may still be written has no other
     user.
     """
     holds = _holds(core)
@@ -292,8 +292,8 @@ def _check_holds(core: EngineCore) -> None:
 
 
 def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
-    """Check that two requests share a block only at the same index, after equal prefixes, with equal salts, fully
-    computed.
+    """Check that two requests share a block only if it is fully computed, has the same index in both block tables, and
+    follows equal prefixes with equal cache salts.
     """
     block_size = core.settings.block_size
     first_users: dict[BlockIndex, tuple[LiveRequest, int]] = {}
@@ -306,7 +306,8 @@ def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
             end = (index + 1) * block_size
             assert first_index == index, f"{names} at different places"
             is_alike = first.request.cache_salt == live.request.cache_salt
-            was_alike = first.chain.is_private or live.chain.is_private  # from before the weights were replaced
+            # A private chain belongs to a request that began before the weights were replaced.
+            was_alike = first.chain.is_private or live.chain.is_private
             assert is_alike or was_alike, f"{names} across salts"
             assert first.tokens[:end] == live.tokens[:end], f"{names} after different prefixes"
             material = [rows_material(sharer.request.given, 0, end) for sharer in (first, live)]

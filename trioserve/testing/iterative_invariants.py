@@ -10,7 +10,7 @@ __all__ = ["check_iterative_core", "check_iterative_idle"]
 
 
 def check_iterative_core(core: IterativeCore) -> None:
-    """Assert every invariant of slots, states, order and counts. May be called at any time.
+    """Assert every invariant of slots, states, order and counts. A caller may call this function at any time.
 
     Args:
         core: the core to check.

@@ -1,7 +1,7 @@
-"""A client of a server in memory, over HTTP/1.1 or HTTP/2. It can leave in every way in which real clients leave.
+"""A client of a server in memory, over HTTP/1.1 or HTTP/2. It can disconnect in every way in which real clients do.
 
-The client has no task: a caller that waits for a response reads from the connection. So while no caller waits, nothing
-is read.
+The client has no task of its own. A caller that waits for a response reads from the connection. So the client reads
+nothing while no caller waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOST = {
     ResponseResult.UNPROCESSED: "the server went away ({error}) and has not looked at the request",
     ResponseResult.DISCONNECTED: "the server closed the connection",
 }
-DONE = b"[DONE]"  # ends a stream of events in OpenAI's API
+DONE = b"[DONE]"  # This event ends a stream of OpenAI's API.
 
 
 class ConnectionLost(TrioserveError):
@@ -36,20 +36,20 @@ class ConnectionLost(TrioserveError):
 
 
 class MemoryResponse:
-    """The part of a response that has arrived.
+    """A response, of which perhaps only a part has arrived.
 
-    Iterating yields the decoded events of a stream, without [DONE]. Each read raises ConnectionLost if the response
-    breaks off.
+    An iteration yields the decoded events of a stream, without [DONE]. Each read raises ConnectionLost if the
+    connection ends before the response is complete.
 
     Args:
         read_more: reads from the connection once.
 
     Attributes:
-        status: HTTP status. None before the head has arrived; see `head`.
+        status: HTTP status. None until the head has arrived (see `head`).
         headers: response headers, with names in lower case.
-        body: the bytes that have arrived.
+        body: the bytes of the body that have arrived.
         is_complete: True after the whole body has arrived.
-        lost: why the rest of the response will not arrive. None: it may arrive.
+        lost: why the rest of the response will not arrive. None if it may still arrive.
     """
 
     def __init__(self, read_more: Callable[[], Awaitable[None]]) -> None:
@@ -73,7 +73,7 @@ class MemoryResponse:
         return self.body
 
     async def json(self) -> Any:
-        """Wait for the whole body and return it decoded."""
+        """Wait for the whole body, and decode it as JSON."""
         return msgspec.json.decode(await self.read())
 
     async def pieces(self) -> AsyncGenerator[bytes]:
@@ -111,7 +111,7 @@ class MemoryResponse:
 
 
 class _Listener:
-    """Copies what the protocol reports of a response into a MemoryResponse."""
+    """Copies the head and the body of a response from the protocol into a MemoryResponse."""
 
     def __init__(self, response: MemoryResponse) -> None:
         self._response = response
@@ -134,7 +134,7 @@ class MemoryClient:
     """A client with one connection.
 
     Args:
-        stream: the client's end of the connection. A test may send bytes of its own through it.
+        stream: the client's end of the connection. A test may also send its own bytes through it.
         http: 1 for HTTP/1.1 with one request at a time, 2 for HTTP/2 with as many requests as the server allows.
         headers: headers of every request.
     """
@@ -163,15 +163,15 @@ class MemoryClient:
         headers: dict[str, str] | None = None,
         withheld_bytes: int = 0,
     ) -> AsyncIterator[MemoryResponse]:
-        """Send a request. Yield its response, of which no part need have arrived.
+        """Send a request, and yield its response before any part of the response has arrived.
 
-        If the context ends before the response is complete, the client leaves: over HTTP/2 it resets the stream, over
-        HTTP/1.1 it closes the connection.
+        If the context ends before the response is complete, the client gives up the response: over HTTP/2, it resets
+        the stream, and over HTTP/1.1, it closes the connection.
 
         Args:
             path: path and query.
-            body: bytes, or a value that is sent as JSON. None: no body.
-            method: HTTP method. Default: POST with a body, GET without one.
+            body: bytes, or a value that is sent as JSON. None for no body.
+            method: HTTP method. The default is POST with a body, and GET without a body.
             headers: additional headers.
             withheld_bytes: number of bytes at the end of the body that are announced but never sent.
         """
@@ -214,12 +214,12 @@ class MemoryClient:
         return response
 
     def close(self) -> None:
-        """Close both directions of the connection at once, as the end of the client's process would."""
+        """Close both directions of the connection at once, as when the client's process ends."""
         self.stream.close()
         self._lose("this client has closed the connection")
 
     def abort(self) -> None:
-        """Reset the connection: the server also loses the bytes that are on their way to it."""
+        """Reset the connection. The server loses all bytes that it has not read yet."""
         self.stream.abort()
         self._lose("this client has reset the connection")
 
@@ -234,10 +234,10 @@ class MemoryClient:
             self._protocol.send_body(number, data, is_last=is_whole)
         await self._flush()
         while self._protocol.unsent_bytes(number) and self._responses[number].lost is None:
-            await self._receive()  # The server may have granted more window by then.
+            await self._receive()  # The received bytes may contain a window update for the rest of the body.
 
     async def _flush(self) -> None:
-        # If the server has closed the connection, its earlier responses can still be read.
+        # If the server has closed the connection, the client can still read responses that were sent earlier.
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with self._sending:
                 unsent = self._protocol.take_unsent()
@@ -247,13 +247,13 @@ class MemoryClient:
     def _leave(self, number: int) -> None:
         if self._protocol.reset(number):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                self.stream.send_nowait(self._protocol.take_unsent())  # Leaving must not wait.
+                self.stream.send_nowait(self._protocol.take_unsent())  # The reset must not wait.
         else:
             self.close()
 
     async def _receive(self) -> None:
-        """Read from the connection once, or wait until another reader has done so. That reader may have read bytes of
-        this response.
+        """Read from the connection once, or wait until another caller has read from it. That caller may have received
+        bytes of this response.
         """
         if self._is_reading:
             await self._has_read.park()

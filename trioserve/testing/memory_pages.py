@@ -1,4 +1,4 @@
-"""A KV cache that is only bytes in memory, for tests of connectors (contracts.kv_transfer.KVPages)."""
+"""A KV cache in plain memory (contracts.kv_transfer.KVPages), for tests of connectors."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class MemoryPages:
         self._block(layer, block)[start : start + len(content)] = content
 
     def fill(self, blocks: Iterable[int], seed: int) -> None:
-        """Write content that depends only on the seed, the layer and the block.
+        """Fill blocks with content that depends only on the seed, the layer and the block.
 
-        With dtype float32 the content is numbers from -1 to 1, otherwise random bytes.
+        With dtype float32, the content consists of numbers from -1 to 1, otherwise of random bytes.
 
         Args:
             blocks: indexes of the blocks.

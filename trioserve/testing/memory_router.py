@@ -1,4 +1,4 @@
-"""A router and its front end in memory, in front of servers in memory or of any streams."""
+"""A router and its front end in memory. Its endpoints are servers in memory, or any streams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SEED = 1590
 
 
 class MemoryRouter:
-    """A router in memory. `open_memory_router` makes it.
+    """A router in memory. `open_memory_router` creates it.
 
     Attributes:
         dispatch: the queue and the leases.
@@ -87,7 +87,7 @@ class MemoryRouter:
         return client
 
     def announce_drain(self) -> None:
-        """Begin to stop, as the router does at SIGTERM: it still answers HTTP, but refuses new and queued requests."""
+        """Begin to stop, as the router does at SIGTERM. It still answers HTTP, but refuses new and queued requests."""
         self.dispatch.drain()
         self.server.announce_drain()
 
@@ -97,10 +97,10 @@ class MemoryRouter:
         self.server.drain()
 
     async def assert_all_free(self) -> None:
-        """Assert that no request waits, has a lease or is open. First waits until all other tasks are idle.
+        """Assert that no request waits, has a lease or is open. First, wait until all other tasks are idle.
 
         Raises:
-            AssertionError: a request is left.
+            AssertionError: a request still exists.
         """
         await wait_all_tasks_blocked()
         stats = self.dispatch.core.stats()
@@ -138,27 +138,27 @@ async def open_memory_router(
     silence: SilenceSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
-    """Open a router in memory. The context begins after each endpoint has been asked for its state.
+    """Open a router in memory. The context begins after the router has polled the state of each endpoint.
 
     Args:
         endpoints: for each endpoint id, a function that opens a stream to the endpoint.
         policy: name of the routing policy.
-        watch: how often endpoints are asked for health and load. Default: once an hour, since an autojump clock would
-            otherwise do nothing else.
+        watch: how often the router polls the health and load of endpoints. The default is once an hour, because an
+            autojump clock would otherwise advance from poll to poll.
         rules: rules of the router for requests and headers.
-        models: names of the models that all endpoints serve. None: the router asks the endpoints.
+        models: names of the models that all endpoints serve. None lets the router get the names from the endpoints.
         roles: roles of endpoints by id. They override the roles that endpoints report.
         api_keys, admin_api_key, access, page, logs_requests: as the router's flags.
         endpoint_api_key: key that the router sends to the endpoints.
         aliases: other names of models.
-        leases_max: maximum number of leases of each endpoint. None: the endpoint reports it.
-        tokenizer: tokenizer for the policy kv_aware. None: prompts have no block names.
-        has_peers: if True, other routers use the same endpoints, but this router does not ask them for their state.
-        peers: other routers by name, each with a function that opens a stream. This router asks them for their state.
-        own_name: name of this router. None: the router finds its name out.
+        leases_max: maximum number of leases of each endpoint. None uses the number that the endpoint reports.
+        tokenizer: tokenizer for the policy kv_aware. With None, prompts have no block names.
+        has_peers: if True, other routers use the same endpoints, but this router does not poll their state.
+        peers: other routers by name, each with a function that opens a stream. This router polls their state.
+        own_name: name of this router. None lets the router find its name itself.
         tracer: receives the spans of requests.
         limits: limits of the front end.
-        silence: limits for the time without bytes from an endpoint. None: endpoints are not asked for heartbeats.
+        silence: limits for the time without bytes from an endpoint. With None, the router requests no heartbeats.
         **settings: fields of RouterSettings.
     """
     dispatch = Dispatch(
@@ -226,6 +226,6 @@ async def open_memory_router(
         server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
         router = MemoryRouter(dispatch, fleet, server, metrics, nursery, peer_watch)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
-            await wait_all_tasks_blocked()  # Wait until each endpoint has been asked for its state.
+            await wait_all_tasks_blocked()  # The router must have polled the state of each endpoint.
         yield router
         nursery.cancel_scope.cancel()

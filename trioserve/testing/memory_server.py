@@ -69,12 +69,12 @@ class ServedInMemory(Generic[EngineT, AppT]):
         return client
 
     def announce_drain(self) -> None:
-        """Begin to stop, as the server does at SIGTERM: it still answers HTTP, but refuses new and queued requests."""
+        """Begin to stop, as the server does at SIGTERM. It still answers HTTP, but refuses new and queued requests."""
         self.engine.drain()
         self.server.announce_drain()
 
     def drain(self) -> None:
-        """Stop, as the server does after its last request: it closes connections and accepts no new ones."""
+        """Stop, as the server does after its last request. It closes all connections and accepts no new connections."""
         self.engine.drain()
         self.server.drain()
 
@@ -90,7 +90,7 @@ class ServedInMemory(Generic[EngineT, AppT]):
     async def assert_all_free(self) -> None:
         """Assert that no request uses a resource of the engine or of the front end.
 
-        First waits until all other tasks are idle. See FakeEngine.assert_all_free.
+        First, this method waits until all other tasks are idle. See FakeEngine.assert_all_free.
 
         Raises:
             AssertionError: a resource is in use.
@@ -103,10 +103,10 @@ class ServedInMemory(Generic[EngineT, AppT]):
 
 
 class MemoryServer(ServedInMemory[FakeEngine, App]):
-    """A text server in memory. `open_memory_server` makes it.
+    """A text server in memory. `open_memory_server` creates it.
 
     Attributes:
-        store: the server's store. A test can make its disk full.
+        store: the server's store. A test can simulate a full disk.
     """
 
     store: InlineStore
@@ -121,7 +121,7 @@ class MemoryServer(ServedInMemory[FakeEngine, App]):
 
 
 class MemoryImageServer(ServedInMemory[FakeImageEngine, ImageApp]):
-    """An image server in memory. `open_memory_image_server` makes it.
+    """An image server in memory. `open_memory_image_server` creates it.
 
     Attributes:
         threads: gate of the jobs that encode images for responses.

@@ -1,4 +1,4 @@
-"""Two ends of a connection in memory that behave like sockets: the buffer is bounded, and each end may vanish."""
+"""A connection in memory whose two ends behave like sockets: the buffer is bounded, and each end may vanish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import trio
 
 __all__ = ["MemoryEnd", "memory_connection"]
 
-BUFFER_BYTES = 65_536  # bytes in flight in one direction. Less than a socket's, so that tests see back pressure early.
+# Maximum number of unread bytes in one direction. Sockets have larger buffers. So tests see back pressure early.
+BUFFER_BYTES = 65_536
 RECEIVE_BYTES = 65_536
 
 
@@ -18,7 +19,7 @@ def memory_connection(*, buffer_bytes: int = BUFFER_BYTES) -> tuple[MemoryEnd, M
     """Return the client's end and the server's end of a new connection.
 
     Args:
-        buffer_bytes: a sender waits while more bytes than this are unread.
+        buffer_bytes: maximum number of unread bytes. A sender waits while there are more.
     """
     there, back = _Pipe(buffer_bytes), _Pipe(buffer_bytes)
     return MemoryEnd(outgoing=there, incoming=back), MemoryEnd(outgoing=back, incoming=there)
@@ -30,9 +31,9 @@ class _Pipe:
     def __init__(self, buffer_bytes: int) -> None:
         self.data = bytearray()
         self.buffer_bytes = buffer_bytes
-        self.ended = False  # no more data will be put in
-        self.is_silent = False  # new data is lost without notice
-        self.broken = False  # no data will be read any more, or unread data is lost
+        self.ended = False  # True if the sender will send no more data
+        self.is_silent = False  # True if new data is lost, and neither end notices this
+        self.broken = False  # True if the receiver reads no more data, or unread data is lost
         self.changed = trio.lowlevel.ParkingLot()
 
     def put(self, data: bytes | bytearray | memoryview) -> None:
@@ -56,7 +57,7 @@ class _Pipe:
 
 
 class MemoryEnd(trio.abc.HalfCloseableStream):
-    """One end of a connection. At most one task may send and one task receive. Closing and aborting do not wait."""
+    """One end of a connection. At most one task may send, and one task may receive. `close` and `abort` do not wait."""
 
     def __init__(self, *, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._outgoing = outgoing
@@ -128,25 +129,23 @@ class MemoryEnd(trio.abc.HalfCloseableStream):
         return received
 
     def close(self) -> None:
-        """Close this end as a socket is closed: the other end reads the bytes in flight, then the end, and can send no
-        more.
-        """
+        """Close this end, as a socket is closed. The other end can still read the unread bytes, but cannot send."""
         self._is_closed = True
         self._outgoing.end()
         self._incoming.break_()
         for pipe in (self._outgoing, self._incoming):
-            pipe.changed.unpark_all()  # wakes this end's own tasks, also if nothing reaches the other end
+            pipe.changed.unpark_all()  # This wakes the tasks of this end, even if the connection is silent.
 
     def abort(self) -> None:
-        """Reset the connection: bytes in flight are lost, and the other end fails at once."""
+        """Reset the connection. Unread bytes are lost, and the other end gets an error at once."""
         self._is_closed = True
         self._outgoing.break_()
         self._incoming.break_()
 
     def go_silent(self) -> None:
-        """Lose all later data in both directions, as for a connection that a NAT has forgotten.
+        """Lose all later data in both directions, as on a connection that a NAT has forgotten.
 
-        Neither end notices it.
+        Neither end notices the loss.
         """
         self._incoming.is_silent = self._outgoing.is_silent = True
 

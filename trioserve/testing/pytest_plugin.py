@@ -1,8 +1,8 @@
-"""Fixtures for tests with pytest-trio: engines and servers without weights. After each test, they check that no
-resource is left in use.
+"""Fixtures for tests with pytest-trio: engines and servers without weights. After each test, the fixtures check that no
+resource is still in use.
 
-pytest loads this plugin by itself if trioserve is installed. The plugin imports no other module of trioserve before a
-test uses a fixture.
+pytest loads this plugin automatically if trioserve is installed. The plugin imports no other module of trioserve before
+a test uses a fixture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     try:
         from pytest_trio import trio_fixture
-    except ImportError:  # Without pytest-trio, no test can use these fixtures.
+    except ImportError:  # Without pytest-trio, no test can use the fixtures, so the plugin defines none.
 
         def trio_fixture(function):
             return function
@@ -62,13 +62,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put the sentence of a failure first, and add what the requests of a hung test wait for.
+    """Put the message of a failure first, and add what the requests of a hung test wait for.
 
     Reports of tests without fake engines stay unchanged.
 
     Args:
         item: the test.
-        call: its call, whose exception may be replaced by the only error in a group.
+        call: the call of the test. If its exception is a group with one error, this error replaces the group.
     """
     waits = sys.modules.get(WAITS)
     if waits is None or not waits.WATCH.is_used or call.excinfo is None:
@@ -89,7 +89,7 @@ def pytest_runtest_makereport(
 def _errors_of(error: BaseException) -> list[BaseException]:
     """Return the errors in a group, in order.
 
-    The cause replaces a TrioInternalError, since pytest-timeout raises inside of Trio's run loop.
+    A TrioInternalError is replaced by its cause, because pytest-timeout raises inside of Trio's run loop.
     """
     if isinstance(error, BaseExceptionGroup):
         leaves = [leaf for part in error.exceptions for leaf in _errors_of(part)]
@@ -111,8 +111,8 @@ def _is_hang(error: BaseException) -> bool:
 
 @pytest.fixture
 def fake_engine_options() -> dict[str, Any]:
-    """Options for all fake engines of a module or folder. Override this fixture there. Options of a test's marker have
-    priority.
+    """Options for all fake engines of a module or folder. To set options, override this fixture in the module or
+    folder. Options of a test's marker have priority.
     """
     return {}
 
@@ -154,7 +154,7 @@ async def fake_image_engine(request: pytest.FixtureRequest) -> AsyncIterator[Fak
 async def memory_server(
     request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]
 ) -> AsyncIterator[MemoryServer]:
-    """A server in memory with a fake engine. The test fails if a request is left at its end.
+    """A server in memory with a fake engine. The test fails if a request has not ended at the end of the test.
 
     Args:
         request: the pytest request, whose marker may have options.
@@ -172,8 +172,8 @@ async def memory_server(
 async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
     """Keep a context open in a separate task, so that a fault that a test injects does not cancel the test.
 
-    Any other fault of the engine fails the test. Errors are raised without groups around them, so that the summary of
-    pytest shows their text.
+    Any other fault of the engine fails the test. Errors are raised without exception groups, so that the summary of
+    pytest shows their messages.
     """
     import trio
 

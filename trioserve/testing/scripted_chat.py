@@ -1,9 +1,9 @@
-"""A scripted chat model: it writes text, reasoning and tool calls in the format of a model family.
+"""A scripted chat model that writes text, reasoning and tool calls in the format of a model family.
 
-It reads the conversation from its prompt, which its own chat template writes as JSON. It finds the first rule of its
-script that matches, and writes the response as a model of that family would. If no rule matches, it calls the first
-tool that the last message mentions, repeats the result of a tool, or repeats the last message. So a test judges the
-server and not a small model.
+The model reads the conversation from its prompt, which its own chat template writes as JSON. It finds the first rule of
+its script that matches, and writes the response in the format of the family. If no rule matches, it calls the tool that
+the last message mentions, repeats the result of a tool, or repeats the last message. So the result of a test depends on
+the server, and not on the quality of a small model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WORD = re.compile(r"[a-z]+")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call in a script.
+    """A tool call of a script.
 
     Attributes:
-        name: name of the tool. Of a list of names, the first one that the request offers is called.
+        name: name of the tool. In a list of names, the first tool that the request offers is called.
         arguments: arguments of the call.
     """
 
@@ -35,11 +35,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rule of a script. Calls of tools that the request does not offer are left out.
+    """One rule of a script: a condition and a response. Calls of tools that the request does not offer are left out.
 
     Attributes:
-        says: regular expression that is searched in the user's last message, without regard to case.
-        after: number of tool results since the user's last message.
+        says: regular expression that the user's last message must contain. Upper and lower case are not distinguished.
+        after: number of tool results that must follow the user's last message.
         reasoning: reasoning of the response.
         content: text of the response.
         calls: tool calls of the response.
@@ -55,7 +55,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def chat_template(family: str) -> str:
     """Return a chat template with one line for the tools and one line for each message.
 
-    A comment in the template has the marks from which a server recognizes the family.
+    A comment in the template contains the marks that show the family to a server.
 
     Args:
         family: key of FAMILIES.
@@ -73,8 +73,8 @@ class ScriptedChat:
     """A scripted chat model.
 
     Args:
-        family: key of FAMILIES, which decides the format of tool calls and reasoning.
-        rules: rules of the script. The first one that matches is used.
+        family: key of FAMILIES, which determines the format of tool calls and reasoning.
+        rules: rules of the script. The first rule that matches is used.
         thinks: if True, every response begins with reasoning.
     """
 
@@ -84,10 +84,10 @@ class ScriptedChat:
         self._thinks = thinks
 
     def drafts(self, prompt: str) -> tuple[str, ...]:
-        """Return responses to a prompt, the best one first.
+        """Return responses to a prompt, the best response first.
 
-        The others are for requests whose response must follow a grammar: the tool calls without the text before them,
-        the arguments alone, and the content alone.
+        The other responses are for requests whose response must follow a grammar: the tool calls without the text
+        before the calls, the arguments alone, and the content alone.
 
         Args:
             prompt: text of the prompt.
@@ -126,7 +126,7 @@ class ScriptedChat:
 
 
 def _conversation(prompt: str) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Return the messages, and the tools by name. A prompt that is not a chat is one message."""
+    """Return the messages, and the tools by name. A prompt that is not a chat becomes one message."""
     messages: list[dict[str, Any]] = []
     tools: dict[str, Mapping[str, Any]] = {}
     for line in prompt.split("\n"):
@@ -162,7 +162,7 @@ def _offered(names: str | list[str], tools: Mapping[str, object]) -> str | None:
 
 
 def _mentioned(text: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the tool whose name has the most words in common with the text, or None if no tool has any."""
+    """Return the tool whose name has the most words in common with the text, or None if no words are common."""
     words = set(_WORD.findall(text.lower()))
     counts = {name: len(words & set(_WORD.findall(name.lower().replace("_", " ")))) for name in tools}
     best = max(counts, key=lambda name: counts[name], default=None)
@@ -184,7 +184,7 @@ def value_of(schema: Any, text: str, depth: int = 0) -> Any:
     Args:
         schema: a JSON schema.
         text: source of the value: the last capitalized word for a string, the first number for a number.
-        depth: depth of this schema in the outermost one. Deeper than 8, the value is "x".
+        depth: depth of this schema in the outermost schema. Below depth 8, the value is "x".
     """
     if not isinstance(schema, dict) or depth > 8:
         return "x"
@@ -213,7 +213,7 @@ def value_of(schema: Any, text: str, depth: int = 0) -> Any:
     return names[-1] if names else text[:40]
 
 
-# --- families ---
+# --- model families ---
 
 _Calls = Sequence[tuple[str, dict[str, Any]]]
 
@@ -222,7 +222,7 @@ class _Family(msgspec.Struct, frozen=True, kw_only=True):
     """Format of a model family. Its key in FAMILIES is the name of its --tool-call-parser.
 
     Attributes:
-        marks: text by which a server recognizes the chat template of this family.
+        marks: text by which a server recognizes chat templates of this family.
         write_calls: writes tool calls.
         write_reasoning: writes reasoning.
         write_content: writes content.
@@ -243,10 +243,10 @@ def _raw(value: object) -> str:
 
 
 def _each(template: str, between: str = "") -> Callable[[_Calls], str]:
-    """Return a function that writes each tool call from a template.
+    """Return a function that writes tool calls with a template.
 
     Args:
-        template: text in which `NAME`, `ARGUMENTS` and `INDEX` are replaced by those of the call.
+        template: text in which `NAME`, `ARGUMENTS` and `INDEX` are replaced by the values of the call.
         between: text between two calls.
     """
 

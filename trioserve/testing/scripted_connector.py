@@ -1,9 +1,10 @@
-"""KV connectors without weights: FakeConnector, which a script controls, and ScriptedConnector, which a test controls.
+"""KV connectors for fake engines: FakeConnector, which a script controls, and ScriptedConnector, which a test controls.
 
 FakeConnector checks the calls of the core. It moves KV between the slots of a FakeExecutor. At each call of `work`, an
-open load writes garbage to all positions that it may write to, and a send compares its blocks with their content at its
-beginning. So a block that the core uses too early is found. The script makes the reports and gives them to the core.
-They may come late, twice, never, or for an unknown request. Or they wait in `outbox` until the core asks for progress.
+open load writes garbage to all positions that it may write to. An open send compares its blocks with their content at
+the beginning of the send. So a block that the core uses too early is detected. The script creates the reports and
+passes them to the core. A report may be late, repeated, missing, or for an unknown request. The script can also put
+reports into `outbox`, where they wait until the core calls `progress`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FakeLoad(msgspec.Struct):
 
     Attributes:
         request: the request.
-        block_table: its blocks.
+        block_table: blocks of the request.
         start: first position to load.
         token_count: number of positions to load.
         is_abandoned: True if the request no longer waits for the load.
@@ -48,10 +49,10 @@ class FakeSend(msgspec.Struct):
 
     Attributes:
         request: the request.
-        block_table: its blocks.
-        tokens: its tokens.
-        content: content of its blocks when the send began.
-        is_aborted: True if the request was aborted after its end.
+        block_table: blocks of the request.
+        tokens: tokens of the request.
+        content: content of the blocks when the send began.
+        is_aborted: True if the request was aborted after it had finished.
     """
 
     request: EngineRequest
@@ -66,23 +67,23 @@ class FakeConnector:
 
     Args:
         executor: the executor with the KV blocks.
-        matched_count: function from the request and the computed count to the result of num_matched_tokens. It may be
-            changed at any time.
-        holds: function from the request and its end to the result of request_finished.
+        matched_count: returns the result of num_matched_tokens for a request and a computed count. A script may replace
+            this function at any time.
+        holds: returns the result of request_finished for a request and its finish reason.
 
     Attributes:
-        raises: names of calls that raise. They raise until the name is removed.
+        raises: names of calls that raise. A call raises until its name is removed.
         loads: open loads by request.
         sends: open sends by request.
-        outbox: functions that make the events which the core gets when it asks for progress.
-        finished: reason of every request that ended.
-        asked: requests whose transfer parameters were read.
-        params: transfer parameters of all sends, also of sends that have ended.
+        outbox: functions that create the events which `progress` returns.
+        finished: finish reason of every request that ended.
+        asked: requests whose transfer parameters the core has read.
+        params: transfer parameters of all sends, including sends that have ended.
         expired: holds that expired, oldest first.
-        violations: calls of the core that break the contract. `check` asserts that there are none. They are kept here,
-            since the core only counts exceptions of a connector.
+        violations: calls of the core that violate the contract. `check` asserts that this list is empty. Exceptions
+            would not show the violations, because the core only counts exceptions of a connector.
         calls: number of calls by name.
-        raised_count: number of calls that raised on purpose.
+        raised_count: number of calls that raised because of `raises`.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class FakeConnector:
         self.calls: Counter[str] = Counter()
         self.raised_count = 0
 
-    # --- calls of the script ---
+    # --- methods for the script ---
 
     def loaded(self, request_id: RequestId, token_count: int | None = None) -> Loaded:
         """End a load with success, and return the report for the core.
 
         Args:
             request_id: the request. If it has no open load, nothing is written.
-            token_count: number of tokens that arrive. Default: all.
+            token_count: number of tokens that arrive. The default is all tokens.
         """
         load = self.loads.pop(request_id, None)
         if load is None:
@@ -129,7 +130,7 @@ class FakeConnector:
         """End a load with garbage in its blocks, and return the report for the core.
 
         Args:
-            request_id: the request. If it has no open load, only the report is made.
+            request_id: the request. If it has no open load, only the report is created.
         """
         load = self.loads.pop(request_id, None)
         if load is not None:
@@ -140,7 +141,7 @@ class FakeConnector:
         """End a send, and return the report for the core.
 
         Args:
-            request_id: the request. If it has no open send, only the report is made.
+            request_id: the request. If it has no open send, only the report is created.
         """
         send = self.sends.pop(request_id, None)
         if send is not None:
@@ -151,7 +152,7 @@ class FakeConnector:
         """Return a report that a send is still being read.
 
         Args:
-            request_id: the request. If it has no open send, only the report is made.
+            request_id: the request. If it has no open send, only the report is created.
         """
         send = self.sends.get(request_id)
         if send is not None:
@@ -159,7 +160,7 @@ class FakeConnector:
         return StillRead(request_id)
 
     def work(self) -> None:
-        """Do all that a connector may do at this moment: write to the blocks of loads, and read the blocks of sends."""
+        """Do everything that a connector may do now: write to the blocks of loads, and read the blocks of sends."""
         for load in self.loads.values():
             self._scribble(load)
         for send in self.sends.values():
@@ -170,7 +171,7 @@ class FakeConnector:
         self.work()
         assert not self.violations, self.violations
 
-    # --- calls of the core ---
+    # --- methods for the core ---
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
         self._note("num_matched_tokens")
@@ -240,7 +241,7 @@ class FakeConnector:
         return self.params[request_id]
 
     def progress(self) -> Iterable[TransferEvent]:
-        """Return the events of the outbox. If this call raises, they stay in the outbox."""
+        """Return the events of the outbox. If this call raises, the events stay in the outbox."""
         self._note("progress")
         made, self.outbox = self.outbox, []
         return [make() for make in made]
@@ -283,9 +284,7 @@ class FakeConnector:
             self.violations.append(violation)
 
     def _expect_blocks(self, name: RequestId, block_table: Sequence[BlockIndex], position: int, end: int) -> None:
-        """Check that every index of a block table before position `end` that the token at `position` attends to has a
-        block.
-        """
+        """Check that a block table has every block before `end` that the token at `position` attends to."""
         size, window = self.executor.block_size, self.executor.window_tokens
         first = 0 if window is None else max(0, position - window + 1) // size
         table = block_table[first : -(-end // size)]
@@ -305,16 +304,16 @@ class FakeConnector:
 class ScriptedConnector(FakeConnector):
     """Connector for open_fake_engine(connector=ScriptedConnector).
 
-    It holds the blocks of a finished request with do_remote_decode, and offers all tokens of a prompt with
-    do_remote_prefill. No transfer ends by itself. A test ends transfers with `release_all`, `load_all` or `fail_loads`,
-    or one transfer with `report(lambda: connector.released(id))`.
+    It holds the blocks of a finished request with do_remote_decode, and matches all tokens of a prompt with
+    do_remote_prefill. No transfer ends by itself. A test ends all transfers with `release_all`, `load_all` or
+    `fail_loads`, or ends a single transfer with `report(lambda: connector.released(id))`.
 
     Args:
         executor: the executor with the KV blocks.
-        wake: wakes the engine, which then asks for reports.
+        wake: wakes the engine, which then takes the reports.
 
     Attributes:
-        totals: counters that the connector reports, by metric name without "kv_transfer_".
+        totals: counters that the connector shows, by metric name without "kv_transfer_".
     """
 
     def __init__(self, executor: FakeExecutor, wake: Callable[[], None]) -> None:
@@ -325,13 +324,13 @@ class ScriptedConnector(FakeConnector):
         self._error: Exception | None = None
         self._is_broken = trio.Event()
 
-    # --- calls of the test ---
+    # --- methods for the test ---
 
     def report(self, happen: Callable[[], TransferEvent]) -> None:
-        """Wake the engine, and report an event when it asks for reports.
+        """Wake the engine, and report an event when the engine takes the reports.
 
         Args:
-            happen: makes the event at that moment.
+            happen: creates the event at that time.
         """
         self._reports.append(happen)
         self._wake()
@@ -342,7 +341,7 @@ class ScriptedConnector(FakeConnector):
             self.report(partial(self.released, request_id))
 
     def load_all(self) -> None:
-        """Report that all loads have arrived whole."""
+        """Report that all loads have arrived completely."""
         for request_id in list(self.loads):
             self.report(partial(self.loaded, request_id))
 
@@ -360,7 +359,7 @@ class ScriptedConnector(FakeConnector):
         self._error = error
         self._is_broken.set()
 
-    # --- calls of the engine ---
+    # --- methods for the engine ---
 
     def progress(self) -> Iterable[TransferEvent]:
         events = [*super().progress(), *(happen() for happen in self._reports)]

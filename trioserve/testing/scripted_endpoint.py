@@ -1,8 +1,8 @@
-"""Servers in memory whose responses a test writes, and a router in front of them.
+"""Scripted servers in memory, whose responses a test writes, and a router in front of these servers.
 
-To a router, such a server is a prefill or a decode endpoint. It answers health, model and load requests by itself.
-Every other request becomes an Ask, which waits for the test. The test can answer it, refuse it, break the connection,
-or do nothing, and can see if the client has left.
+The router uses such a server as a prefill or decode endpoint. The server answers health, model and load requests by
+itself. Every other request becomes an Ask, which waits for the test. The test can answer the request, refuse it, break
+the connection, or do nothing. The test can also see if the client has disconnected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ask:
     """A request at a scripted endpoint.
 
     Attributes:
-        endpoint: the endpoint.
+        endpoint: the endpoint that received the request.
         path: request path.
         headers: headers, with names in lower case.
         body: the decoded JSON body.
@@ -53,7 +53,7 @@ class Ask:
         self._is_begun = False
 
     def respond(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Send a whole response.
+        """Send a complete response.
 
         Args:
             content: the body. A str is sent unchanged, any other value as JSON.
@@ -87,7 +87,7 @@ class Ask:
 
         Args:
             fingerprint: fingerprint of the model.
-            **state: fields of the resume header, which override the defaults.
+            **state: fields of the resume header that override the defaults.
         """
         state = {"prompt_digest": "d", "seed": 7, **state}
         self.begin({"x-trioserve-resume": json.dumps(state), "x-trioserve-fingerprint": fingerprint})
@@ -96,8 +96,8 @@ class Ask:
         """Send an event of a resumable stream.
 
         Args:
-            id: event id, "choice:count". It names the output that the client has after this event.
-            text: text of the event. Default: a space and the id.
+            id: event id, "choice:count". It identifies the output that the client has after this event.
+            text: text of the event. The default is a space and the id.
         """
         choice = {"index": int(id.split(":")[0]), "text": f" {id}" if text is None else text, "finish_reason": None}
         self.say(f"id: {id}\ndata: {json.dumps({'id': 'cmpl-0', 'choices': [choice]})}\n\n")
@@ -116,10 +116,10 @@ class Ask:
         self.end()
 
     def say(self, text: str) -> None:
-        """Send a piece of the stream. It need not be a whole event.
+        """Send text of the stream. The text need not be a complete event.
 
         Args:
-            text: the piece.
+            text: text to send.
         """
         if not self._is_begun:
             self.begin()
@@ -134,7 +134,7 @@ class Ask:
 
         Args:
             text: text of the token.
-            finish_reason: why the choice ends. None: it continues.
+            finish_reason: why the choice ends. None if the choice continues.
             **fields: additional fields of the event.
         """
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
@@ -151,8 +151,8 @@ class Ask:
         self.is_over, self.is_held = True, False
 
     def hold(self, **params: object) -> None:
-        """Send the response to a prefill request: one token, and the parameters to read its blocks, which are held from
-        now on.
+        """Send the response to a prefill request: one token, and the parameters to read its blocks. The blocks are held
+        after this call.
 
         Args:
             **params: fields of kv_transfer_params that override the endpoint's `params`.
@@ -166,7 +166,7 @@ class Ask:
         self.is_over, self.is_held = True, False
 
     def leave(self) -> None:
-        """Note that the client closed the connection."""
+        """Record that the client closed the connection."""
         if not self.is_over:
             self.is_gone = True
         self.is_over, self.is_held = True, False
@@ -177,23 +177,24 @@ class Ask:
 
 
 class ScriptedEndpoint:
-    """An endpoint in memory.
+    """A scripted endpoint in memory.
 
     Args:
         nursery: runs one task per connection.
-        role: the role that it reports. None: it reports no role, as servers of other projects.
-        model: name of its model.
+        role: the role that the endpoint reports. None for no role, as in servers of other projects.
+        model: name of the endpoint's model.
 
     Attributes:
-        load: its other load fields.
+        load: further fields of the load that the endpoint reports.
         asks: all requests so far, oldest first.
         is_reachable: if False, connections are refused.
         is_well: if False, health requests get status 503.
-        is_silent: if True, it answers no requests by itself.
-        unready_reason: reason in the response to /ready, with status 503. None: it is ready.
-        gives_away: if True, it hands over a stream when the router asks for it. Servers of other projects do not.
-        is_vllm: if True, it reports its load as vLLM does.
-        params: kv_transfer_params of its held blocks.
+        is_silent: if True, the endpoint answers no requests by itself.
+        unready_reason: reason in the response to /ready, with status 503. None if the endpoint is ready.
+        gives_away: if True, the endpoint hands over a stream when the router requests this. Servers of other projects
+            do not.
+        is_vllm: if True, the endpoint reports its load as vLLM does.
+        params: kv_transfer_params of held blocks.
     """
 
     def __init__(self, nursery: trio.Nursery, *, role: EngineRole | None = None, model: str = "fake") -> None:
@@ -248,7 +249,7 @@ class ScriptedEndpoint:
                         ask = Ask(self, end, path, headers, json.loads(body))
                         self.asks.append(ask)
                     elif not self.is_reachable:
-                        return  # A server that stops closes idle connections.
+                        return  # The endpoint has become unreachable, and a stopped server closes idle connections.
                     elif not self.is_silent:
                         is_ready = self.unready_reason is None or path != "/ready"
                         status = 200 if self.is_well and is_ready else 503
@@ -306,7 +307,7 @@ class ScriptedEndpoints:
     Args:
         router: the router.
         endpoints: the endpoints by id. The first letter of an id is the role: p for prefill, d for decode, b for both.
-            Ids with w and v report no role.
+            Endpoints whose id begins with w or v report no role.
     """
 
     def __init__(self, router: MemoryRouter, endpoints: dict[str, ScriptedEndpoint]) -> None:
@@ -320,7 +321,7 @@ class ScriptedEndpoints:
         return self.router.client(**options)
 
     async def ask_of(self, id: str) -> Ask:
-        """Return the only open request at an endpoint, after all tasks have become idle.
+        """Wait until all tasks are idle, then return the only open request at an endpoint.
 
         Args:
             id: the endpoint.

@@ -1,5 +1,5 @@
-"""Fake models whose output a test writes: as a text, as a function of the prompt or of the token ids, or as a preferred
-text that is written as far as a grammar allows it.
+"""Fake models whose output a test determines: a text, a function of the prompt or of the token ids, or a preferred text
+that the model writes as far as a grammar allows it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NextToken = Callable[[Sequence[int]], int]
 It must depend on nothing else, since a preempted request is computed again.
 """
 
-PROMPTS_MAX = 1024  # Responses of this many prompts are remembered, so that a function is called once per prompt.
+PROMPTS_MAX = 1024  # The responses of so many prompts are remembered. So a function is called only once per prompt.
 
 
 def answering(response: Response) -> FakeModel:
     """Return a model that writes a text in UTF-8, one token per byte, and then the end token.
 
     Args:
-        response: the text, or a function from the prompt's text to it.
+        response: the text, or a function that returns the text for a prompt.
     """
 
     @lru_cache(maxsize=PROMPTS_MAX)
@@ -51,10 +51,10 @@ def answering(response: Response) -> FakeModel:
 
 
 def following(next_token: NextToken) -> FakeModel:
-    """Return a model that chooses tokens with a function.
+    """Return a model that chooses each token with a function.
 
     Args:
-        next_token: the function. A result that is not a token id is a fault of the engine.
+        next_token: the function. If its result is not a token id, the engine has a fault.
     """
 
     def choose(request: EngineRequest, tokens: Sequence[int]) -> int:
@@ -68,7 +68,7 @@ def following(next_token: NextToken) -> FakeModel:
 
 
 class _ScriptedModel(FakeModel):
-    """A model that ignores the sampling parameters, except for those that end a response."""
+    """A model that ignores all sampling parameters except parameters that end a response."""
 
     def __init__(self, choose: Callable[[EngineRequest, Sequence[int]], int]) -> None:
         super().__init__(vocab_size=BYTE_VOCAB_SIZE)
@@ -78,10 +78,10 @@ class _ScriptedModel(FakeModel):
         return self._choose(request, tokens)
 
 
-REQUESTS_KEPT_MAX = 256  # Texts of this many requests are remembered. Those of older requests are made again.
+REQUESTS_KEPT_MAX = 256  # The texts of so many requests are remembered. For older requests, the drafts are made again.
 SPACE = b" \n\t\r"
-# The tokens that end a value, an object or an array come first, and those that begin one come last. So the output ends
-# soon.
+# Tokens that end a value, an object or an array come first, and tokens that begin an array or an object come last. So
+# the output ends soon.
 OUTSIDE_TEXTS = b'}],:"tfn1234567890-{[ \n'
 INSIDE_TEXTS = b'"aeinorstlcdu1024-.:/ @ATZx'
 FILLING = b"text"
@@ -89,10 +89,10 @@ REASONING_MARKS = ((b"<think>", b"</think>"), (b"[THINK]", b"[/THINK]"))
 
 
 class PreferringModel(FakeModel):
-    """A model with preferred texts. Without a grammar it writes the first one.
+    """A model with preferred texts. Without a grammar, it writes the first preferred text.
 
     Args:
-        drafts: function from the prompt's text to the preferred texts, best first.
+        drafts: returns the preferred texts for a prompt, best first.
     """
 
     def __init__(self, drafts: Callable[[str], Sequence[str]]) -> None:
@@ -112,7 +112,7 @@ class PreferringModel(FakeModel):
             request: the request.
             tokens: prompt and output so far.
             digest: ignored.
-            is_allowed: returns True for an allowed token id. None: all are allowed.
+            is_allowed: returns True for an allowed token id. None allows all ids.
         """
         written = bytes(token_id for token_id in tokens[len(request.prompt_token_ids) :] if token_id < 256)
         for token_id in self._by_preference(request, written):
@@ -121,13 +121,13 @@ class PreferringModel(FakeModel):
         return None
 
     def _by_preference(self, request: EngineRequest, written: bytes) -> Iterator[int]:
-        """Yield every token, the most preferred one first."""
+        """Yield every token, the most preferred token first."""
         for draft in self._drafts_for(request):
             if draft.startswith(written):
                 yield draft[len(written)] if len(written) < len(draft) else END_TOKEN_ID
         for begin, end in REASONING_MARKS:
             _before, opening, reasoning = written.rpartition(begin)
-            if opening and end not in reasoning:  # reasoning that a grammar made the model begin
+            if opening and end not in reasoning:  # The grammar forced the model to begin reasoning, so end it.
                 yield from _rest_of(end, reasoning)
             written = written.rpartition(end)[2]
         for draft in self._drafts_for(request):
@@ -153,7 +153,7 @@ class PreferringModel(FakeModel):
 
 
 class UncheckedExecutor(FakeExecutor):
-    """An executor that does not check the content of blocks.
+    """An executor that does not check the content of KV blocks.
 
     With a prompt of 50,000 tokens, the check takes longer than a client waits.
     """
@@ -168,12 +168,12 @@ class UncheckedExecutor(FakeExecutor):
         pass
 
     def _read(self, chunk: ScheduledChunk) -> list[int]:
-        # Log probabilities depend on this result: here only on the token before.
+        # Log probabilities depend on this result. With this executor, they depend only on the previous token.
         return [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
 
 
 def _rest_of(text: bytes, written: bytes) -> Iterator[int]:
-    """Yield the next byte of a text whose beginning may already be written."""
+    """Yield the next byte of a text, if the output so far is a prefix of the text."""
     for length in range(len(text) - 1, -1, -1):
         if written.endswith(text[:length]):
             yield text[length]
@@ -181,7 +181,7 @@ def _rest_of(text: bytes, written: bytes) -> Iterator[int]:
 
 
 def _beside(draft: bytes, written: bytes) -> Iterator[int]:
-    """Yield the next byte of a draft, if the output so far is its beginning apart from white space.
+    """Yield the next byte of a draft, if the output so far is a prefix of the draft, except for white space.
 
     A grammar may require other white space between the same words.
     """
@@ -200,8 +200,8 @@ def _beside(draft: bytes, written: bytes) -> Iterator[int]:
 
 
 def _open_text(written: bytes) -> tuple[bool, bytes]:
-    """Return True and the content so far if the output ends inside of quotation marks, otherwise False and an empty
-    text.
+    """Return True and the string so far if the output ends inside of quotation marks. Otherwise, return False and an
+    empty text.
     """
     is_inside, begin, position = False, 0, 0
     while position < len(written):

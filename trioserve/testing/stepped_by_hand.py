@@ -1,6 +1,6 @@
-"""Control over an engine's steps: a test can run single steps, hold a forward pass open, or make it fail.
+"""Control over an engine's steps: a test can run single steps, hold a forward pass open, or make a forward pass fail.
 
-The gate of a paused core is in `schedule`, where a step begins. So no plan is in flight between two steps, and an abort
+A paused core stops in `schedule`, where a step begins. So no step is running while the core is paused, and an abort
 frees blocks at once, as between two steps of a running engine.
 """
 
@@ -31,18 +31,18 @@ Result = TypeVar("Result")
 
 
 class ControlledSteps(Generic[Plan, Result]):
-    """A StepRunner that runs steps in the event loop, so that Trio's autojump clock does not advance during a step.
+    """A StepRunner that runs steps in the event loop. So Trio's autojump clock does not advance during a step.
 
     Args:
         executor: computes the steps.
         seconds: seconds of each step, by the clock of the Trio program.
 
     Attributes:
-        fault: exception that the next step raises. Steps that were submitted after that step are not computed.
-        plan: plan of the step that runs now, or None.
-        step_count: steps that have ended.
-        handed_over_at: time at which the engine submitted the running step. With overlapping steps, that is before it
-            began.
+        fault: exception that the next step raises. Steps that are submitted after that step are not computed.
+        plan: plan of the running step, or None.
+        step_count: number of steps that have ended.
+        handed_over_at: time at which the engine submitted the running step. With overlapping steps, this is earlier
+            than the begin of the step.
     """
 
     def __init__(self, executor: ComputesPlans[Plan, Result], *, seconds: float = 0.0) -> None:
@@ -86,8 +86,8 @@ class ControlledSteps(Generic[Plan, Result]):
         self.plan, self.handed_over_at = plan, handed_over_at
         self._begun.set()
         gate = self._gate
-        # Like a real forward pass, the step cannot be cancelled. The deadline ends a test that forgot to release the
-        # step.
+        # A cancel cannot interrupt a real forward pass, so this wait is shielded. The deadline ends a test that did not
+        # release the step.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
             if gate is not None:
                 await gate.wait()
@@ -103,7 +103,7 @@ class ControlledSteps(Generic[Plan, Result]):
 
 
 class GatedSteps:
-    """Gate before each step of a core.
+    """A gate that a core passes before each step.
 
     Args:
         is_paused: if True, `schedule` returns no plan, except for one call after each `give_step`.
@@ -115,7 +115,7 @@ class GatedSteps:
         self._asked = trio.Event()
 
     def may_schedule(self) -> bool:
-        """Return True if the step loop may begin a step now."""
+        """Return True if the step loop may begin a step at this time."""
         self._asked.set()
         if self.is_paused and not self._has_step:
             return False
@@ -129,16 +129,16 @@ class GatedSteps:
         self._has_step = False
 
     async def asked_again(self) -> None:
-        """Wait until the step loop asks for a plan.
+        """Wait until the step loop asks for a plan again.
 
-        By then the step in flight has ended and its results are delivered.
+        At that time, the previous step has ended and its results are delivered.
         """
         self._asked = trio.Event()
         await self._asked.wait()
 
 
 class GatedCore(GatedSteps, EngineCore):
-    """An EngineCore with a gate. While it is paused, it plans no step ahead."""
+    """An EngineCore with a gate. A paused core plans no step before the previous step has ended."""
 
     def __init__(
         self,
@@ -171,11 +171,11 @@ STEPS_IN_FLIGHT_MAX = 2
 
 
 class InjectedFault(Exception):
-    """A fault that a test injected into an engine or a request."""
+    """Error that a test injects into an engine or a request."""
 
 
 class FailsRequests(Protocol):
-    """An executor whose requests a test can make fail.
+    """An executor that lets a test make requests fail.
 
     Attributes:
         errors: requests that fail in their next forward pass, each with the error text.
@@ -185,7 +185,7 @@ class FailsRequests(Protocol):
 
 
 class SteppedByHand(Generic[Plan]):
-    """Mixin that gives a test control over an engine's steps. It must be the first base class, before the engine.
+    """Mixin that lets a test control an engine's steps. It must be the first base class, before the engine.
 
     Attributes:
         core: the engine's core.
@@ -198,13 +198,13 @@ class SteppedByHand(Generic[Plan]):
     steps: ControlledSteps[Plan, Any]
     executor: FailsRequests
     broken_openings = 0
-    wake: Any  # method of the engine
+    wake: Any  # The engine class defines this method.
     requests: RequestsById[Any]
 
-    # --- steps ---
+    # --- control of steps ---
 
     def pause(self) -> None:
-        """Begin no more steps. A step in flight continues."""
+        """Begin no more steps. A running step continues."""
         self.core.is_paused = True
 
     def resume(self) -> None:
@@ -215,13 +215,13 @@ class SteppedByHand(Generic[Plan]):
     async def step(self, count: int = 1) -> Plan | None:
         """Run one or more steps: schedule, forward pass, aborts, update, deliver. The engine must be paused.
 
-        Before and after each step, waits until all other tasks are idle.
+        Before and after each step, this method waits until all other tasks are idle.
 
         Args:
             count: number of steps.
 
         Returns:
-            Plan of the last step, or None if there was nothing to compute.
+            Plan of the last step, or None if no request had work.
         """
         assert self.core.is_paused, "the engine is not paused: call pause(), or open it with paused=True"
         plan = None
@@ -233,9 +233,10 @@ class SteppedByHand(Generic[Plan]):
         return plan
 
     async def finish_step(self) -> None:
-        """Wait for the end of the steps in flight, so that the resources of requests that left are free.
+        """Wait until all running steps have ended, so that the resources of cancelled requests are free.
 
-        Before and after, waits until all other tasks are idle. Does not wait for a step that a test holds open.
+        Before and after the steps, this method waits until all other tasks are idle. It does not wait for a step that a
+        test holds open.
         """
         await wait_all_tasks_blocked()
         for _ in range(STEPS_IN_FLIGHT_MAX):
@@ -248,11 +249,11 @@ class SteppedByHand(Generic[Plan]):
     async def held_step(self) -> AsyncIterator[Plan]:
         """Begin the next step, and hold its forward pass open inside of the `async with`.
 
-        Inside, the step reads the blocks of its requests. At the end of the context the forward pass runs, and the step
-        continues as in step(). If the engine is not paused, the held step is the next one that begins.
+        Inside of the context, the step reads the blocks of its requests. At the end of the context, the forward pass
+        runs, and the step continues as in step(). If the engine is not paused, the next step that begins is held.
 
         Raises:
-            AssertionError: no step begins, since no request waits or runs.
+            AssertionError: no step begins, because no request waits or runs.
         """
         plan = await self._begin_held_step()
         assert plan is not None, "no step begins: no request waits or runs"
@@ -264,7 +265,7 @@ class SteppedByHand(Generic[Plan]):
         await self._end_held_step()
 
     async def _begin_held_step(self) -> Plan | None:
-        """Begin a step and hold it. Return None, and hold nothing, if there is nothing to compute."""
+        """Begin a step and hold it open. Return None, and hold no step, if no request has work."""
         await wait_all_tasks_blocked()
         self.steps.hold()
         if self.core.is_paused:
@@ -272,7 +273,8 @@ class SteppedByHand(Generic[Plan]):
         try:
             self.wake()
             await wait_all_tasks_blocked()
-            while self.steps.plan is not None and not self.steps.is_held:  # A step that began before is still running.
+            # An earlier step may still be running. Wait until it has ended.
+            while self.steps.plan is not None and not self.steps.is_held:
                 await self.core.asked_again()
                 await wait_all_tasks_blocked()
             plan = self.steps.plan
@@ -301,13 +303,13 @@ class SteppedByHand(Generic[Plan]):
     def step_seconds(self, seconds: float) -> None:
         self.steps.seconds = seconds
 
-    # --- faults ---
+    # --- faults and failures ---
 
     def break_next_step(self, error: Exception | None = None) -> None:
-        """Make the next forward pass raise. That is a fault of the engine, which ends the engine or restarts it.
+        """Make the next forward pass raise. This is a fault of the engine, which then ends or restarts.
 
         Args:
-            error: the exception. Default: an InjectedFault.
+            error: the exception. The default is an InjectedFault.
         """
         self.steps.fault = error or InjectedFault("a test broke the engine")
 
@@ -336,7 +338,7 @@ class SteppedByHand(Generic[Plan]):
 
     @property
     def first_unfinished_id(self) -> str | None:
-        """Id of the first request whose response has not ended, also of a request that still waits in the queue. None:
-        there is none.
+        """Id of the first request whose response has not ended, which may still wait in the queue. None if all requests
+        have ended.
         """
         return next((request.id for request in self.requests if not request.is_finished), None)

@@ -1,8 +1,8 @@
-"""Makes the order in which Trio runs its tasks a function of a seed: the same seed, the same order, in every process.
+"""Makes the order in which Trio runs tasks depend only on a seed, so that a simulation can be repeated in any process.
 
-Trio chooses by chance which of the tasks that can run goes first, so that nobody relies on an order. It has a switch
-for tests that makes the choice depend on its source of chance alone, under private names. They are looked up here and
-nowhere else, and their absence is an error: a simulation that cannot be repeated must not look as if it could.
+Trio runs tasks that are ready in a random order, so that no program relies on an order. For tests, private names of
+Trio make the order depend only on Trio's random numbers. Only this module uses these private names. If they are
+missing, the module raises an error, because the simulation could not be repeated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ SOURCE = "_r"
 
 
 class _ThreadRandom(Random):
-    """Random numbers from a seed for the thread that makes it, and from another source for all other threads.
+    """Source of random numbers that uses a seed in its own thread, and another source in all other threads.
 
-    Trio has one source for all threads. A Trio loop in another thread would take numbers out of the seed's sequence.
+    Trio has one source of random numbers for all threads. Without this class, a Trio loop in another thread would take
+    numbers from the seed's sequence.
 
     Args:
-        others: source of the other threads.
+        others: source of random numbers for the other threads.
     """
 
     def __init__(self, others: Random) -> None:
@@ -45,13 +46,13 @@ class _ThreadRandom(Random):
 
 @contextmanager
 def seeded_schedule(seed: int) -> Iterator[None]:
-    """Make `trio.run` schedule by a seed in this thread, while entered.
+    """Make the order of tasks in `trio.run` depend on a seed in this thread, inside of the context.
 
     Args:
-        seed: of the random numbers by which tasks are ordered.
+        seed: seed of the random numbers that determine the order of tasks.
 
     Raises:
-        StartupError: this version of Trio cannot do it.
+        StartupError: this version of Trio does not have the private names.
     """
     module = trio._core._run
     source = getattr(module, SOURCE, None)

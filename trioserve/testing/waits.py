@@ -16,14 +16,14 @@ BURST_SECONDS = 0.1
 
 
 def waits_of(engine: Any) -> list[str]:
-    """Describe the unfinished requests of a fake engine, one line each, then the resources in use and the state of the
-    steps.
+    """Describe the unfinished requests of a fake engine in one line each. Then describe the resources in use, and the
+    state of the steps.
 
     Args:
         engine: a FakeEngine or a FakeImageEngine. Its Trio program may have ended.
 
     Returns:
-        No lines if every request has finished.
+        The lines. Empty if every request has finished.
     """
     core = engine.current_core
     lives = {live.request.id: live for live in core.live_requests()}
@@ -68,10 +68,10 @@ def _next_of(active: list[Any]) -> str:
 
 
 class EngineWatch:
-    """Knows the fake engines of the running test, and what their requests waited for when they were cancelled.
+    """Tracks the fake engines of the running test, and what their requests waited for when they were cancelled.
 
     Attributes:
-        is_used: True if the test has opened a fake engine, or has tried to.
+        is_used: True if the test has opened a fake engine, or has tried to open one.
     """
 
     def __init__(self) -> None:
@@ -88,18 +88,18 @@ class EngineWatch:
         self.is_used = False
 
     def note_use(self) -> None:
-        """Note that the test opens a fake engine, even if opening it fails."""
+        """Record that the test tries to open a fake engine."""
         self.is_used = True
 
     def add(self, engine: Any) -> None:
         self._engines.add(engine)
 
     def note_leaving(self, engine: Any, request: Any) -> None:
-        """Record what the requests of an engine wait for, if a request leaves before it has finished.
+        """If a request is cancelled before it has finished, record what the requests of its engine wait for.
 
         Args:
             engine: the engine.
-            request: the request that leaves.
+            request: the request whose scope ends.
         """
         if request.is_finished or not request.choices:
             return
@@ -111,7 +111,7 @@ class EngineWatch:
     def lines(self) -> list[str]:
         """Return what the open requests wait for.
 
-        If none is open, return what the last cancelled requests waited for.
+        If no request is open, return what the last cancelled requests waited for.
         """
         waiting = [line for engine in self._engines for line in waits_of(engine)]
         return waiting or self._last

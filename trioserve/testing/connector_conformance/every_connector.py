@@ -1,4 +1,4 @@
-"""Conformance tests for every connector, also for a connector that moves nothing."""
+"""Conformance tests for every connector, also for a connector that transfers nothing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ConnectorConformance:
     """Tests for every connector.
 
     Attributes:
-        factory: makes a connector, as an engine does.
-        real_time: set it to True if the connector uses threads, sockets or processes.
-        patience_seconds: maximum time for an event that must come.
-        settle_seconds: real time to wait for events that must not come, if `real_time` is True.
+        factory: creates a connector, as an engine does.
+        real_time: must be True if the connector uses threads, sockets or processes.
+        patience_seconds: longest wait for an event that the connector must report.
+        settle_seconds: time to wait for events that the connector must not report, if `real_time` is True.
         layout: layout of the engines' KV caches.
     """
 
@@ -51,7 +51,7 @@ class ConnectorConformance:
         """
         return {}
 
-    # --- running a test ---
+    # --- helpers that run a test ---
 
     def sides(self, *, reader_layout: KVLayout | None = None, has_views: bool = True) -> tuple[Side, Side]:
         reader = Side("reader", reader_layout or self.layout, has_views=has_views)
@@ -88,9 +88,9 @@ class ConnectorConformance:
         left = trio.lowlevel.current_statistics().tasks_living - task_count
         assert left == 0, f"{left} tasks are left after the connectors have ended"
 
-    # --- the tests ---
+    # --- tests ---
 
-    def test_a_request_that_wants_nothing_is_left_alone(self) -> None:
+    def test_request_without_transfer_params_matches_no_tokens(self) -> None:
         async def script(stage: Stage) -> None:
             side = stage.sender
             for reason in FinishReason:
@@ -104,9 +104,7 @@ class ConnectorConformance:
         self.play(script)
 
     def test_one_that_only_ever_sees_aborts(self) -> None:
-        """The connector learns of every request's end, also of requests that it has not seen before, with any
-        parameters.
-        """
+        """Check that a connector accepts the end of requests that it has never seen, with any parameters."""
 
         async def script(stage: Stage) -> None:
             for side in stage.sides:
@@ -120,7 +118,7 @@ class ConnectorConformance:
 
         self.play(script)
 
-    def test_params_that_name_nobody_fail_one_load_in_time(self) -> None:
+    def test_load_from_unknown_engine_fails_in_time(self) -> None:
         async def script(stage: Stage) -> None:
             reader = stage.reader
             for params in _WANTED:
@@ -137,13 +135,15 @@ class ConnectorConformance:
         self.play(script)
 
     def test_progress_is_told_once(self) -> None:
+        """Check that `progress` returns each event only once."""
+
         async def script(stage: Stage) -> None:
             for side in stage.sides:
                 assert list(side.connector.progress()) == []
 
         self.play(script)
 
-    def test_counts_are_numbers(self) -> None:
+    def test_counts_are_not_negative(self) -> None:
         async def script(stage: Stage) -> None:
             for side in stage.sides:
                 counts = side.connector.counts() if hasattr(side.connector, "counts") else {}
@@ -152,6 +152,7 @@ class ConnectorConformance:
         self.play(script)
 
     def test_an_option_that_it_does_not_know_is_refused(self) -> None:
+        """Check that the factory of a connector refuses an unknown option with StartupError."""
         setup = ConnectorSetup(
             engine_id="e",
             role="both",
@@ -188,7 +189,7 @@ _WANTED = (
         remote_request_id="nothing",
         remote_block_ids=(0, 1, 2),
         remote_host="127.0.0.1",
-        remote_port=9,  # port of the discard protocol, where no server listens
+        remote_port=9,  # This is the port of the discard protocol, where no server listens.
         remote_block_size=4,
         remote_num_tokens=12,
     ),

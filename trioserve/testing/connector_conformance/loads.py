@@ -1,4 +1,4 @@
-"""Conformance tests for every connector that loads blocks, from any source."""
+"""Conformance tests for all connectors that load blocks, from other engines or from storage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LoadConformance(ConnectorConformance):
         return stage.reader.start_load(offered.request, computed_count, count)
 
     def compare(self, stage: Stage, offered: Offered, load: Load) -> bool:
-        """Compare the loaded content with the offered content.
+        """Compare the content of the loaded blocks with the content that the sender offered.
 
         Args:
             stage: the engines.
@@ -71,7 +71,7 @@ class LoadConformance(ConnectorConformance):
         Args:
             stage: the engines.
             offered: the offered prompt.
-            load: an open load, which is abandoned first. None: no load is open.
+            load: an open load, which is abandoned first. None if no load is open.
         """
         if load is not None:
             stage.reader.abandon(load)
@@ -89,11 +89,11 @@ class LoadConformance(ConnectorConformance):
     async def at_each_moment(
         self, stage: Stage, act: Callable[[Offered, Load], None], *, ends_load: bool = True
     ) -> None:
-        """Act after 0, 1, 2, ... passes of Trio's loop, up to the end of the load. Then end both sides.
+        """Repeat loads, and call `act` after 0, 1, 2, ... passes of Trio's loop, until a load ends before the call.
 
         Args:
             stage: the engines.
-            act: the act.
+            act: action on the offer and the load, such as an abort.
             ends_load: unused.
         """
         for moment in range(MOMENTS_MAX):
@@ -115,6 +115,7 @@ class LoadConformance(ConnectorConformance):
                 return
 
     def test_a_load_brings_what_was_held_and_writes_nowhere_else(self) -> None:
+        """Check that a load copies the held content, and changes no other positions of the request's blocks."""
         size = self.layout.block_size
 
         async def script(stage: Stage) -> None:
@@ -124,10 +125,11 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_behind_a_window_nothing_is_held_and_nothing_loaded(self) -> None:
+    def test_blocks_behind_sliding_window_are_neither_held_nor_loaded(self) -> None:
         async def script(stage: Stage) -> None:
             lengths = []
-            first = 1000 * (stage.reader.window_tokens or 0)  # The files of an earlier stage may still be there.
+            # Each stage uses other tokens, because files of an earlier stage may still exist.
+            first = 1000 * (stage.reader.window_tokens or 0)
             for length in (len(TOKENS), len(TOKENS) - 1, len(TOKENS) - 2, 5):
                 for computed_count in (0, self.layout.block_size):
                     offered = await self.offer(stage, range(first, first + length))
@@ -142,7 +144,7 @@ class LoadConformance(ConnectorConformance):
         for window_tokens in (2, 6, WINDOW_TOKENS, 100):
             self.play(script, window_tokens=window_tokens)
 
-    def test_what_lies_behind_a_window_cannot_be_loaded(self) -> None:
+    def test_load_of_blocks_behind_sliding_window_fails(self) -> None:
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             load = self.begin(stage, offered, 0, WINDOW_TOKENS)
@@ -154,13 +156,13 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script, window_tokens=WINDOW_TOKENS)
 
-    def test_a_load_behind_a_window_that_is_abandoned_at_any_moment(self) -> None:
+    def test_load_with_sliding_window_can_be_abandoned_at_any_moment(self) -> None:
         async def script(stage: Stage) -> None:
             await self.at_each_moment(stage, lambda offered, load: stage.reader.abandon(load))
 
         self.play(script, window_tokens=WINDOW_TOKENS)
 
-    def test_blocks_that_the_host_cannot_address(self) -> None:
+    def test_load_succeeds_if_cpu_cannot_address_the_blocks(self) -> None:
         async def script(stage: Stage) -> None:
             await self.load_whole(stage, await self.offer(stage), 0, None)
             await self.load_whole(stage, await self.offer(stage), self.layout.block_size, 3)
@@ -168,6 +170,8 @@ class LoadConformance(ConnectorConformance):
         self.play(script, has_views=False)
 
     def test_asking_what_matches_changes_nothing(self) -> None:
+        """Check that `num_matched_tokens` returns the same counts when it is called again."""
+
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             size = self.layout.block_size
@@ -179,7 +183,7 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_several_loads_at_a_time(self) -> None:
+    def test_concurrent_loads_all_succeed(self) -> None:
         async def script(stage: Stage) -> None:
             offers = [await self.offer(stage, range(start, start + 14)) for start in range(0, 100, 20)]
             loads = [self.begin(stage, offered) for offered in offers]
@@ -191,12 +195,16 @@ class LoadConformance(ConnectorConformance):
         self.play(script)
 
     def test_an_abandoned_load_ends_once_at_any_moment(self) -> None:
+        """Check that an abandoned load reports its end exactly once, at whatever moment it is abandoned."""
+
         async def script(stage: Stage) -> None:
             await self.at_each_moment(stage, lambda offered, load: stage.reader.abandon(load))
 
         self.play(script)
 
     def test_a_load_that_expired_writes_nothing_and_says_nothing_at_any_moment(self) -> None:
+        """Check that a load writes no blocks and reports no events after its deadline has passed."""
+
         async def script(stage: Stage) -> None:
             def act(_offered: Offered, load: Load) -> None:
                 stage.reader.abandon(load)
@@ -207,6 +215,8 @@ class LoadConformance(ConnectorConformance):
         self.play(script)
 
     def test_a_load_that_expired_some_time_after_it_was_abandoned(self) -> None:
+        """Check that a load which was abandoned writes no blocks after its deadline has passed."""
+
         async def script(stage: Stage) -> None:
             for moment in range(10):
                 offered = await self.offer(stage)
@@ -221,7 +231,7 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_the_reader_ends_in_the_middle(self) -> None:
+    def test_connector_of_reader_may_end_at_any_moment_of_a_load(self) -> None:
         for moment in range(10):
 
             async def script(stage: Stage, moment: int = moment) -> None:

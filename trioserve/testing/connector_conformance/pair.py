@@ -24,10 +24,10 @@ __all__ = ["PairConformance", "SenderConformance"]
 
 
 class SenderConformance(ConnectorConformance):
-    """Tests for a connector that holds the blocks of a finished request with do_remote_decode."""
+    """Tests for connectors that hold the blocks of finished requests with do_remote_decode."""
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:
-        """End a request of the sender, whose blocks are then held.
+        """Finish a request of the sender. The connector then holds the blocks of this request.
 
         Args:
             stage: the engines.
@@ -49,6 +49,8 @@ class SenderConformance(ConnectorConformance):
         return Offered(request.id, make_request(f"{name}-there", tokens, params), kv)
 
     def test_an_abort_after_the_end_releases_once(self) -> None:
+        """Check that the abort of a finished request releases its held blocks exactly once."""
+
         async def script(stage: Stage) -> None:
             offers = [await self.offer(stage) for _ in range(3)]
             for offered in reversed(offers):
@@ -58,15 +60,17 @@ class SenderConformance(ConnectorConformance):
         self.play(script)
 
     def test_nothing_is_said_of_a_hold_that_expired(self) -> None:
+        """Check that a connector reports no events about a hold whose deadline has passed."""
+
         async def script(stage: Stage) -> None:
             quiet, aborted = await self.offer(stage), await self.offer(stage)
             stage.sender.expire_send(quiet.name)
             stage.sender.abort_after_finish(aborted.name)
-            stage.sender.expire_send(aborted.name)  # before the core has asked for its report
+            stage.sender.expire_send(aborted.name)  # The core has not yet taken the report of this hold.
 
         self.play(script)
 
-    def test_it_ends_while_it_holds(self) -> None:
+    def test_connector_of_sender_may_end_while_it_holds_blocks(self) -> None:
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             stage.end(stage.sender)
@@ -84,8 +88,8 @@ class PairConformance(LoadConformance, SenderConformance):
     """Tests for two engines, each with its own connector. The reader reads blocks that the sender holds.
 
     Attributes:
-        tells_early: if True, a reader that leaves before or during its load notifies the sender, whose hold ends then.
-            If False, the hold ends at its deadline.
+        tells_early: True if a reader that is aborted before or during its load notifies the sender, which then ends the
+            hold. If False, the hold ends at its deadline.
         other_layouts: layouts of the reader that differ from the sender's. The connector converts blocks or refuses the
             load.
         foreign_layouts: layouts of the reader that must be refused.
@@ -111,7 +115,7 @@ class PairConformance(LoadConformance, SenderConformance):
             {"part_count": 1, "head_dim": 4},
             {"kv_head_count": 2},
             {"head_dim": 4},
-            {"dtype": "int8"},  # 8-bit blocks can only be read with the same dtype
+            {"dtype": "int8"},  # KV in 8 bits is never converted to another dtype.
         )
     )
 
@@ -119,6 +123,8 @@ class PairConformance(LoadConformance, SenderConformance):
         return await SenderConformance.offer(self, stage, tokens)
 
     def test_a_send_ends_once_when_it_has_been_read(self) -> None:
+        """Check that a hold is released exactly once after a reader has read all of its blocks."""
+
         async def script(stage: Stage) -> None:
             for _ in range(3):
                 offered = await self.offer(stage)
@@ -132,12 +138,14 @@ class PairConformance(LoadConformance, SenderConformance):
         self.play(script)
 
     def test_a_hold_that_expires_at_any_moment_brings_no_foreign_bytes(self) -> None:
+        """Check that a load never succeeds with bytes that another request wrote after the hold had expired."""
+
         async def script(stage: Stage) -> None:
             await self.at_each_moment(stage, lambda offered, load: stage.sender.expire_send(offered.name))
 
         self.play(script)
 
-    def test_an_abort_of_what_is_held_at_any_moment_of_its_reading(self) -> None:
+    def test_abort_of_held_request_at_any_moment_of_a_read_releases_its_blocks(self) -> None:
         async def script(stage: Stage) -> None:
             for moment in range(MOMENTS_MAX):
                 offered = await self.offer(stage)
@@ -156,8 +164,8 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_a_reader_that_leaves_tells_the_sender(self) -> None:
-        """The reader leaves before its load begins, or during the load."""
+    def test_reader_that_is_aborted_early_notifies_the_sender(self) -> None:
+        """Abort the reader's request before its load begins, or during the load."""
         if not self.tells_early:
             return
 
@@ -177,6 +185,8 @@ class PairConformance(LoadConformance, SenderConformance):
         self.play(script)
 
     def test_what_is_not_held_any_more_fails_the_load(self) -> None:
+        """Check that a load fails if the hold of its blocks has ended before the load begins."""
+
         async def script(stage: Stage) -> None:
             for end in (stage.sender.expire_send, stage.sender.abort_after_finish):
                 offered = await self.offer(stage)
@@ -186,7 +196,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_another_engine_and_another_request_fail_the_load(self) -> None:
+    def test_load_with_wrong_engine_id_or_request_id_fails(self) -> None:
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             params = offered.request.kv_transfer
@@ -200,6 +210,8 @@ class PairConformance(LoadConformance, SenderConformance):
         self.play(script)
 
     def test_a_sender_that_is_gone_fails_the_load_in_time(self) -> None:
+        """Check that a load fails within the time limit if the engine with the blocks has ended."""
+
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             stage.end(stage.sender)
@@ -209,7 +221,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_a_sender_that_goes_at_any_moment(self) -> None:
+    def test_load_ends_if_sender_ends_at_any_moment(self) -> None:
         for moment in range(12):
 
             async def script(stage: Stage, moment: int = moment) -> None:
@@ -220,14 +232,14 @@ class PairConformance(LoadConformance, SenderConformance):
                 stage.end(stage.sender)
                 stage.sender.drain()
                 await trio.lowlevel.checkpoint()
-                stage.sender.expire_send(offered.name)  # its memory belongs to another engine
+                stage.sender.expire_send(offered.name)  # Another engine now uses the memory of these blocks.
                 await stage.until_load_ends(load)
                 self.compare(stage, offered, load)
                 await self.conclude(stage, offered)
 
             self.play(script)
 
-    def test_two_readers_of_one_send(self) -> None:
+    def test_two_requests_may_read_the_same_hold(self) -> None:
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             second = msgspec.structs.replace(offered.request, id=RequestId("second"))
@@ -240,7 +252,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_a_block_that_two_sends_share(self) -> None:
+    def test_load_succeeds_if_another_hold_of_the_same_blocks_expires(self) -> None:
         async def script(stage: Stage) -> None:
             sender = stage.sender
             blocks = sender.take(len(TOKENS))
@@ -260,7 +272,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_both_ways_at_a_time(self) -> None:
+    def test_two_engines_may_read_from_each_other_at_the_same_time(self) -> None:
         async def script(stage: Stage) -> None:
             there = await self.offer(stage)
             stage.sender, stage.reader = stage.reader, stage.sender
@@ -294,6 +306,7 @@ class PairConformance(LoadConformance, SenderConformance):
             self.play(script, reader_layout=layout)
 
     def test_another_model_is_refused(self) -> None:
+        """Check that a load fails if the KV layouts of both engines are not compatible."""
         for layout in self.foreign_layouts:
 
             async def script(stage: Stage) -> None:
@@ -303,7 +316,7 @@ class PairConformance(LoadConformance, SenderConformance):
             self.play(script, reader_layout=layout)
 
     async def _fail(self, stage: Stage, offered: Offered) -> None:
-        """Check that a load fails in time with a message, or that nothing matches."""
+        """Check that a load fails in time with a message, or that no tokens match."""
         if self.matched(stage, offered) > 0:
             load = self.begin(stage, offered)
             await stage.until_load_ends(load)

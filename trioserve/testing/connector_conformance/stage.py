@@ -1,4 +1,4 @@
-"""The engines of one conformance test, which the test plays itself."""
+"""The two simulated engines of a conformance test. The test makes the calls that their cores would make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ABORT", "LENGTH", "MOMENTS_MAX", "TOKENS", "Offered", "Stage"]
 
 LENGTH, ABORT = FinishReason.LENGTH, FinishReason.ABORT
 MOMENTS_MAX = 60  # Moments of a load beyond this number do not differ.
-TOKENS = range(100, 130)  # a prompt of seven and a half blocks of SMALL_LAYOUT
+TOKENS = range(100, 130)  # This prompt fills seven and a half blocks of SMALL_LAYOUT.
 
 
 class Offered(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Offered(msgspec.Struct, frozen=True):
 
 
 class Waits(Protocol):
-    """How long the tests of a connector wait for what the connector does."""
+    """Time limits of the tests of one connector."""
 
     patience_seconds: float
     settle_seconds: float
@@ -43,10 +43,10 @@ class Waits(Protocol):
 
 
 class Stage:
-    """The two engines of one test.
+    """The two simulated engines of one test.
 
     Args:
-        suite: sets how long the test waits.
+        suite: contains the time limits of the test.
         sender: engine that computes prompts and offers their blocks.
         reader: engine that loads blocks. It is `sender` for a connector that serves only one engine.
     """
@@ -67,10 +67,10 @@ class Stage:
             side.drain()
 
     async def until(self, side: Side, is_so: Callable[[], bool], what: str) -> None:
-        """Take reports until a condition is True. The connector must call `wake` for each report.
+        """Collect reports until a condition is True. The connector must call `wake` for each report.
 
         Args:
-            side: the engine whose reports are taken.
+            side: the engine whose connector reports.
             is_so: the condition.
             what: name of the awaited event, for the error text.
 
@@ -97,7 +97,7 @@ class Stage:
         await self.until(here, lambda: name not in here.sends, f"the end of the send of {name}")
 
     async def settle(self) -> None:
-        """Wait until all work has ended, and take the reports."""
+        """Wait until all work has ended, and collect the reports."""
         if self.suite.real_time:
             await trio.sleep(self.suite.settle_seconds)
         else:
@@ -112,7 +112,7 @@ class Stage:
         assert not broken, "; ".join(broken)
 
     def end(self, side: Side) -> None:
-        """End a connector's task, as the end of its engine does.
+        """Cancel a connector's task, as at the end of its engine.
 
         Args:
             side: the engine.

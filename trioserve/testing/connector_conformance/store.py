@@ -17,11 +17,11 @@ __all__ = ["StoreConformance"]
 
 
 class StoreConformance(LoadConformance):
-    """Tests for a connector that saves the blocks of requests that end, and loads them for later requests with equal
-    tokens and salt.
+    """Tests for connectors that save the blocks of finished requests, and load them for later requests.
 
-    One engine has one connector. The connector decides how much it saves, but part of a prompt of several blocks that
-    has just ended must match.
+    Only requests with equal tokens and an equal cache salt may load the blocks. One engine has one connector. The
+    connector decides how many blocks it saves. After a request with several blocks has finished, at least one block of
+    its prompt must match.
     """
 
     def sides(self, *, reader_layout: KVLayout | None = None, has_views: bool = True) -> tuple[Side, Side]:
@@ -29,13 +29,13 @@ class StoreConformance(LoadConformance):
         return side, side
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS, salt: str | None = None) -> Offered:
-        """End a request, whose blocks are then saved.
+        """Finish a request. The connector then saves the blocks of this request.
 
         Args:
             stage: the engine.
             tokens: the prompt.
-            salt: cache salt of the request. Default: the request's name, since here equal prompts have different
-                content.
+            salt: cache salt of the request. The default is the request's name, because equal prompts have different
+                content in these tests.
 
         Returns:
             The offered prompt, with a request for the reader.
@@ -49,7 +49,7 @@ class StoreConformance(LoadConformance):
         await stage.until_released(request.id)
         return Offered(request.id, make_request(f"{name}-again", tokens, cache_salt=salt), kv)
 
-    def test_other_tokens_and_salts_match_nothing(self) -> None:
+    def test_prompt_with_other_tokens_or_salt_matches_nothing(self) -> None:
         async def script(stage: Stage) -> None:
             await self.offer(stage, salt="s")
             connector = stage.reader.connector
@@ -61,7 +61,7 @@ class StoreConformance(LoadConformance):
 
         self.play(script)
 
-    def test_a_common_beginning_matches_as_far_as_it_goes(self) -> None:
+    def test_only_the_common_prefix_of_two_prompts_matches(self) -> None:
         async def script(stage: Stage) -> None:
             offered = await self.offer(stage)
             common = len(TOKENS) // 2
@@ -77,7 +77,7 @@ class StoreConformance(LoadConformance):
 
         self.play(script)
 
-    def test_a_hold_that_expires_while_it_is_saved_keeps_no_foreign_bytes(self) -> None:
+    def test_hold_that_expires_during_a_save_stores_no_bytes_of_other_requests(self) -> None:
         async def script(stage: Stage) -> None:
             side = stage.sender
             for moment in range(MOMENTS_MAX):
