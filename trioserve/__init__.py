@@ -1,6 +1,6 @@
 """trioserve: an LLM serving engine on Trio that can be trusted to stop.
 
-Public names are loaded at first use, so importing the package costs little.
+Public names are loaded at their first use, so the import of the package is fast.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the program. Signal handling is prepared first, because loading the modules takes a moment."""
+    """Run the program. Signal handling is prepared first, because the import of the modules takes a moment."""
     try:
         from trioserve.commands.program_end import prepare_program
 

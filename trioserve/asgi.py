@@ -1,4 +1,4 @@
-"""The server's routes as an ASGI application, for hosts on Trio and on asyncio, and a helper for their own handlers."""
+"""The server's routes as an ASGI application for hosts on Trio or asyncio, and a helper for handlers of the host."""
 
 from __future__ import annotations
 
@@ -49,17 +49,18 @@ OpensEngine = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 def asgi_app(engine: Engine | AsyncioEngine | str | OpensEngine = "smollm2", **options: Any) -> AsgiApplication:
-    """Make an ASGI application with the routes of `trioserve serve`.
+    """Create an ASGI application with the routes of `trioserve serve`.
 
-    The host must run on the engine's own event loop. Hypercorn on Trio fits an engine of `trioserve.open_engine`.
-    Uvicorn, Hypercorn on asyncio, FastAPI and Starlette fit an engine of `trioserve.asyncio.open_engine`. On every
-    host, a client that leaves frees everything that its request held.
+    The host must run on the event loop of the engine. Use Hypercorn on Trio with an engine of `trioserve.open_engine`.
+    Use Uvicorn, Hypercorn on asyncio, FastAPI or Starlette with an engine of `trioserve.asyncio.open_engine`. On every
+    host, the request of a client that disconnects releases all of its resources.
 
     Args:
-        engine: an open engine, whose scope outlives the application's requests. Or the name of a model, or a function
-            that opens an engine for Trio: the application's `lifespan` opens this engine for the loop of the host.
+        engine: an open engine, whose scope must outlive the application's requests. Alternatively, the name of a model,
+            or a function that opens an engine for Trio. The application's `lifespan` then opens the engine for the
+            event loop of the host.
         options: options of `trioserve serve` that concern the API, such as api_key, spelled as Python names. With the
-            name of a model, also options of `open_engine`.
+            name of a model, options of `open_engine` are also allowed.
 
     Raises:
         TypeError: an option belongs to the host or to the engine, such as `port`.
@@ -78,13 +79,13 @@ def asgi_app(engine: Engine | AsyncioEngine | str | OpensEngine = "smollm2", **o
 
 
 class AsgiApplication:
-    """An ASGI application for `http` and `lifespan`. `asgi_app` makes it.
+    """An ASGI application for `http` and `lifespan`. `asgi_app` creates it.
 
-    It serves requests inside of its lifespan. If the engine was open already, it also works without a lifespan, but
-    then it has no stored responses, files, batches or detached streams.
+    The application serves requests inside of its lifespan. If the engine was already open, the application also works
+    without a lifespan, but then it has no stored responses, files, batches or detached streams.
 
-    A host runs the lifespan of the application that it serves, but not of mounted applications. For a mounted one, use
-    `FastAPI(lifespan=llm.lifespan)`, or `async with llm.lifespan():` in your own lifespan.
+    A host runs the lifespan of the application that it serves, but not of mounted applications. For a mounted
+    application, use `FastAPI(lifespan=llm.lifespan)`, or `async with llm.lifespan():` in your own lifespan.
 
     Args:
         engine: an engine, the name of a model, or a function that opens an engine.
@@ -103,7 +104,7 @@ class AsgiApplication:
 
     @property
     def engine(self) -> Engine | AsyncioEngine:
-        """The engine whose API this is. Raises RuntimeError outside of the lifespan that opens it."""
+        """The engine behind the API. Raises RuntimeError outside of the lifespan that opens the engine."""
         if self._engine is None:
             raise RuntimeError(
                 "the lifespan of this application opens its engine, and it did not begin: enter the lifespan of a "
@@ -113,10 +114,10 @@ class AsgiApplication:
 
     @asynccontextmanager
     async def lifespan(self, _app: object = None) -> AsyncIterator[None]:
-        """Serve everything that the server does, while the context is entered. Opens the engine if it is not open yet.
+        """Offer all functions of the server inside of the context. Opens the engine if it is not open yet.
 
         Args:
-            _app: the application in which this one is mounted. Hosts pass it. It is ignored.
+            _app: the application in which this application is mounted. Hosts pass this argument. It is ignored.
 
         Raises:
             TrioserveError: the errors of `open_engine`.
@@ -202,23 +203,23 @@ def _serving_in_its_thread(engine: AsyncioEngine, config: Config) -> AbstractAsy
 
 
 def _make_app(engine: Engine, config: Config) -> AsgiApp:
-    """Make an application that needs no lifespan. Call it in the engine's Trio program."""
+    """Create an application that needs no lifespan. Call this function in the engine's Trio program."""
     return AsgiApp(around_app(engine_app(engine, config, None, is_mounted=True), config), frontend_limits(config))
 
 
 @asynccontextmanager
 async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
-    """Cancel the body of the `async with` when the client of a Starlette or FastAPI handler leaves.
+    """Cancel the body of the `async with` when the client of a Starlette or FastAPI handler disconnects.
 
-    For hosts on Trio, such as Hypercorn's Trio worker. `trioserve.asyncio.cancel_on_disconnect` is for hosts on
-    asyncio. A framework itself cancels handlers that stream, but not handlers that return a whole response.
+    This function is for hosts on Trio, such as Hypercorn's Trio worker. `trioserve.asyncio.cancel_on_disconnect` is for
+    hosts on asyncio. A framework itself cancels handlers that stream, but not handlers that return a whole response.
 
     Args:
-        request: the handler's request. Its body is read first, and stays available.
+        request: the handler's request. Its body is read first, and the handler can still read it.
 
     Raises:
-        HTTPException: with status 499, after the body was cancelled. No traceback is logged for it.
-        ClientDisconnect: the client left before its whole request was received.
+        HTTPException: the `async with` body was cancelled. The status is 499, and no traceback is logged.
+        ClientDisconnect: the client disconnected before its whole request was received.
     """
     await request.body()
     body = trio.CancelScope()

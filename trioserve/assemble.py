@@ -1,4 +1,4 @@
-"""Builds an engine from its parts. With the other assemble modules, it alone knows every package."""
+"""Builds an engine from its parts. Only this module and the other assemble modules import from every package."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of loading, for display: where the model runs, and the size of its KV cache."""
+    """Result of loading that is shown to users: where the model runs, and the size of its KV cache."""
 
     model_path: Path
     device: str
@@ -99,11 +99,11 @@ class EngineParameters(EngineOptions):
 async def open_engine(**options: Any) -> AsyncIterator[Engine]:
     """Open an engine in the scope of an `async with`, in the caller's own Trio program.
 
-    Inside, `engine.generate(...)` makes a request. Leaving ends every request and waits for the step in flight. No task
-    and no thread remains. No signal handler is installed. A fault of the engine cancels the body, and is raised here as
-    EngineFault, unless `engine_restarts` allows to reopen the engine. The parameters are the options of `trioserve
-    serve` that concern an engine. `speculative_config`, `override_generation_config`, `limit_mm_per_prompt` and
-    `kv_transfer_config` can be dicts instead of JSON.
+    Inside of the scope, `engine.generate(...)` creates a request. The exit of the scope ends every request and waits
+    for the running step. No task and no thread remains. No signal handler is installed. A fault of the engine cancels
+    the body, and the scope raises EngineFault, unless `engine_restarts` allows to reopen the engine. The parameters are
+    the options of `trioserve serve` that concern an engine. `speculative_config`, `override_generation_config`,
+    `limit_mm_per_prompt` and `kv_transfer_config` can be dicts instead of JSON.
 
     Args:
         options: the fields of EngineParameters. `help()` and the Python reference describe them.
@@ -134,7 +134,7 @@ async def open_configured_engine(
 
     Args:
         config: the options.
-        on_progress: receives the progress of loading. None: each activity is logged.
+        on_progress: receives the progress of loading. None logs each activity.
         on_loaded: called once when the model is loaded.
 
     Raises:
@@ -149,7 +149,7 @@ async def open_configured_engine(
         )
     try:
         named_families(config.tool_call_parser, config.reasoning_parser, None)
-    except InvalidRequest as error:  # check now, before the model is loaded
+    except InvalidRequest as error:  # The check is made here, so that the error appears before the model is loaded.
         raise StartupError(str(error)) from None
     transfers = connector_settings(config.kv_transfer_config, config.role)
     if transfers is not None:
@@ -170,10 +170,10 @@ async def open_configured_engine(
 
 @uninterrupted
 class _Opening:
-    """Opens the parts of one engine, first and after each fault.
+    """Opens the parts of one engine, at the start and again after each fault.
 
-    Each opening reads the model and allocates its memory. Threads for text, metrics and the tokenizer are made only
-    once.
+    Each opening reads the model and allocates its memory. The threads for text, the metrics and the tokenizer are
+    created only once.
     """
 
     def __init__(
@@ -206,11 +206,11 @@ class _Opening:
         self.image_decoder = ImageDecoder(config.image_limits(), self._metrics)
 
     def _report(self, progress: LoadProgress) -> None:
-        if self._engine is None:  # a reopened engine has its own log line
+        if self._engine is None:  # When an engine is reopened, another log line reports this.
             self._on_progress(progress)
 
     def _model(self, compute: WorkerThread) -> LocalModel | RankedModel:
-        """Return how the model is loaded, in the compute thread or in ranks."""
+        """Return the object that loads the model, either into the compute thread or into ranks."""
         config, groups = self._config, self.trainer_groups
         if config.rank_count == 1:
             return LocalModel(config, self._files, compute, groups, self._report)
@@ -226,7 +226,7 @@ class _Opening:
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[EngineParts]:
-        """Open the parts, and close them on leaving. Raises ModelLoadError and StartupError."""
+        """Open the parts, and close them at the end of the scope. Raises ModelLoadError and StartupError."""
         config, started_at = self._config, time.perf_counter()
         async with WorkerThread("compute") as compute, AsyncExitStack() as scopes:
             checkpoint, draft = await self._files.open()
@@ -256,10 +256,10 @@ class _Opening:
                 scopes.callback(show_masks(self._metrics, masks))
                 await self._adapters.attach(computing.adapters)
                 scopes.callback(self._adapters.detach)
-                yield new_parts()  # not stored in a variable, which would keep them in memory
+                yield new_parts()  # A local variable would keep the parts in memory, so the code uses none.
 
     def make_engine(self, parts: EngineParts) -> Engine:
-        """Make the engine from its first parts.
+        """Create the engine from its first parts.
 
         Args:
             parts: result of the first `open_parts`.
@@ -324,10 +324,11 @@ class _Opening:
         return self._engine
 
     def _note_model(self, runner: Runner) -> None:
-        """Note the properties of the loaded model. Raises StartupError if its files have changed since the first
-        opening.
+        """Record the properties of the loaded model. Raises StartupError if the model's files have changed since the
+        first opening.
         """
-        # Without KV from elsewhere, the engine is batch-invariant whenever its kernels are, even if the option is off.
+        # If the engine reads no KV from other engines, it is batch-invariant whenever its kernels are batch-invariant,
+        # even if the option is off.
         is_invariant = self._config.batch_invariant or (runner.is_batch_invariant and self._transfers is None)
         found = self._files.fingerprint(runner.arithmetic, runner.dtype, is_batch_invariant=is_invariant)
         if self._engine is not None and found != self._fingerprint:

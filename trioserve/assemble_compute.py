@@ -54,7 +54,7 @@ logger = logging.getLogger("trioserve.assemble")
 
 
 class Computing(NamedTuple):
-    """The loaded model. `EngineParts` documents the fields."""
+    """The loaded model and its access from the engine. `EngineParts` documents the fields."""
 
     runner: Runner
     steps: StepRunner
@@ -73,7 +73,7 @@ class LocalModel:
         options: the options of the engine.
         files: the model's files.
         compute: the compute thread.
-        groups: groups that new weights arrive from.
+        groups: groups with trainers that send new weights.
         report: receives the progress of loading.
     """
 
@@ -95,7 +95,7 @@ class LocalModel:
     async def loaded(
         self, checkpoint: Checkpoint | EncoderDirectory, draft: DraftSource | None
     ) -> AsyncIterator[Computing]:
-        """Load the model. Leaving unloads it.
+        """Load the model, and unload it at the end of the scope.
 
         Args:
             checkpoint: the model.
@@ -115,7 +115,7 @@ class LocalModel:
             )
         finally:
             for made in runners:
-                await compute.run(made.close)  # completes even when cancelled
+                await compute.run(made.close)  # A cancel does not interrupt this call.
 
     async def _load(
         self,
@@ -123,7 +123,7 @@ class LocalModel:
         draft: DraftSource | None,
         runners: list[ModelRunner | EncoderRunner],
     ) -> ModelRunner | EncoderRunner:
-        """Load the weights in the compute thread, and prepare the texts meanwhile.
+        """Load the weights in the compute thread. Prepare the tokenizer and grammars at the same time.
 
         The caller must close the entries of `runners`, also when this function raises.
         """
@@ -145,7 +145,7 @@ class LocalModel:
             report(LoadProgress(sentence, seconds))
 
         def load_runner() -> ModelRunner | EncoderRunner:
-            # Runs in the compute thread, because it may import torch there.
+            # This function runs in the compute thread, because it may import torch, which only that thread may use.
             runner: ModelRunner | EncoderRunner
             if isinstance(checkpoint, EncoderDirectory):
                 from trioserve.model.encoder_runner import EncoderRunner
@@ -158,9 +158,9 @@ class LocalModel:
                     checkpoint, self._options.model_settings(), draft=draft, progress=read, on_compile=compiling
                 )
             runners.append(runner)
-            note_weights_come()  # in case that nothing reported progress
+            note_weights_come()  # A fast load may not have reported any progress.
             runner.allocate_kv(runner.block_count)
-            if runner.device != "cpu":  # kernels are compiled, which takes time
+            if runner.device != "cpu":  # The warm-up compiles kernels, which takes time.
                 report(LoadProgress(f"warming up {self._options.model}", 0))
             runner.warm_up()
             return runner
@@ -189,12 +189,12 @@ class _CacheRelease:
 def cache_release_of(
     runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]
 ) -> CacheRelease[EngineParts] | str:
-    """Return how the KV cache is released, or why it cannot be.
+    """Return the object that releases the KV cache, or the reason why the cache cannot be released.
 
     Args:
         runner: the loaded model.
         compute: the compute thread.
-        new_parts: makes new parts of the engine after the cache was allocated again.
+        new_parts: creates new parts of the engine after the cache was allocated again.
     """
     from trioserve.model.runner import ModelRunner
 
@@ -249,7 +249,7 @@ def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overla
 
 
 def image_encoder_of(runner: Runner, compute: WorkerThread) -> ImageEncoder | None:
-    """Return what computes image embeddings, or None for a model that reads no images.
+    """Return the object that computes image embeddings, or None for a model that reads no images.
 
     Args:
         runner: the loaded model.
@@ -271,10 +271,10 @@ def core_settings(
 
     Args:
         options: the options of the engine.
-        transfers: settings of the connector. None: no connector.
-        drafts: settings of draft tokens. None: no draft tokens.
+        transfers: settings of the connector. None for no connector.
+        drafts: settings of draft tokens. None for no draft tokens.
         runner: the loaded model.
-        checkpoint: its checkpoint.
+        checkpoint: the checkpoint of the model.
         draft: source of draft tokens other than the request's own text.
 
     Raises:
@@ -283,7 +283,7 @@ def core_settings(
     context_tokens_max = checkpoint.config.context_tokens_max
     pool_tokens = runner.block_count * runner.block_size
     window_tokens = None
-    if draft is None:  # a draft model may attend to more tokens
+    if draft is None:  # A draft model may attend to more tokens than the sliding window of the model.
         window_tokens = window_tokens_of(checkpoint)
     if options.max_model_len is not None:
         if options.max_model_len > context_tokens_max:
@@ -294,7 +294,7 @@ def core_settings(
     elif isinstance(checkpoint, EncoderDirectory):
         context_tokens_max = checkpoint.config.context_tokens_default
     elif window_tokens is None or window_tokens + options.max_num_batched_tokens > pool_tokens - 2 * runner.block_size:
-        # Without the option, use what fits. A model with a long context must still start on a small machine.
+        # Without the option, use the context that fits. A model with a long context must also start on a small machine.
         if pool_tokens < context_tokens_max:
             logger.info(
                 "the context is %d tokens, as many as the KV cache holds; the model supports %d: "
@@ -314,7 +314,7 @@ def core_settings(
         block_size=runner.block_size,
         context_tokens_max=context_tokens_max,
         max_num_seqs=options.max_num_seqs,
-        # An encoder computes whole prompts, so a step must have space for the longest one.
+        # An encoder computes a whole prompt in one step, so a step must have space for the longest prompt.
         step_tokens_max=max(options.max_num_batched_tokens, 0 if keeps_kv else context_tokens_max),
         wide_prompt_stretch=options.wide_prompt_stretch,
         enable_prefix_caching=options.enable_prefix_caching and keeps_kv,
@@ -338,7 +338,7 @@ def window_tokens_of(checkpoint: Checkpoint | EncoderDirectory) -> int | None:
     """Return the largest sliding window in tokens, or None if a layer has no window.
 
     Args:
-        checkpoint: of the model.
+        checkpoint: checkpoint of the model.
     """
     window_max = None if isinstance(checkpoint, EncoderDirectory) else checkpoint.config.window_max
     return None if window_max is None else max(window_max, 2)

@@ -57,10 +57,11 @@ class ImageEngineParameters(ImageEngineOptions):
 async def open_image_engine(**options: Any) -> AsyncIterator[ImageEngine]:
     """Open an engine for images in the scope of an `async with`, in the caller's own Trio program.
 
-    Inside, `engine.generate_image(...)` makes a request. Leaving, faults, tasks and threads behave as described for
-    `open_engine`. The engine needs `pip install 'trioserve[image]'`. In float32, the bytes of an image do not depend on
-    other images of the step. In 16 bits they differ slightly. `max_queued_requests` counts images. The first partial or
-    complete image counts as the first token of `ttft_timeout`.
+    Inside of the scope, `engine.generate_image(...)` creates a request. The exit of the scope, faults, tasks and
+    threads behave as described for `open_engine`. The engine needs `pip install 'trioserve[image]'`. In float32, the
+    bytes of an image do not depend on other images of the step. In 16 bits, the bytes may differ slightly.
+    `max_queued_requests` counts images. The first partial or complete image counts as the first token of
+    `ttft_timeout`.
 
     Args:
         options: the fields of ImageEngineParameters. `help()` and the Python reference describe them.
@@ -129,12 +130,12 @@ class _CacheRelease:
 
     async def rebuild_parts(self) -> ImageParts:
         await trio.lowlevel.checkpoint()
-        return self._new_parts()  # slots are allocated when latents need them
+        return self._new_parts()  # The memory of slots is allocated later, when latents need it.
 
 
 @uninterrupted
 class _Opening:
-    """Opens the parts of one image engine, first and after each fault. Each opening reads the weights."""
+    """Opens the parts of one image engine, at the start and again after each fault. Each opening reads the weights."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class _Opening:
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[ImageParts]:
-        """Open the parts, and close them on leaving. Raises ModelLoadError and StartupError."""
+        """Open the parts, and close them at the end of the scope. Raises ModelLoadError and StartupError."""
         started_at = time.perf_counter()
         async with WorkerThread("compute") as compute:
             job = LongJob()
@@ -181,7 +182,7 @@ class _Opening:
                 yield self._new_parts(runner, compute)
             finally:
                 for made in runners:
-                    await compute.run(made.close)  # completes even when cancelled
+                    await compute.run(made.close)  # A cancel does not interrupt this call.
 
     def _new_parts(self, runner: DiffusionRunner, compute: WorkerThread) -> ImageParts:
         return ImageParts(
@@ -191,7 +192,7 @@ class _Opening:
         )
 
     def make_engine(self, parts: ImageParts) -> ImageEngine:
-        """Make the engine from its first parts.
+        """Create the engine from its first parts.
 
         Args:
             parts: result of the first `open_parts`.
@@ -214,13 +215,12 @@ class _Opening:
         )
 
     def _load(self, job: LongJob, runners: list[DiffusionRunner]) -> None:
-        """Load the weights in the compute thread. The caller must close the entries of `runners`, also when this
-        raises.
-        """
+        """Load the weights in the compute thread. The caller must close all `runners`, even after an error."""
         directory = ImageDirectory(self._model)
         description = describe(directory, served_names=self._served_names, source=self._model)
         weights = name_of_weights(directory)
-        torch_now("a model that generates images")  # before diffusers imports torch, to set how its threads wait
+        # This call must come before diffusers imports torch, because it sets how torch's threads wait.
+        torch_now("a model that generates images")
         from trioserve.model.diffusion.runner import DiffusionRunner
 
         def report(component: str) -> None:
@@ -235,7 +235,7 @@ class _Opening:
             arithmetic=f"{runner.computed_by}, {runner.dtype}",
             dtype=runner.dtype,
             batch_invariant=False,
-            tokenizer="",  # its files are part of the weights' name
+            tokenizer="",  # The name of the weights already covers the files of the tokenizer.
             others=(),
         )
         if self._description is None:
@@ -253,7 +253,7 @@ class _Opening:
         return IterativeSettings(
             slot_count=self._config.max_num_seqs,
             kept_slot_count=self._kept_slots,
-            # One image in the model's default size always fits.
+            # A step must always have space for one image in the model's default size.
             step_work_max=max(
                 self._step_pixels // description.pixels_per_work,
                 rows * description.image_work(description.width, description.height),

@@ -52,7 +52,7 @@ class LoadProgress(msgspec.Struct, frozen=True):
     Attributes:
         what: current activity, for people.
         done: bytes so far, or seconds so far if `total` is None.
-        total: bytes in total. None: the duration is unknown.
+        total: bytes in total. None if the size of the work is unknown.
     """
 
     what: str
@@ -68,7 +68,7 @@ class LoggedProgress:
     """Logs each activity of loading once, when it begins.
 
     Args:
-        report: receives all progress, too. None: the log is enough.
+        report: also receives all progress. None if only the log needs it.
     """
 
     def __init__(self, report: LoadReport | None) -> None:
@@ -85,9 +85,9 @@ class LoggedProgress:
 
 @uninterrupted
 class ModelFiles:
-    """Finds and reads the files of one model, first and after each fault of its engine.
+    """Finds and reads the files of one model, at the start and again after each fault of the engine.
 
-    Each opening reads the checkpoint. Paths, tokenizer and grammars are kept from the first one.
+    Each opening reads the checkpoint. Paths, tokenizer and grammars of the first opening are kept.
 
     Args:
         options: the options of the engine.
@@ -96,8 +96,8 @@ class ModelFiles:
 
     Attributes:
         drafts: settings of draft tokens.
-        path: directory or file of the model, once it was found.
-        draft_path: the same for the draft model.
+        path: directory or file of the model, once the model was found.
+        draft_path: directory or file of the draft model, once it was found.
         checkpoint: the checkpoint of the last opening.
         defaults: sampling defaults of the last opening.
         compiler: tokenizer and grammars, once `prepare_texts` has run.
@@ -123,7 +123,7 @@ class ModelFiles:
 
     @property
     def weights_name(self) -> str:
-        """Name of the weights. It depends on their values."""
+        """Name of the weights, which is a digest of their values."""
         assert self._weights_name is not None, "set when the weights are read"
         return self._weights_name
 
@@ -135,7 +135,7 @@ class ModelFiles:
             StartupError: the model does not fit the options.
         """
         options, text, drafts = self._options, self._text, self.drafts
-        if options.chat_template is not None:  # check first, because the template is used much later
+        if options.chat_template is not None:  # The template is used much later, so report an error now.
             self._chat_template = await text.run_cancellable(chat_template_text, options.chat_template)
         if self.path is None:
             self.path = await self._fetched(options.model, revision=options.revision)
@@ -159,8 +159,8 @@ class ModelFiles:
             checkpoint: the model.
             weights_come: set when reading the weights has begun.
         """
-        # The libraries for tokens and grammars hold the GIL for tenths of a second. Reading weights does not need the
-        # GIL once it has begun.
+        # The libraries for tokens and grammars hold the GIL for tenths of a second. The load of weights does not need
+        # the GIL once it has begun, so wait for its begin.
         await weights_come.wait()
         assert self.defaults is not None, "they are read with the checkpoint"
         is_first = self.compiler is None
@@ -180,7 +180,7 @@ class ModelFiles:
             ends = self.defaults.eos_token_ids
             self.compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
             self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
-        # This comes last, when most of the weights are in the page cache.
+        # The name of the weights is computed last, when most of the weights are in the page cache.
         self._weights_name = await self._text.run_cancellable(_weights_name, checkpoint)
 
     def fingerprint(self, arithmetic: str, dtype: Dtype, *, is_batch_invariant: bool) -> str | None:
@@ -188,8 +188,8 @@ class ModelFiles:
 
         Args:
             arithmetic: how the loaded model computes.
-            dtype: its number format.
-            is_batch_invariant: True if its results do not depend on other requests of the batch.
+            dtype: number format of the model.
+            is_batch_invariant: True if the model's results do not depend on other requests of the batch.
         """
         options, defaults = self._options, self.defaults
         if self._weights_name is None:
@@ -213,12 +213,12 @@ class ModelFiles:
     def image_processing(
         self, checkpoint: Checkpoint | EncoderDirectory, encoder: ImageEncoder | None, tokenizer: Tokenizer
     ) -> ImageProcessing | None:
-        """Return how the model expects images, or None if it is served without images.
+        """Return how images are prepared for the model, or None if the model is served without images.
 
         Args:
             checkpoint: the model.
             encoder: computes image embeddings.
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
         """
         if encoder is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.vision is None:
             return None
@@ -232,7 +232,7 @@ class ModelFiles:
         return processing
 
     async def read_adapter(self, path: str, is_checked: bool) -> AdapterWeights:
-        """Read an adapter, as `engine.adapters.Adapters` needs it.
+        """Read the files of an adapter for `engine.adapters.Adapters`.
 
         Args:
             path: directory of the adapter.
@@ -241,7 +241,7 @@ class ModelFiles:
         Raises:
             ModelLoadError: the adapter cannot be read.
         """
-        # Reading files may hang and cannot be stopped from outside. So it runs in a thread that is not waited for.
+        # A read of files may hang and cannot be interrupted. So it runs in a thread that a cancelled caller abandons.
         return await call_abandonable(self._adapter_from, path, is_checked, thread_name=ADAPTER_THREAD)
 
     def _adapter_from(self, path: str, is_checked: bool) -> AdapterWeights:
@@ -255,7 +255,7 @@ class ModelFiles:
         return read_adapter(directory, checkpoint.config, dtype=self.adapter_dtype, rank_max=options.max_lora_rank)
 
     def draft_settings(self, drafts: DraftSettings) -> ModelSettings:
-        """Return how the draft model is computed.
+        """Return the settings with which the draft model is computed.
 
         Args:
             drafts: settings of draft tokens.
@@ -267,8 +267,8 @@ class ModelFiles:
     async def _fetched(self, name: str, *, with_weights: bool = True, revision: str | None = None) -> Path:
         """Return the path of a model, and download it first if it is not on this machine.
 
-        Nothing can interrupt a read from the network, so the download has a thread that is not waited for. If the
-        start is cancelled, the thread ends when it next receives bytes.
+        Nothing can interrupt a read from the network. So the download runs in a thread that a cancelled caller
+        abandons. The thread then ends when it receives the next bytes.
         """
         job = LongJob()
 
@@ -320,7 +320,7 @@ def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool = 
 
 
 def _weights_name(checkpoint: Checkpoint | EncoderDirectory) -> str | None:
-    """Return the weights' name, or None for an encoder, which neither resumes responses nor exchanges KV."""
+    """Return the name of the weights. None for an encoder, which neither resumes responses nor exchanges KV."""
     return None if isinstance(checkpoint, EncoderDirectory) else weights_name(checkpoint)
 
 
@@ -342,7 +342,7 @@ def _make_tokenizer(checkpoint: Checkpoint | EncoderDirectory) -> Tokenizer:
 
 
 def default_served_name(model: str) -> str:
-    """Return the name of a model that has no configured name.
+    """Return the served name of a model for which no name is configured.
 
     Args:
         model: the option --model.

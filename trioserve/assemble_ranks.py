@@ -1,4 +1,4 @@
-"""Loads a model into ranks, on this machine, on named machines, or on those that Ray places."""
+"""Loads a model into ranks on this machine, on configured machines, or on nodes that Ray selects."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class RankedModel:
         options: the options of the engine.
         files: the model's files.
         compute: the compute thread.
-        groups: groups that new weights arrive from.
+        groups: groups with trainers that send new weights.
         report: receives the progress of loading.
-        metrics: show the ranks.
+        metrics: metrics that show the state of the ranks.
         shows_kv: True if a connector of this process reads and writes the KV of the ranks.
     """
 
@@ -79,28 +79,28 @@ class RankedModel:
     async def loaded(
         self, checkpoint: Checkpoint | EncoderDirectory, draft: DraftSource | None
     ) -> AsyncIterator[Computing]:
-        """Load the model. Leaving ends the ranks.
+        """Load the model, and end the ranks at the end of the scope.
 
         Args:
             checkpoint: the model.
             draft: ignored. Rank 0 opens the source of draft tokens itself.
 
         Raises:
-            StartupError: the model cannot be divided like this.
+            StartupError: the model cannot be divided into this number of ranks.
         """
         options = self._options
         if isinstance(checkpoint, EncoderDirectory):
             name = "--tensor-parallel-size" if options.tensor_parallel_size > 1 else "--pipeline-parallel-size"
             raise StartupError(f"{name} is set, but an encoder runs in one process: leave it out")
         stages = stage_configs(checkpoint, options.pipeline_parallel_size)
-        for stage in stages:  # check before any rank starts
+        for stage in stages:  # Check the division of each stage before any rank starts.
             share_of(stage, 0, options.tensor_parallel_size, expert_parallel=options.enable_expert_parallel)
         async with self._placed() as placed, self._grouped(checkpoint, stages, placed) as computing:
             yield computing
 
     @asynccontextmanager
     async def _placed(self) -> AsyncIterator[PlacedRanks | None]:
-        """Return the ranks that Ray placed. None: ranks run on this machine and on the named ones."""
+        """Return the ranks that Ray placed. None if the ranks run on this machine and on configured machines."""
         options = self._options
         if options.distributed_executor_backend == "mp":
             yield None
@@ -170,7 +170,7 @@ class RankedModel:
                     checkpoint,
                     options.model_settings(),
                     loaded.dtype,
-                    loaded.device if placed is None else "cpu",  # the GPUs of Ray belong to the ranks
+                    loaded.device if placed is None else "cpu",  # The GPUs that Ray reserves are only for the ranks.
                 )
                 runner = RankedRunner(
                     loaded,
@@ -195,8 +195,8 @@ class RankedModel:
         """Return the setup of each rank.
 
         Args:
-            here: ranks per machine.
-            stages: the part of the model that each stage computes.
+            here: number of ranks per machine.
+            stages: the layers of the model that each stage computes.
         """
         options, drafts = self._options, self._files.drafts
         whole = options.model_settings()
@@ -221,7 +221,7 @@ class RankedModel:
                 token_count=drafts.token_count,
             )
         is_far = options.nnodes > 1
-        is_split = is_far and len(stages) == 1  # ranks of one stage are on several machines
+        is_split = is_far and len(stages) == 1  # True if the ranks of one stage are on several machines.
         meeting_ports = [options.master_port + 1 + stage if is_far else free_port() for stage in range(len(stages))]
         return [
             RankSetup(
@@ -242,15 +242,15 @@ class RankedModel:
         ]
 
     def _placed_setups(self, placed: PlacedRanks, stages: Sequence[ModelConfig]) -> list[RankSetup]:
-        """Return the setup of each rank that Ray placed. Ranks on one node divide the options of a machine among
-        themselves.
+        """Return the setup of each rank that Ray placed. Options that apply to a machine are divided among the ranks of
+        a node.
         """
         setups: list[RankSetup] = []
         for setup in self._rank_setups(1, stages):
             settings, beside = setup.settings, placed.count_beside(setup.rank)
             settings = msgspec.structs.replace(
                 settings,
-                device="cuda" if settings.device == "cuda" else "cpu",  # the device that Ray reserved
+                device="cuda" if settings.device == "cuda" else "cpu",  # This must be the device that Ray reserved.
                 threads=_placed_cpus(self._options),
                 kv_cache_bytes=None if settings.kv_cache_bytes is None else settings.kv_cache_bytes // beside,
                 ranks_here=beside,
@@ -263,5 +263,5 @@ class RankedModel:
 
 
 def _placed_cpus(options: EngineOptions) -> int:
-    """Return the CPUs to reserve for each rank. Ray does not enforce the number, so each rank has as many threads."""
+    """Return the CPUs to reserve for each rank. Ray does not enforce the number, so each rank uses as many threads."""
     return 1 if options.threads is None else max(1, options.threads // options.tensor_parallel_size)

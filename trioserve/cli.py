@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Errors that a user can correct appear as one sentence on stderr, without a traceback.
 
     Args:
-        argv: arguments without the program's name. None for those of the process.
+        argv: arguments without the program's name. None uses the arguments of the process.
 
     Returns:
         Exit code of the program.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "serve")
     if arguments[0] not in SERVING_COMMANDS:
         hang_up_as_before()
-    if arguments[0] == "bench":  # its parser takes long to import, and no other command needs it
+    if arguments[0] == "bench":  # The import of this parser takes long, and no other command needs the parser.
         run = functools.partial(_bench, arguments[1:])
     else:
         run = functools.partial(_run_parsed, arguments)
@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrioserveError as error:
         print(f"trioserve: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except BrokenPipeError:  # the reader of the output has closed the pipe
+    except BrokenPipeError:  # The program that reads the output has closed the pipe.
         return EXIT_FAILED
-    except KeyboardInterrupt:  # outside of the command's own signal handling
+    except KeyboardInterrupt:  # Ctrl-C came when the command's own signal handling was not active.
         return EXIT_INTERRUPTED
     except BaseException as error:
         message = limit_message(error)
@@ -96,8 +96,8 @@ def run_program() -> None:
     prepare_program()
     exit_code = main()
     if any(thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()):
-        # The command no longer needs this download, but Python would wait for the downloading threads until all files
-        # are complete. The next attempt resumes from the files on disk.
+        # The command no longer needs the download, but Python would wait for the download threads until all files are
+        # complete. The next attempt resumes from the files on disk.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(exit_code)

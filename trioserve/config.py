@@ -83,7 +83,7 @@ class Config(EngineOptions, ImageOptions, StorageOptions, RouterOptions):
 
 
 def make_config(**values: object) -> Config:
-    """Make a Config from Python values.
+    """Create a Config from Python values.
 
     Args:
         values: options by their names.
@@ -104,10 +104,10 @@ def add_arguments(
     """Add a flag with help and default for each option. `config_from` checks the values, not argparse.
 
     Args:
-        parser: gets the flags.
+        parser: parser to which the flags are added.
         kind: class whose fields are the options.
-        only: names of the options to add. None: all.
-        groups: headings of the help, and the options below each. Other options come first, without a heading.
+        only: names of the options to add. None adds all options.
+        groups: headings of the help, with the options under each heading. Options without a heading come first.
     """
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these options, spelled with - or _ (default: none)"
@@ -133,7 +133,7 @@ def _add_argument(place: argparse._ActionsContainer, option: Option) -> None:
     if option.type is bool:
         place.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
     elif option.is_list:
-        # One flag may have several values, and may be repeated.
+        # A flag may have several values, and a flag may be repeated.
         place.add_argument(flag, action="extend", nargs="+", metavar=unit, default=None, help=help_text)
     elif option.choices:
         place.add_argument(flag, choices=option.choices, default=None, help=help_text)
@@ -148,7 +148,7 @@ def _spell_value(value: object) -> str:
 def config_from(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, *, kind: type[ConfigT]
 ) -> ConfigT:
-    """Make the options from a file, environment variables and flags.
+    """Create the options from a file, environment variables and flags.
 
     Args:
         arguments: parsed flags. `config` is the path of the file, or None.
@@ -156,9 +156,9 @@ def config_from(
         kind: class of the options.
 
     Raises:
-        StartupError: an option is unknown or has a wrong value. The message names it as the user wrote it.
+        StartupError: an option is unknown or has a wrong value. The message contains the option as the user wrote it.
     """
-    values: dict[str, tuple[str, object]] = {}  # name: (spelling of the user, value)
+    values: dict[str, tuple[str, object]] = {}  # for each option by name: the spelling of the user, and the value
     if arguments.config is not None:
         values |= _read_file(Path(arguments.config))
     environment = {
@@ -180,7 +180,7 @@ def config_from(
 
 
 def _refuse_misspelled(environment: Mapping[str, str]) -> None:
-    """Refuse variables that look like a misspelled option. Other unknown variables may belong to another program."""
+    """Refuse variables whose names look like a misspelled option. Other variables may belong to another program."""
     known = {name.upper() for name in options_of(Config)}
     for variable in environment:
         name = variable.removeprefix(ENVIRONMENT_PREFIX)

@@ -1,8 +1,8 @@
-"""trioserve under Ray Serve: each replica is a process with an engine and the routes of `trioserve serve`.
+"""Runs trioserve under Ray Serve. Each replica is a process with an engine and the routes of `trioserve serve`.
 
-This module configures Ray Serve: how many requests a replica accepts, how long it may drain, when it is unhealthy. Ray
-places replicas, restarts them and spreads requests. The replica itself owns and releases everything that a request
-holds, as in any other ASGI host. docs/guides/ray.md has examples. Needs the extra `ray`.
+This module configures Ray Serve: how many requests a replica accepts, how long it may drain, and when it is unhealthy.
+Ray places replicas, restarts them and distributes requests. The replica itself owns and releases all resources of a
+request, as in any other ASGI host. docs/guides/ray.md has examples. The module needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from trioserve.options.option import ENVIRONMENT_PREFIX, options_of
 
 __all__ = ["app", "build"]
 
-# Serve replaces a replica after three failures in a row: after half a minute with Serve's default of 10 s.
+# Ray Serve replaces a replica after three failed checks in a row. With the default of 10 s, this would take half a
+# minute.
 HEALTH_PERIOD_SECONDS = 2.0
-SPARE_REQUESTS = 32  # beyond a full queue: for requests that are refused with 429, and for /load and /metrics
-KILL_SPARE_SECONDS = 5.0  # after the drain, for the step in flight and for closing the engine
+# A replica accepts more requests than its queue can hold. So it can refuse requests with 429, and answer /load and
+# /metrics, when the queue is full.
+SPARE_REQUESTS = 32
+KILL_SPARE_SECONDS = 5.0  # time after the drain for the running step and for closing the engine
 PLACING = ("num_replicas", "num_cpus", "num_gpus")
 OPTIONS = API_OPTIONS | ENGINE_OPTIONS | {"model"}
 
 
 def app(args: Mapping[str, Any] | None = None) -> serve.Application:
-    """Make the application for `serve run trioserve.ray:app`. Settings are environment variables, as of `trioserve
+    """Create the application for `serve run trioserve.ray:app`. Settings are environment variables, as for `trioserve
     serve`.
 
     Args:
-        args: parameters of `build`, which override the environment: `serve run trioserve.ray:app model=NAME`, or `args`
-            in a config file of Serve. Texts are read as in an environment variable.
+        args: parameters of `build`, which override environment variables. They come from the command line, such as
+            `serve run trioserve.ray:app model=NAME`, or from `args` in a config file of Ray Serve. Texts are parsed as
+            in an environment variable.
 
     Raises:
         StartupError: a setting is out of range, or has no effect because Ray Serve listens instead of trioserve.
@@ -64,25 +68,26 @@ def build(
     deployment_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
-    """Make an application for `ray.serve.run`: replicas with one engine each and all routes of `trioserve serve`.
+    """Create an application for `ray.serve.run`: replicas with one engine each and all routes of `trioserve serve`.
 
-    A client that leaves frees everything that its request held. A replica that is removed accepts no new requests, lets
-    its requests end, and closes its engine. This function opens nothing. The replicas open their engines.
+    If a client disconnects, its request releases all resources. A replica that is removed accepts no new requests,
+    waits until its requests have ended, and closes its engine. This function opens no engine. The replicas open their
+    engines.
 
     Args:
-        model: model to serve. Each replica's node must find it.
-        num_replicas: number of engines, or "auto" for Serve's own scaling. Default: one.
-        num_cpus: CPUs that Ray reserves for one replica. Without the option `threads`, also the threads of a forward
-            pass. Default: Serve's, one CPU.
-        num_gpus: GPUs that Ray reserves for one replica. Default: Serve's, none.
-        drain_timeout: seconds that requests of a replica that is removed may take to end. After that they are aborted.
+        model: model to serve. The node of each replica must be able to find the model.
+        num_replicas: number of engines, or "auto" for the autoscaling of Ray Serve. The default is one engine.
+        num_cpus: CPUs that Ray reserves for one replica. Without the option `threads`, this is also the number of
+            threads of a forward pass. The default of Ray Serve is one CPU.
+        num_gpus: GPUs that Ray reserves for one replica. The default of Ray Serve is no GPU.
+        drain_timeout: longest time in seconds for the requests of a removed replica to end. Then they are aborted.
         deployment_options: further options of `ray.serve.deployment`, such as autoscaling_config. They override the
             settings of this function.
         options: options of trioserve.open_engine and of trioserve.asgi_app.
 
     Raises:
-        StartupError: an option is unknown or out of range, has no effect here, such as `port`, or does not fit several
-            replicas.
+        StartupError: an option is unknown, is out of range, has no effect under Ray Serve (such as `port`), or cannot
+            be used with several replicas.
     """
     deployed = dict(deployment_options or {})
     config = make_config(model=model, drain_timeout=drain_timeout, **options)
@@ -99,7 +104,7 @@ def build(
     def make_app() -> ReplicaApp:
         return ReplicaApp(asgi_app(model, **options))
 
-    make_app()  # report wrong options here, and not in the log of a replica
+    make_app()  # This call reports wrong options to the caller. Otherwise, only the log of a replica would show them.
     resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     settings = {
         "name": "trioserve",
@@ -117,13 +122,13 @@ def build(
 
 
 class ReplicaApp:
-    """The ASGI application of one replica. It keeps the error of its engine, because Serve does not report the reason.
+    """The ASGI application of one replica. It keeps the error of its engine, because Ray Serve does not report it.
 
     Args:
         llm: the application of the engine.
 
     Attributes:
-        failure: error with which the engine could not be opened, or ended. None: no error.
+        failure: error that prevented the engine from opening, or that ended the engine. None for no error.
     """
 
     def __init__(self, llm: AsgiApplication) -> None:
@@ -160,7 +165,7 @@ class ReplicaApp:
         except Exception as error:
             self.failure = error
             if not has_begun:
-                # Serve checks the replica's health before it sends requests. The check then reports the reason.
+                # Ray Serve checks the replica's health before it sends requests. That check then raises this error.
                 await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
@@ -174,17 +179,17 @@ class ReplicaApp:
 
 
 class _Replica:
-    """The class that Serve calls. serve.ingress sets `app`."""
+    """The class that Ray Serve instantiates in a replica. `serve.ingress` sets `app`."""
 
     app: ReplicaApp
 
     async def check_health(self) -> None:
-        """Raise an error if the replica is unhealthy. Serve replaces the replica after three failures in a row."""
+        """Raise an error if the replica is unhealthy. Ray Serve replaces a replica after three failures in a row."""
         self.app.check()
 
 
 def _count(name: str, value: object) -> object:
-    """Return the number in a text of the command line. Other values stay unchanged."""
+    """Convert a text of the command line to a number. Other values stay unchanged."""
     if not isinstance(value, str) or value == "auto":
         return value
     try:

@@ -1,8 +1,8 @@
-"""A group of engines that Ray places: detached actors, each with a whole `trioserve serve` at a port of its node.
+"""A group of engines that Ray runs: detached actors, each with a complete `trioserve serve` at a port of its node.
 
-This module tells Ray where the engines of a group may run, what each needs, and that a dead engine must be restarted.
-Ray transfers no requests: clients and routers use HTTP. trioserve/proxy/discovery/ray.py finds the engines for a
-router. Needs the extra `ray`.
+This module describes the group to Ray: where the engines may run, which resources each engine needs, and that Ray must
+restart a failed engine. Ray transfers no requests, because clients and routers use HTTP.
+trioserve/proxy/discovery/ray.py finds the engines for a router. The module needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "trioserve"  # Ray's namespace for the names of groups
+NAMESPACE = "trioserve"  # namespace in Ray for the names of groups
 ORDERS_MAX = 8
 # Delay before a failed engine restarts, so that an engine that fails at once does not load the model all the time.
 AGAIN_SECONDS = 5.0
-STATE_SECONDS_MAX = 10.0  # longest time in which a healthy actor answers
+STATE_SECONDS_MAX = 10.0  # longest wait for the answer of an actor; a healthy actor answers earlier
 LOOK_SECONDS = 1.0
 CONNECT_SECONDS_MAX = 5.0
 
@@ -67,9 +67,9 @@ class EngineState(NamedTuple):
     """State of one engine.
 
     Attributes:
-        url: URL at which it serves. None: it does not serve yet, or has stopped.
-        failure: reason why it did not start, or stopped. None: no failure.
-        node: address of its node.
+        url: URL of the engine. None if the engine does not serve yet, or has stopped.
+        failure: reason why the engine did not start, or why it stopped. None for no failure.
+        node: address of the engine's node.
     """
 
     url: str | None
@@ -85,7 +85,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         replicas: number of engines.
         cpus: CPUs of one engine, all on one node.
         gpus: GPUs of one engine, all on one node. The ranks of one model are never spread over nodes.
-        placement: how engines spread over nodes.
+        placement: how Ray distributes the engines over nodes.
     """
 
     name: str
@@ -138,7 +138,7 @@ class EngineActor:
         """Wait until the state differs from a known one, or the time is over. Return the state.
 
         Args:
-            known: the known state. None: return at once.
+            known: the known state. None returns at once.
             seconds: longest time to wait.
         """
         change = self._changes.add()
@@ -148,7 +148,7 @@ class EngineActor:
         return self._state
 
     async def stop(self) -> None:
-        """Drain the engine. Requests may end within `--drain-timeout`. Return when no request is served any more."""
+        """Drain the engine, and return when all requests have ended. Requests get the time `--drain-timeout` to end."""
         self._stops = True
         self._set(self._state._replace(url=None))
         if self._token is not None:
@@ -174,7 +174,7 @@ class EngineActor:
             return
         self._set(self._state._replace(url=None, failure=failure))
         time.sleep(AGAIN_SECONDS)
-        os._exit(EXIT_FAILED)  # Ray restarts an actor that exits
+        os._exit(EXIT_FAILED)  # Ray restarts an actor whose process exits.
 
     async def _serve(self) -> None:
         sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
@@ -206,12 +206,12 @@ def connected(address: str | None) -> Iterator[None]:
     """Connect to a running Ray cluster while the context is entered. Ray's output goes to stderr.
 
     Args:
-        address: address as for ray.init. None: RAY_ADDRESS, or this machine's cluster.
+        address: address of the cluster, as for ray.init. None uses RAY_ADDRESS, or the cluster of this machine.
 
     Raises:
         StartupError: there is no cluster.
     """
-    # Otherwise Ray's messages about dead nodes would mix with the output of a command.
+    # Without this setting, Ray's messages about dead nodes would be mixed with the output of a command.
     with contextlib.redirect_stdout(sys.stderr):
         _connect(address)
         try:
@@ -224,7 +224,8 @@ def _connect(address: str | None) -> None:
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if match := re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", address):
-            # Check the port first, because Ray itself retries for minutes, and then ends the process.
+            # Check first that the port accepts connections, because Ray would retry for minutes and then end the
+            # process.
             socket.create_connection((match[1], int(match[2])), CONNECT_SECONDS_MAX).close()
         ray.init(
             address=address,
@@ -241,7 +242,7 @@ def _connect(address: str | None) -> None:
 
 
 def engines_of(group: str) -> list[str]:
-    """Return the names of a group's actors that run, or will be restarted.
+    """Return the names of those actors of a group that run or that Ray will restart.
 
     Args:
         group: name of the group.
@@ -260,7 +261,7 @@ def engine_states(group: str) -> dict[str, EngineState | None]:
         group: name of the group.
 
     Returns:
-        States by the names of the actors. None: Ray has not placed the actor yet, or is restarting it.
+        States by the names of the actors. None if Ray has not placed the actor yet, or is restarting it.
     """
     asked = {name: _ask(name, None) for name in engines_of(group)}
     deadline = time.monotonic() + STATE_SECONDS_MAX
@@ -270,15 +271,16 @@ def engine_states(group: str) -> dict[str, EngineState | None]:
 def start_engines(
     plan: GroupPlan, config: Config, *, seconds_max: float, tell: Callable[[str], None] = lambda sentence: None
 ) -> dict[str, str]:
-    """Start a group of engines, and wait until all of them serve.
+    """Start a group of engines, and wait until all engines serve.
 
-    The group outlives this program, until `stop_engines`. If this function fails or is interrupted, no engine remains.
+    The group continues after the end of this program, until `stop_engines` is called. If this function fails or is
+    interrupted, no engine remains.
 
     Args:
         plan: description of the group.
-        config: options of each engine. Its host and port are ignored.
+        config: options of each engine. The options host and port are ignored.
         seconds_max: longest time until all engines serve.
-        tell: receives sentences about the progress, for people.
+        tell: receives sentences that describe the progress.
 
     Returns:
         URLs of the engines, by the names of their actors.
@@ -299,7 +301,7 @@ def start_engines(
 
 
 def stop_engines(group: str, *, seconds_max: float) -> int | None:
-    """Drain the engines of a group, and end them.
+    """Drain the engines of a group, and then end them.
 
     Args:
         group: name of the group.
@@ -379,7 +381,7 @@ def handle_of(name: str) -> Any | None:
     try:
         return ray.get_actor(name)
     except ValueError:
-        return None  # it has ended meanwhile
+        return None  # The actor has ended in the meantime.
 
 
 def _ask(name: str, known: EngineState | None) -> Any:
@@ -402,7 +404,7 @@ def engines_in_words(count: int) -> str:
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """Return amounts of CPUs and GPUs, in words.
+    """Describe amounts of CPUs and GPUs in words.
 
     Args:
         resources: amounts by Ray's names.

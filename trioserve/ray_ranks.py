@@ -1,8 +1,9 @@
-"""Ranks of one model that Ray places: one actor each, on few nodes, for as long as one engine is open.
+"""Runs the ranks of one model with Ray, while one engine is open. Each rank is an actor, and Ray uses few nodes.
 
-This module tells Ray what each rank needs, and that Ray must place all ranks or none. Ray transfers no plans: each rank
-connects to its server by a socket, as ranks of other machines do. trioserve/ranks handles them there. This module runs
-in the process of trioserve/commands/ray_place.py, and in the actors. Needs the extra `ray`.
+This module describes to Ray what each rank needs, and that Ray must place either all ranks or none. Ray transfers no
+plans of steps. Each rank connects to its server with a socket, as all ranks on other machines do, and trioserve/ranks
+handles the connection. This module runs in the process of trioserve/commands/ray_place.py, and in the actors. It needs
+the extra `ray`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from trioserve.trio_tools.worker_thread import call_abandonable
 
 __all__ = ["RankActor", "RayPlaces"]
 
-REASON_CHARACTERS_MAX = 400  # limit for Ray's reason of a death, which may have several pages
+REASON_CHARACTERS_MAX = 400  # limit for Ray's description of why an actor ended, which may have several pages
 
 
 class RankActor:
-    """One rank, in a child process of an actor. Its GPU is the one that Ray shows to the actor.
+    """One rank, in a child process of an actor. The rank uses the GPU that Ray assigns to the actor.
 
     The rank runs in a thread with a Trio loop, because Ray's own loop is asyncio's. Every method is async, because Ray
     can cancel only a wait in an async method.
@@ -86,10 +87,10 @@ class RankActor:
 
 
 class RayPlaces:
-    """Places ranks with Ray. Implements `commands.ray_place.RankPlaces`. Make it inside of a connection to Ray.
+    """Places ranks with Ray. Implements `commands.ray_place.RankPlaces`. The connection to Ray must be open.
 
     Args:
-        wanted: number and needs of the ranks.
+        wanted: number of ranks, and the resources that each rank needs.
     """
 
     def __init__(self, wanted: RanksWanted) -> None:
@@ -148,7 +149,7 @@ class RayPlaces:
 
 
 def _answer(rank: int, asked: Any) -> Any:
-    """Return the result of an actor's call. Raises StartupError if the actor is gone."""
+    """Return the result of a call to an actor. Raises StartupError if the actor has ended."""
     try:
         return ray.get(asked)
     except RayError as error:

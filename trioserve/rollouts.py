@@ -1,4 +1,4 @@
-"""The trainer's side of weight updates. The trainer is a program of its own and needs no engine."""
+"""Weight updates from the trainer's side. The trainer is a separate program and needs no engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SEGMENTS = Path("/dev/shm")
 class PublishedWeights:
     """Weights in shared memory, for engines on this machine.
 
-    A segment has the format of a safetensors file: the length of the header, the header, and the tensors. Leave the
-    scope, or call `close`, when no engine has to read the weights any more. The segment is also removed when the
+    A segment has the format of a safetensors file: the length of the header, the header, and the tensors. End the
+    scope, or call `close`, when no engine needs to read the weights any more. The segment is also removed when the
     process ends.
 
     Args:
         tensors: tensors by the names of the model's checkpoint.
-        name: name of the segment. None: a new name.
+        name: name of the segment. None creates a new name.
 
     Attributes:
         name: name by which engines find the segment.
@@ -53,7 +53,7 @@ class PublishedWeights:
             raise
 
     def write(self, tensors: Mapping[str, Any]) -> None:
-        """Replace the values by tensors with equal names, types and shapes. No engine may read them meanwhile.
+        """Replace the values by tensors with equal names, types and shapes. No engine may read them during the call.
 
         Args:
             tensors: the new tensors.
@@ -72,7 +72,7 @@ class PublishedWeights:
             _buffer(self._memory)[start : start + values.nbytes] = values.data
 
     def close(self) -> None:
-        """Remove the segment. Its memory is free when no process uses it any more. A second call has no effect."""
+        """Remove the segment. Its memory becomes free when no process uses it any more. A second call has no effect."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
@@ -90,8 +90,8 @@ class PublishedWeights:
 class WeightsGroup:
     """A group of torch.distributed in which this process, rank 0, sends weights to engines.
 
-    The constructor waits until every engine has joined. So send the requests to join (POST /init_weights_update_group)
-    from another thread. The group uses gloo, in addition to any default group of the process.
+    The constructor waits until every engine has joined the group. So another thread must send the requests to join
+    (POST /init_weights_update_group). The group uses gloo, in addition to any default group of the process.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class WeightsGroup:
         group_name: str = "weight_update_group",
         seconds_max: float = 60.0,
     ) -> None:
-        """Make the group, and wait for the engines. This process listens at the address.
+        """Create the group, and wait for the engines. This process listens at the address.
 
         Args:
-            master_address: address of this process for the engines.
+            master_address: address at which the engines reach this process.
             master_port: TCP port.
             world_size: number of members, including this process.
             group_name: name of the group.
@@ -129,8 +129,8 @@ class WeightsGroup:
     def send(self, tensors: Mapping[str, Any]) -> None:
         """Send tensors to the engines, one after the other.
 
-        Before that, send their description (`described_weights`) to the engines with POST
-        /update_weights_from_distributed, from another thread.
+        Before this call, another thread must send the description of the tensors (`described_weights`) to the engines
+        with POST /update_weights_from_distributed.
 
         Args:
             tensors: tensors by the names of the model's checkpoint.
@@ -165,13 +165,13 @@ def described_weights(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def publish_weights(tensors: Mapping[str, Any], name: str | None = None) -> PublishedWeights:
-    """Copy a model's state_dict() into shared memory, for engines on this machine. Only on Linux.
+    """Copy a model's state_dict() into shared memory, for engines on this machine. This works only on Linux.
 
-    Engines read them with engine.update_weights(SharedWeights(name)) or POST /update_weights_from_shared_memory.
+    Engines read the tensors with engine.update_weights(SharedWeights(name)) or POST /update_weights_from_shared_memory.
 
     Args:
         tensors: torch tensors or numpy arrays by the names of the model's checkpoint, in bfloat16, float16 or float32.
-        name: name of the segment. None: a new name.
+        name: name of the segment. None creates a new name.
 
     Raises:
         ValueError: a tensor has another data type.
@@ -186,8 +186,8 @@ def _buffer(memory: SharedMemory) -> memoryview:
 
 
 def _claim(name: str, byte_count: int) -> None:
-    """Allocate all memory of a segment before it is written. Otherwise a lack of memory would kill the process. Raises
-    OSError.
+    """Allocate all memory of a segment before it is written. Otherwise, a lack of memory would kill the process. Raises
+    OSError if there is not enough memory.
     """
     with SEGMENTS.joinpath(name).open("r+b") as file:
         try:
@@ -201,7 +201,7 @@ def _claim(name: str, byte_count: int) -> None:
 
 
 def _header(forms: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:
-    """Return the header with its length before it, the offset of each tensor, and the size of the segment in bytes."""
+    """Return the length of the header with the header, the offset of each tensor, and the bytes of the segment."""
     entries: dict[str, object] = {}
     places: dict[str, int] = {}
     end = 0

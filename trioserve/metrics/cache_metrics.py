@@ -13,7 +13,7 @@ __all__ = ["CacheMetrics"]
 
 
 class CacheMetrics:
-    """The KV cache, and KV that moves to and from other places."""
+    """Metrics of the KV cache, and of KV transfers from and to other engines, host memory and files."""
 
     kv_cache_usage_perc: Annotated[
         Gauge,

@@ -1,7 +1,8 @@
-"""All metrics, from the classes that declare them.
+"""The catalogue of all metrics. It collects the metrics from the classes that declare them.
 
-If a metric has the same meaning as a vLLM metric, its name is our prefix and vLLM's name, and it is also shown under
-vLLM's prefix. So dashboards and autoscalers made for vLLM's V1 engine work unchanged. The bucket bounds are our own.
+If a metric has the same meaning as a vLLM metric, its name is trioserve's prefix with vLLM's name, and the metric is
+also shown with vLLM's prefix. So dashboards and autoscalers for vLLM's V1 engine work without changes. Only the bucket
+bounds differ from vLLM's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KINDS: dict[type, typing.Literal["gauge", "counter", "histogram"]] = {
 
 
 class DeclaredMetrics(EngineMetrics, CacheMetrics, ServerMetrics, RouterMetrics, ImageMetrics):
-    """Every metric as a typed attribute."""
+    """All metrics as typed attributes."""
 
 
 def _declared() -> Iterator[Metric]:

@@ -37,7 +37,7 @@ class ShellGauges:
             running_count: number of sequences that are being computed.
             waiting_count: number of sequences that wait to be computed.
             deferred_count: number of waiting sequences that wait for something other than free blocks or slots.
-            live_count: number of requests that have entered and not left.
+            live_count: number of requests whose scope has begun and has not ended.
             task_count: number of Trio tasks of the whole program.
             step_seconds: time since the step in flight began, in seconds.
             step_seconds_max: limit on `step_seconds`.

@@ -25,12 +25,12 @@ from trioserve.metrics.plain_histogram import PlainHistogram
 
 __all__ = ["EngineMetrics"]
 
-# Phases of text requests, and of image generation (encode, denoise, decode).
+# The label's values are the phases of text requests and of image generation (encode, denoise, decode).
 _PHASE = Label("phase", tuple(dict.fromkeys(phase.value for phase in (*Phase, *IterativePhase))))
 
 
 class EngineMetrics:
-    """Requests and steps of every engine."""
+    """Metrics of the requests and steps of every engine."""
 
     num_requests_running: Annotated[
         Gauge, Metric(Question.LOAD, "sequences", "Sequences that the engine computes now.", vllm=True)

@@ -1,4 +1,4 @@
-"""The last 15 minutes of some values, at equal intervals, so that a page can show them as soon as it is opened."""
+"""Keeps the values of the last 15 minutes, at equal intervals, so that a page can show them when it is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["History"]
 
 
 class History:
-    """A bounded history of named values. Uses a few kilobytes.
+    """A bounded history of named values. It uses a few kilobytes.
 
     Args:
         interval_seconds: time between two points, in seconds.
@@ -29,7 +29,7 @@ class History:
         """Add a point.
 
         Args:
-            values: values by name. If a name is missing, its value was not measured.
+            values: values by name. A name is missing if its value was not measured.
             now: time in seconds.
         """
         for name, points in self._points.items():

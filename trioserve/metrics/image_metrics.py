@@ -1,4 +1,4 @@
-"""Metrics of images: those in prompts, and those that are generated."""
+"""Metrics of images in prompts, and of generated images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEP_PHASE = Label("phase", tuple(phase.value for phase in IterativePhase if ph
 
 
 class ImageMetrics:
-    """Images in prompts, and image generation."""
+    """Metrics of images in prompts, and of image generation."""
 
     image_encoding_seconds: Annotated[
         PlainHistogram,

@@ -1,4 +1,4 @@
-"""One metric: its question, unit, meaning, labels and aliases, and the buckets of histograms."""
+"""Declaration of a metric: its question, unit, meaning, labels and aliases, and the buckets of histograms."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Metric(msgspec.Struct, frozen=True):
         labels: the metric's own labels, in addition to `model_name` and `engine`.
         buckets: upper bounds of a histogram's buckets, increasing, in `unit`. Empty for other kinds.
         vllm: True if the metric is also shown under vLLM's prefix.
-        others: further full names under which it is shown.
-        shown_as: full name that replaces our name, for tools that expect the name of another program. Such a metric has
-            only its own labels.
+        others: further full names under which the metric is shown.
+        shown_as: full name that replaces trioserve's name, for tools that expect the name of another program. Such a
+            metric has only its own labels.
         part: part of the program that counts the metric.
         name: name without prefix. The unit comes last, and a counter ends in `_total`.
         kind: type of the metric.

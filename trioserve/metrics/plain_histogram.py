@@ -68,8 +68,8 @@ class PlainHistogram:
         self._sum += value * count
 
     def counts(self) -> tuple[int, ...]:
-        """Return the count of each single bucket, not cumulative. The last number counts the values above the last
-        bound.
+        """Return the number of values in each bucket. Counts are not cumulative. The last number counts the values
+        above the last bound.
         """
         return tuple(self._counts)
 
@@ -83,7 +83,7 @@ class PlainHistogram:
 
 
 class HistogramWindow:
-    """The values that a histogram counted between two calls of `take`. Counting itself gets no slower.
+    """The values that a histogram counted between two calls of `take`. The window does not slow down `observe`.
 
     Args:
         histogram: the histogram to read.
@@ -125,7 +125,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> fl
         return None
     wanted = share * totals[-1]
     index = bisect_left(totals, wanted)
-    while not counts[index]:  # share is 0
+    while not counts[index]:  # If the share is 0, skip the empty buckets at the beginning.
         index += 1
     if index == len(bounds):
         return bounds[-1]

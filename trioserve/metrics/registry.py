@@ -1,6 +1,6 @@
 """Creates the catalogue's metrics as prometheus_client instruments, and writes the page that scrapers read.
 
-This module decides under which names and labels metrics are shown. Other packages decide when to count.
+This module determines the names and labels under which metrics are shown. Other packages count the values.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["RouterMetrics"]
 
 
 class RouterMetrics:
-    """Queues, endpoints, streams that resume at another endpoint, and other routers."""
+    """Metrics of queues, endpoints, streams that resume at another endpoint, and other routers."""
 
     queued_requests: Annotated[
         Gauge,

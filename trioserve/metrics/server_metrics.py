@@ -1,4 +1,4 @@
-"""Metrics of the server around an engine: connections, responses, stored objects and streams that survive."""
+"""Metrics of the server around an engine: connections, responses, stored objects and detached streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ServerMetrics"]
 
 
 class ServerMetrics:
-    """The front end, and what outlives a request."""
+    """Metrics of the front end, and of objects and streams that outlive a request."""
 
     resumed_requests_total: Annotated[
         Counter,

@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus' text format 0.0.4, and joins the pages of several processes.
 
 prometheus_client writes the same text, but formats every name and label again for each page. Some scrapers request a
-page twenty times a second, and the thread that serves all requests has to write it. So the text before each value is
-cached for the next page.
+page twenty times a second, and the thread that serves all requests must write the page. So the text before each value
+is cached for the next page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TextFormat", "joined_pages"]
 
 
 class _Shown(NamedTuple):
-    """How one metric is shown.
+    """Names and labels with which one metric is shown.
 
     Attributes:
         family: name of the metric's family in the registry.
@@ -54,7 +54,7 @@ class TextFormat:
             )
             for metric, fixed in zip(metrics, labels, strict=True)
         ]
-        self._series: dict[tuple[str, tuple[str, ...]], str] = {}  # the text before each value on the last page
+        self._series: dict[tuple[str, tuple[str, ...]], str] = {}  # cached text before each value of the previous page
 
     def write(self) -> str:
         """Return a page that contains each metric under all its names."""
@@ -66,7 +66,7 @@ class TextFormat:
         for shown in self._shown:
             ends = []
             for sample in families[shown.family].samples:
-                if sample.name.endswith("_created"):  # format 0.0.4 would need a separate family for these samples
+                if sample.name.endswith("_created"):  # Format 0.0.4 would need a separate family for such samples.
                     continue
                 key = (sample.name, tuple(sample.labels.values()))
                 series = known.get(key)
@@ -83,8 +83,8 @@ class TextFormat:
 
 
 def _base(metric: Metric, name: str) -> str:
-    """Return the name of the family: prometheus_client removes a counter's `_total` from the name of the family, but
-    not of the sample.
+    """Return the name of a metric's family. For a counter, prometheus_client removes `_total` from the name of the
+    family, but not from the names of samples.
     """
     return name.removesuffix("_total") if metric.kind == "counter" else name
 
@@ -109,13 +109,14 @@ def joined_pages(pages: Mapping[str, bytes], *, label: str) -> bytes:
     """Join pages in Prometheus' text format 0.0.4.
 
     Args:
-        pages: pages by the value that the added label has. A value must not contain a quote, backslash or line break.
+        pages: pages by the value of the added label. A value must not contain a quote, backslash or line break.
         label: name of the added label.
 
     Returns:
         One page. Families are in the order of their first appearance, and their series in the order of the pages.
     """
-    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: HELP and TYPE lines, and the series
+    # For each family by name: its HELP and TYPE lines, and its series.
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
     for value, page in pages.items():
         mark = f'{label}="{value}"'.encode()
         is_new, series = False, families.setdefault(b"", ([], []))[1]
@@ -133,7 +134,7 @@ def joined_pages(pages: Mapping[str, bytes], *, label: str) -> bytes:
 
 
 def _marked(line: bytes, mark: bytes) -> bytes:
-    """Add the label to a line of the form `name{labels} value` or `name value`."""
+    """Add the label to a line with the format `name{labels} value` or `name value`."""
     brace, blank = line.find(b"{"), line.find(b" ")
     if 0 <= brace < blank:
         return b"%b{%b,%b" % (line[:brace], mark, line[brace + 1 :])

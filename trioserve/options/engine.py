@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
     TextOrPath = str | Path
 else:
-    TextOrPath = str  # a path is converted before the options are checked
+    TextOrPath = str  # A path is converted to a text before the options are checked.
 
 __all__ = ["STEP_PIXELS", "ComputeOptions", "EngineOptions", "ImageEngineOptions", "ImageOptions"]
 
-STEP_PIXELS = 8 * 2**20  # eight rows of a megapixel: 20 GiB of activations in a network such as SDXL's, in 16 bits
+# Eight rows of a megapixel. In 16 bits, their activations need 20 GiB in a network such as SDXL's.
+STEP_PIXELS = 8 * 2**20
 
 MODEL = ModelSettings()
 CORE = CoreSettings(block_count=2**20, context_tokens_max=1)
@@ -258,13 +259,13 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
 
     @property
     def ranks_at_once(self) -> int:
-        """Number of ranks on one machine that compute at the same time: all of them, or those of one stage."""
+        """Number of ranks on one machine that compute at the same time: all ranks, or the ranks of one stage."""
         here = self.rank_count // self.nnodes
         return here if self.overlap_steps else min(here, self.tensor_parallel_size)
 
     @property
     def adapter_directories(self) -> tuple[str, ...]:
-        """Directories from which the admin of a server may load adapters. Empty: any directory."""
+        """Directories from which the admin of a server may load adapters. Empty if any directory is allowed."""
         return ()
 
     def drafts(self) -> DraftSettings | None:
@@ -310,7 +311,7 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         return ImageLimits(images_max=count, decode_seconds_max=seconds)
 
     def model_settings(self) -> ModelSettings:
-        """Return the settings that decide how the model is computed.
+        """Return the settings that determine how the model is computed.
 
         Raises:
             StartupError: a value is out of range, or values contradict each other.

@@ -1,4 +1,4 @@
-"""One option: its names, type, bounds, default and description, and how its values are checked."""
+"""Declaration of an option: its names, type, bounds, default and description, and the check of its values."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def about(description: str, unit: str | None = None, **bounds: float) -> Meta:
     """Describe an option, in the annotation of its field.
 
     Args:
-        description: for help texts and documents. It names the default if the value alone does not explain it.
+        description: text for help and documents. It describes the default if the value alone is not clear.
         unit: placeholder of the value in help texts. None for an option with choices or without a value.
         bounds: ge, gt and le, as in msgspec.Meta.
     """
-    # mypy does not accept Meta with bounds from a dict. Meta checks them itself.
+    # mypy does not accept a Meta whose bounds come from a dict. At run time, Meta checks the bounds itself.
     return Meta(title=unit, description=description, **bounds)  # type: ignore[call-overload, no-any-return]
 
 
@@ -80,7 +80,7 @@ class Option:
 
     @property
     def description(self) -> str:
-        """Description, which may end with `; default: WORDS`."""
+        """Description of the option, which may end with `; default: WORDS`."""
         description: str = self.hint.__metadata__[-1].description
         return description
 
@@ -95,11 +95,11 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed texts, or () if the type is not an enumeration."""
+        """Allowed texts of the option, or () if its type is not an enumeration."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     def convert(self, spelling: str, value: object, *, strict: bool) -> Any:
-        """Return a value in the option's type.
+        """Convert a value to the option's type.
 
         Args:
             spelling: the option as the user wrote it, for the error message.
@@ -117,11 +117,11 @@ class Option:
             raise StartupError(f"{spelling} is {value!r}, allowed is {_allowed(self.hint)}") from None
 
 
-_OPTIONS: dict[type, Mapping[str, Option]] = {}  # by class
+_OPTIONS: dict[type, Mapping[str, Option]] = {}  # options by name, for each class of options
 
 
 def options_of(kind: type) -> Mapping[str, Option]:
-    """Return the options of a class by name: those of the class itself, then those of its bases.
+    """Return the options of a class by name: first the options of the class itself, then the options of its bases.
 
     Args:
         kind: a class of options, which is a dataclass.
@@ -138,7 +138,7 @@ def options_of(kind: type) -> Mapping[str, Option]:
 
 
 def checked(kind: type[OptionsT], values: Mapping[str, tuple[str, object]], *, strict: bool) -> OptionsT:
-    """Make options from unchecked values.
+    """Create options from unchecked values.
 
     Args:
         kind: class of the options.
@@ -160,7 +160,7 @@ def checked(kind: type[OptionsT], values: Mapping[str, tuple[str, object]], *, s
 
 
 def checked_parameters(kind: type[OptionsT], values: Mapping[str, object]) -> OptionsT:
-    """Make options from the arguments of a Python function.
+    """Create options from the arguments of a Python function.
 
     Args:
         kind: class of the options.
@@ -173,7 +173,7 @@ def checked_parameters(kind: type[OptionsT], values: Mapping[str, object]) -> Op
 
 
 def parameters_of(kind: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Give a function the parameters of a class of options. A decorator.
+    """Decorator that gives a function the parameters of a class of options.
 
     Editors and type checkers see the names, types and defaults of the options. Their descriptions replace the section
     `Args:` of the docstring.
@@ -182,7 +182,7 @@ def parameters_of(kind: Callable[P, object]) -> Callable[[Callable[..., T]], Cal
         kind: class of the options.
     """
     assert isinstance(kind, type), "options are a class"
-    options, hints = options_of(kind), typing.get_type_hints(kind)  # hints without bounds
+    options, hints = options_of(kind), typing.get_type_hints(kind)  # These hints do not contain the bounds.
     parameters = [
         inspect.Parameter(
             option.name,
@@ -213,13 +213,13 @@ def in_python(description: str) -> str:
     """Return a description with the names of parameters instead of flags.
 
     Args:
-        description: of an option.
+        description: description of an option, with names of flags.
     """
     return re.sub(r"--([a-z][a-z-]*[a-z])", lambda found: found[1].replace("-", "_"), description)
 
 
 def _token_count(text: str) -> object:
-    """Read a number such as 32k (32,000) or 32K (32,768), as in vLLM. auto and -1 are None. Other texts are kept."""
+    """Parse a number such as 32k (32,000) or 32K (32,768), as vLLM does. auto and -1 become None. Other texts stay."""
     if text in ("auto", "-1"):
         return None
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kKmMgG])", text)
@@ -230,7 +230,7 @@ def _token_count(text: str) -> object:
 
 
 def _allowed(hint: Any) -> str:
-    """Return the allowed values of a type, in words."""
+    """Describe the allowed values of a type for an error message."""
     if typing.get_origin(hint) is Annotated:
         low = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.ge) is not None), None)
         above = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.gt) is not None), None)

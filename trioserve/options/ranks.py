@@ -13,7 +13,7 @@ from trioserve.options.router import ClusterOptions
 
 __all__ = ["RANKS_MAX", "RankOptions"]
 
-RANKS_MAX = 64  # no supported model has more key and value heads to distribute
+RANKS_MAX = 64  # No supported model has more KV heads that could be distributed.
 
 
 @dataclass(frozen=True, kw_only=True)

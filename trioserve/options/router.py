@@ -1,4 +1,4 @@
-"""Options of a router: the endpoints, and how a request gets to one of them."""
+"""Options of a router: the endpoints, and how the router selects an endpoint for a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trioserve.router.settings import RouterSettings, SilenceSettings
 __all__ = ["ChatOptions", "ClusterOptions", "RouterOptions"]
 
 ROUTER, SILENCE = RouterSettings(), SilenceSettings()
-ROUTER_PROCESSES_MAX = 64  # same as PEERS_MAX, the limit of routers before the same endpoints
+ROUTER_PROCESSES_MAX = 64  # PEERS_MAX, the limit on routers in front of the same endpoints, has the same value.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class RouterOptions(ServerOptions, ClusterOptions, ChatOptions):
             retry_share_max=self.retry_share,
             retries_per_second_min=self.retries_per_second,
             attempts_max=self.max_request_attempts,
-            # Several load polls may fail before the last known load counts as too old.
+            # Several polls of the load may fail before the last known load counts as too old.
             load_seconds_max=max(2.0, 4 * self.load_interval),
         )
 

@@ -1,4 +1,4 @@
-"""Options of what outlives a request: stored responses, background responses, batches and detached streams."""
+"""Options of objects that outlive a request: stored responses, background responses, batches and detached streams."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class StorageOptions:
         )
 
     def router_grace_settings(self) -> DetachSettings:
-        """Return the limits of streams whose router has died."""
+        """Return the limits of streams whose router has failed."""
         count = self.max_router_streams
         return DetachSettings(seconds_max=self.router_grace, streams_max=count, streams_of_one_max=count)
 
     def detach_settings(self) -> DetachSettings:
-        """Return the limits of streams that continue without their client."""
+        """Return the limits of detached streams, which continue after their client has disconnected."""
         count = self.max_detached_streams
         return DetachSettings(
             seconds_max=self.detach_timeout_max, streams_max=count, streams_of_one_max=(count + 1) // 2
