@@ -23,11 +23,11 @@ from trioserve.commands.chat.conversation import COMMANDS, Conversation, Line, l
 from trioserve.commands.remote import ServerFailed
 from trioserve.testing.memory_server import open_memory_server
 
-PROMPT = "\x1b[?2004h"  # sent when editing begins
+PROMPT = "\x1b[?2004h"  # prompt_toolkit sends this when editing begins.
 AT_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
-WAIT_SECONDS_MAX = 20  # generous, because the machine may be busy
+WAIT_SECONDS_MAX = 20  # a long limit, because the machine may be busy
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ class Terminal:
         try:
             while os.read(self._terminal, 65536):
                 pass
-        except OSError:  # on Linux, this means that the other end is closed
+        except OSError:  # On Linux, this error means that the other end is closed.
             pass
         os.close(self._terminal)
         return self.process.wait(WAIT_SECONDS_MAX)

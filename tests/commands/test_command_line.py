@@ -1,4 +1,4 @@
-"""Command lines: those for vLLM work or are refused by name, and misspelt words get a suggestion.
+"""Tests of command lines: flags of vLLM are accepted or refused by name, and misspelt words get a suggestion.
 
 No model is loaded.
 """
@@ -172,7 +172,7 @@ def test_every_refusal_gives_advice():
 
 @pytest.mark.parametrize("service", ["", "_KV", "_MASTER", "_SERVER", "_PREFILL", "_API_KEY", "_0"])
 def test_variables_of_kubernetes_services_are_ignored(service: str):
-    """Kubernetes sets them for services of the same namespace that are called trioserve, trioserve-kv and so on."""
+    """Kubernetes sets such variables for services in the same namespace with names such as trioserve-kv."""
     name = f"TRIOSERVE{service}"
     variables = {
         f"{name}_SERVICE_HOST": "10.0.0.1",

@@ -1,4 +1,4 @@
-"""File, environment and flags become one Config. Errors name the option as the user gave it."""
+"""A file, environment variables and flags become one Config. Errors name the option as the user wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start and stop of the router and the two servers of `disagg`, and their command lines."""
+"""Tests when `disagg` starts and stops its router and its two servers, and with which command lines."""
 
 from __future__ import annotations
 

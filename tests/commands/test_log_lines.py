@@ -1,4 +1,4 @@
-"""Format of log lines, and that no caller waits for their writing."""
+"""Tests the format of log lines, and that no caller waits until a line is written."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_log_continues_after_a_library_configures_logging():
 
 
 def test_message_and_its_line_break_are_one_write(monkeypatch):
-    """Several processes share standard error. A line of another process must not get in between."""
+    """Several processes share standard error. Output of another process must not appear inside of a line."""
     written = []
 
     class Noting(io.StringIO):
@@ -198,7 +198,7 @@ def test_dropped_lines_are_counted_at_every_scrape():
         for _ in range(3):
             logging.getLogger("trioserve.x").warning("a line")
         assert metrics.total("log_lines_dropped_total") == 0
-        handler.end()  # the thread has tried all lines
+        handler.end()  # The thread has tried to write all lines.
         for _ in range(2):
             metrics.refresh()
             assert metrics.total("log_lines_dropped_total") == 3
@@ -207,7 +207,7 @@ def test_dropped_lines_are_counted_at_every_scrape():
 
 
 def test_every_line_of_a_json_log_is_json(monkeypatch):
-    """Progress and status messages are plain text otherwise."""
+    """If the log is not JSON, progress and status messages are plain text."""
     stream = io.StringIO()
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with logging_to(stream, level="info", form="json"):

@@ -191,7 +191,7 @@ def test_view_shows_requests_blocks_and_freed_blocks(played: Played):
     assert "2 used" in first
     assert "cancelled: 2 blocks free in 9 ms" in second
     assert "0 used" in second
-    assert second.index("r2") < second.index("r1")  # newest request first
+    assert second.index("r2") < second.index("r1")  # The newest request comes first.
 
 
 def test_top_prints_one_snapshot_for_scripts(played: Played, capsys: Any):

@@ -35,7 +35,7 @@ def test_handlers_are_restored_in_a_process_that_continues():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_after_the_stop_does_not_change_the_exit_code(number):
-    """This also holds while the interpreter ends, when Python has already removed its own handlers."""
+    """The exit code also stays the same while the interpreter ends and Python has already removed its own handlers."""
     program = f"""
 import os
 from trioserve.commands.program_end import StopSignals, end_program, prepare_program

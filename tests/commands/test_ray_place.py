@@ -1,4 +1,4 @@
-"""Placing and removing ranks by the answers of Ray, without Ray."""
+"""Tests how ranks are placed and removed. A fake replaces Ray and gives its answers."""
 
 from __future__ import annotations
 

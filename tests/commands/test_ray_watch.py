@@ -13,7 +13,7 @@ class FakeEngines:
     """Fake calls to Ray about a group.
 
     Attributes:
-        urls: Addresses of the existing actors. None: the actor does not accept requests.
+        urls: URLs of the existing actors. None if the actor does not accept requests.
         lost: Actors that Ray restarts.
     """
 
@@ -65,7 +65,7 @@ def test_serving_engines_are_reported_and_each_is_asked_once_per_change():
     assert sorted(engines.questions) == ["a", "a", "b", "b"], "the second question waits for a change"
     engines.urls["b"] = "http://b:1"
     assert looked(watch) == ("http://a:1", "http://b:1")
-    engines.urls["a"] = None  # the engine drains
+    engines.urls["a"] = None  # The engine drains, so it reports no URL.
     assert looked(watch) == ("http://b:1",)
 
 

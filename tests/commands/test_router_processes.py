@@ -71,7 +71,7 @@ def test_signal_during_the_start_ends_all_processes():
     states.note(Serving(1))
     assert states.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
     states.note(Ended(1, 0))
-    states.note(Ended(2, -15))  # the process had no signal handlers yet
+    states.note(Ended(2, -15))  # The process had no signal handlers yet.
     assert (states.is_over, states.exit_code, states.failures) == (True, 130, [])
 
 

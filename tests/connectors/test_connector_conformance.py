@@ -23,12 +23,12 @@ class TestNone(ConnectorConformance):
     def factory(setup: ConnectorSetup) -> NoConnector:
         return NoConnector()
 
-    test_an_option_that_it_does_not_know_is_refused = None  # the connector has no options
+    test_an_option_that_it_does_not_know_is_refused = None  # This connector accepts no options.
 
 
 @pytest.mark.parametrize("suite", [TestLoopback, TestNone])
 def test_connector_that_only_sees_aborts_ends_each_request(suite):
-    """S06: with any kind of request, also one that never ran."""
+    """S06: the connector learns of the end of every request, also of requests that never ran."""
     suite().test_one_that_only_ever_sees_aborts()
 
 

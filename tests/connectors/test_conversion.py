@@ -39,7 +39,7 @@ def test_numbers_are_rounded_like_in_the_model_package(dtype, wanted):
         as_numbers = [(each.astype(np.uint32) << 16).view(np.float32) for each in (converted, expected)]
     else:
         as_numbers = [converted, expected]
-    np.testing.assert_array_equal(*as_numbers)  # NaN stays NaN
+    np.testing.assert_array_equal(*as_numbers)  # A NaN must stay NaN.
     assert dtype == wanted or len(values) > 60_000
 
 

@@ -26,9 +26,9 @@ PLENTY = 10**9
 
 @pytest.fixture
 def open_files(tmp_path) -> Iterator[Callable[..., BlockFiles]]:
-    """Return a function that opens files like an engine. `found` has the keys of existing files.
+    """Return a function that opens files as an engine does, and close the files after the test.
 
-    Closed after the test.
+    The list `found` receives the keys of files that exist at the start.
     """
     opened: list[BlockFiles] = []
 
@@ -117,7 +117,7 @@ def test_unwritable_directory_is_refused(tmp_path, monkeypatch):
     with pytest.raises(StartupError, match="Permission denied"):
         files.open(PLENTY)
     monkeypatch.undo()
-    files.open(PLENTY)  # the lock was released
+    files.open(PLENTY)  # The failed start has released the lock.
     files.close()
 
 

@@ -87,7 +87,7 @@ class Stage:
         return request if self.host.request_finished(request, blocks, tokens, reason) else None
 
     def save(self, tokens: Sequence[int], first: int = 0, salt: str | None = None) -> None:
-        """Save a request completely. Its blocks then belong to other requests."""
+        """Save the blocks of a request completely. Afterwards, the blocks belong to other requests."""
         blocks = range(first, first - (-len(tokens) // SIZE))
         request = self.finish(tokens, blocks, salt)
         self.work()
@@ -175,7 +175,7 @@ def kv_of(prefix: tuple[int, ...], layer: int, salt: str | None) -> bytes:
 
 @pytest.fixture
 def make(tmp_path) -> Iterator[Callable[..., Stage]]:
-    """Return a function that makes stages: make(in_files=False, **more)."""
+    """Return a function that creates stages. Its signature is make(in_files=False, **more)."""
     stages: list[Stage] = []
 
     def stage(*, in_files: bool = False, **more) -> Stage:
@@ -215,7 +215,7 @@ def test_saved_blocks_are_loaded_into_other_blocks(make, in_files, has_views):
     stage = make(in_files=in_files, has_views=has_views)
     tokens = tokens_of("a", 12)
     stage.save(tokens)
-    if in_files:  # a restart, with empty memory
+    if in_files:  # Restart the store, so that memory is empty.
         stage.files.close()
         stage = make(in_files=True, has_views=has_views)
     assert stage.matched(tokens) == 12
@@ -832,7 +832,7 @@ def test_blocks_of_another_layout_are_not_loaded(make, tmp_path):
         there.close()
 
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- closing ---------------------------------------------------------------------------------------------------------
 
 
 def test_closed_policy_touches_and_reports_nothing(make):

@@ -189,7 +189,7 @@ async def test_hanging_disk_does_not_block_loads_from_memory(autojump_clock, tmp
         "directory_gib": 1,
     }
     async with running(options=options) as here:
-        for name, tokens in (("a", A), ("b", B), ("c", C)):  # a is evicted from memory
+        for name, tokens in (("a", A), ("b", B), ("c", C)):  # Memory is full, so block a is evicted.
             await here.save(name, tokens)
             await all_settled()
         here.threads.is_held = True
@@ -222,7 +222,7 @@ async def test_threads_of_a_cancelled_connector_touch_nothing(autojump_clock, tm
     assert not reads
     assert list(here.host.progress()) == []
     files = BlockFiles(tmp_path, SMALL_LAYOUT)
-    files.open(10**9)  # the lock was released
+    files.open(10**9)  # The ended connector has released the lock.
     files.close()
 
 
@@ -294,7 +294,7 @@ async def test_one_surprise_triggers_a_count_of_all_files(autojump_clock, tmp_pa
     async with running(options=options) as here:
         kept = {tokens: await here.save(name, tokens) for name, tokens in (("a", A), ("b", B), ("c", C))}
         await all_settled()
-    async with running(options=options) as here:  # memory is empty
+    async with running(options=options) as here:  # After this restart, memory is empty.
         assert used(here) == bytes_on_disk(tmp_path) > 0
         files = sorted(tmp_path.glob("kv-*/*.kv"))
         for path in files:

@@ -27,7 +27,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.testing.connector_stage import is_same, kv_of, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
-TOKENS = tuple(range(20))  # five blocks
+TOKENS = tuple(range(20))  # These tokens fill five blocks.
 WANTED = KVTransferParams(do_remote_decode=True)
 
 
@@ -148,7 +148,7 @@ async def test_load_of_more_tokens_than_held_fails():
 
 
 async def test_reader_extends_the_hold_while_it_waits_and_reads(autojump_clock):
-    slow = SlowPages(autojump_clock, 0.75)  # a block of two layers takes 1.5 s
+    slow = SlowPages(autojump_clock, 0.75)  # A write of a block with two layers takes 1.5 s.
     async with running(setup("p"), setup("d", slow)) as (sender, reader):
         for index, name in enumerate(("a", "b")):
             params = hold(sender, name, tuple(range(index * 5, index * 5 + 5)))
@@ -210,7 +210,7 @@ async def test_every_end_is_counted_once():
         request = make_request("d-there", TOKENS, hold(sender, "d"))
         reader.start_load(request, there, 0, 19)
         reader.load_abandoned(request.id)
-        reader.start_load(request, there, 0, 19)  # the hold has ended
+        reader.start_load(request, there, 0, 19)  # This load fails, because the hold has ended.
         sends = {
             name: sender.counts()[f"sends_{name}_total"] for name in ("completed", "unwanted", "aborted", "expired")
         }

@@ -98,7 +98,7 @@ def fake_agent(monkeypatch):
     monkeypatch.setattr(nixl, "Agent", FakeAgent)
     monkeypatch.setattr(nixl, "_never_freed", [])
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: object())
-    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
+    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
 
 
 class Engine:
@@ -119,7 +119,7 @@ class Engine:
                 self.woken = trio.Event()
                 self.reports += self.connector.progress()
                 if not is_so():
-                    with trio.move_on_after(0.01):  # some changes cause no report
+                    with trio.move_on_after(0.01):  # Some changes cause no report, so check again soon.
                         await self.woken.wait()
 
     def ends(self) -> list[object]:
@@ -167,7 +167,7 @@ def contents(side: Engine, blocks: list[int]) -> list[bytes]:
 
 
 def is_equal(there: Engine, here: Engine) -> bool:
-    last = COUNT % 4 * SMALL_LAYOUT.token_bytes  # the last block is not full
+    last = COUNT % 4 * SMALL_LAYOUT.token_bytes  # The last block is not full.
     *full, (part_there, part_here) = zip(contents(there, BLOCKS_THERE), contents(here, BLOCKS_HERE), strict=True)
     size = 4 * SMALL_LAYOUT.token_bytes
     return all(a == b for a, b in full) and all(
@@ -208,7 +208,7 @@ async def test_hold_that_ends_during_a_read_fails_the_load_without_writing():
         before = contents(here, BLOCKS_HERE)
         await here.until(lambda: FakeAgent.reads)
         there.connector.hold_expired(RequestId("r"), HoldKind.SEND)
-        there.pages.fill(BLOCKS_THERE, seed=2)  # the blocks now belong to another request
+        there.pages.fill(BLOCKS_THERE, seed=2)  # The blocks now belong to another request.
         for read in FakeAgent.reads:
             read.land()
         await here.until(here.ends)
@@ -230,10 +230,10 @@ async def test_window_of_an_ended_load_stays_reserved_for_its_read(expires):
             here.connector.hold_expired(RequestId("r"), HoldKind.LOAD)
         here.pages.fill(BLOCKS_HERE, seed=7)
         before = contents(here, BLOCKS_HERE)
-        await there.until(there.ends)  # the holder is notified at once
+        await there.until(there.ends)  # The reader notifies the holder at once.
         begin(there, here, "next", seed=3)
         await here.until(lambda: here.connector.counts()["heartbeats_sent_total"] >= 2)
-        assert len(FakeAgent.reads) == 1  # the next read waits for the only window
+        assert len(FakeAgent.reads) == 1  # The next read waits for the only window.
         FakeAgent.is_held = False
         FakeAgent.reads[0].land()
         assert contents(here, BLOCKS_HERE) == before
@@ -267,7 +267,7 @@ async def test_read_that_never_ends_fails_its_load_and_keeps_its_buffer(monkeypa
         begin(there, here)
         await here.until(here.ends)
         assert isinstance(here.ends()[0], LoadFailed)
-        assert len(FakeAgent.reads) == 2  # no window was left
+        assert len(FakeAgent.reads) == 2  # Further reads found no free window.
     assert len(nixl._never_freed) == 1
 
 

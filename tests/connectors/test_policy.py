@@ -185,7 +185,7 @@ def test_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
     end(books)
     assert stopped == [1]
     assert not send.is_alive
-    assert books.reports() == [Released(RequestId("a"))]  # an ended hold reports no active reader
+    assert books.reports() == [Released(RequestId("a"))]  # An ended hold reports no active reader.
     assert isinstance(books.policy.sends.asked("a", 0, 9, NINE, 0.0), str)
     assert books.policy.transfer_params(RequestId("a")) is None
 
@@ -323,7 +323,7 @@ def test_one_group_of_blocks_is_accepted_like_a_plain_list():
         ({"key": "k" * 16, "peers": ["10.1.0.0/16"]}, "node.example", False),
         ({"key": "k" * 16, "peers": ["node.example"]}, "node.example", True),
         ({"key": "k" * 16, "peers": ["*"]}, "198.51.100.7", True),
-        ({"peers": ["*"]}, "198.51.100.7", False),  # without a key, only this machine is allowed
+        ({"peers": ["*"]}, "198.51.100.7", False),  # Without a key, only this machine is allowed.
     ],
 )
 def test_request_cannot_choose_an_arbitrary_host(options, host, may):

@@ -38,7 +38,7 @@ KEY = "a key that nobody knows"
 
 
 class Engine:
-    """One side of a transfer, as its core sees it."""
+    """One engine of a transfer, as the core of the engine sees it."""
 
     def __init__(self, name: str, options: Mapping[str, Any], layout: KVLayout = SMALL_LAYOUT) -> None:
         self.pages = MemoryPages(40, layout)
@@ -91,7 +91,7 @@ def request(name: str, token_count: int, params: KVTransferParams) -> EngineRequ
 
 
 def begin(there: Engine, here: Engine, name: str = "r", **change: object) -> None:
-    """Hold half of the blocks of one engine, and load them into the other half of the other engine, reordered."""
+    """Hold half of the blocks of one engine, and load them into the other half of the second engine, reordered."""
     count = 20 * there.pages.layout.block_size
     blocks = [BlockIndex(index) for index in range(20)]
     there.pages.fill(blocks, seed=5)
@@ -109,7 +109,7 @@ def is_equal(there: Engine, here: Engine) -> bool:
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch):
-    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
+    monkeypatch.setattr(transfers, "RETRY_SECONDS", (0.0,) * 5)  # Only test_policy.py tests the delays of retries.
 
 
 @pytest.fixture
@@ -248,7 +248,9 @@ async def test_pieces_cut_anywhere_arrive_in_order():
     content = bytes(range(256)) * 20_000
     cuts = [0, 1, 1, 5_000, 70_000, 70_001, 3_000_000, len(content)]
     pieces = [memoryview(content)[a:b] for a, b in itertools.pairwise(cuts)]
-    many = [memoryview(content)[at : at + 100] for at in range(0, 120_000, 100)]  # more than one system call accepts
+    many = [
+        memoryview(content)[at : at + 100] for at in range(0, 120_000, 100)
+    ]  # One system call accepts fewer pieces.
     target = bytearray(len(content))
     second = bytearray(120_000)
     async with trio.open_nursery() as nursery:
@@ -362,7 +364,7 @@ async def test_reports_to_unreachable_holders_do_not_block_others():
             assert isinstance(await here.next_report(), LoadFailed)
         begin(there, here)
         assert isinstance(await here.next_report(), Loaded)
-        assert isinstance(await there.next_report(), Released)  # otherwise the hold would last until its deadline
+        assert isinstance(await there.next_report(), Released)  # The hold ends before its deadline.
 
 
 async def test_peer_that_asks_without_pause_does_not_block_other_tasks():
@@ -378,7 +380,7 @@ async def test_peer_that_asks_without_pause_does_not_block_other_tasks():
                 turns += 1
 
         nursery.start_soon(take_turns)
-        while not turns:  # a task that has not begun would miss the first turns
+        while not turns:  # The other task must have begun.
             await trio.lowlevel.checkpoint()
         try:
             await connection.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])

@@ -308,7 +308,7 @@ async def test_connections_are_reused_and_closed_when_idle(autojump_clock):
             both.here.load(both.there.hold(name), name)
             await both.here.until(Loaded)
             both.here.reports.clear()
-        assert len(both.connections) == 2  # one for data, one for reports to holders
+        assert len(both.connections) == 2  # One connection is for data, and one is for reports.
         assert both.here.reader.has_idle
         both.here.reader.close_idle(trio.current_time() + 29)
         assert both.here.reader.has_idle
@@ -330,7 +330,7 @@ async def test_many_loads_use_few_connections_and_waiting_loads_send_heartbeats(
 
 
 async def test_slow_holder_gets_heartbeats_of_its_waiting_reader(autojump_clock):
-    """Heartbeats use a separate connection while the data stands still."""
+    """Check that heartbeats are sent over a separate connection while the holder sends no data."""
     async with pair() as both:
         stuck = trio.Event()
         params = both.there.hold()
@@ -360,7 +360,7 @@ async def test_load_resumes_after_a_connection_breaks_anywhere(autojump_clock, c
     async with pair() as both:
 
         def prepare(index: int, connection: Between) -> None:
-            if index < 2:  # both connections: reports to holders, and data
+            if index < 2:  # The first two connections are for data and for reports.
                 connection.cut_after = cut_after
 
         both.prepare = prepare
@@ -370,7 +370,7 @@ async def test_load_resumes_after_a_connection_breaks_anywhere(autojump_clock, c
         await both.there.until(Released)
         total = TOKENS * 2 * SMALL_LAYOUT.token_bytes
         sent = both.there.policy.counts()["bytes_sent_total"]
-        assert total <= sent <= total + 40  # received data is not sent again
+        assert total <= sent <= total + 40  # Received data is not sent again.
 
 
 async def test_load_fails_if_its_connections_always_break(autojump_clock):
@@ -453,7 +453,7 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
             if any(isinstance(report, Loaded) for report in both.here.reports):
                 return failures
             act(both)
-            with trio.fail_after(1):  # the reader is notified, and need not wait for a silence
+            with trio.fail_after(1):  # The reader is notified, so it ends soon.
                 await both.here.until(Loaded | LoadFailed)
             await trio.sleep(30)
             both.here.reports += both.here.policy.progress()
@@ -462,7 +462,7 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
             kinds = [type(report) for report in both.here.reports]
             assert kinds in ([Loaded], [LoadFailed])
             if kinds == [Loaded]:
-                both.there.pages.fill(BLOCKS_THERE, seed=1)  # the held KV
+                both.there.pages.fill(BLOCKS_THERE, seed=1)  # This is the content of the held blocks.
                 assert both.is_equal()
             failures += Loaded not in kinds
     raise AssertionError("the load never ended")
@@ -472,7 +472,7 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
 async def test_hold_that_expires_at_any_moment_sends_no_foreign_bytes(autojump_clock):
     def expire(both: Pair) -> None:
         both.there.policy.hold_expired(RequestId("held"), HoldKind.SEND)
-        both.there.pages.fill(BLOCKS_THERE, seed=2)  # the blocks now belong to another request
+        both.there.pages.fill(BLOCKS_THERE, seed=2)  # The blocks now belong to another request.
         both.there.pages.foreign = BLOCKS_THERE
 
     failures = await act_at_each_moment(expire)
@@ -507,7 +507,7 @@ async def test_load_that_expires_at_any_moment_writes_nothing_afterwards(autojum
 
 @pytest.mark.parametrize("end", ["expired", "aborted"])
 async def test_hold_that_ends_during_a_stall_ends_the_read_at_once(autojump_clock, end):
-    """In the middle of a chunk, no frame can report the end, so the connection is closed."""
+    """In the middle of a chunk, the holder cannot send a frame about the end. So it closes the connection."""
     async with pair(chunk_bytes=10_000) as both:
 
         def prepare(index: int, connection: Between) -> None:
@@ -567,7 +567,7 @@ class DirectWire:
 
 @pytest.mark.parametrize("data_count", range(1, 13))
 async def test_end_is_not_confirmed_if_the_hold_ended_with_the_last_byte(autojump_clock, data_count):
-    """In any order of frames, and although the wire never runs other tasks in between."""
+    """Check this for any order of frames, with a wire that never lets other tasks run between two frames."""
     there = Side("there")
     there.hold()
 
@@ -915,7 +915,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(frame(Kind.ABORT, Abort("one line\nlog expired\x1b" + "x" * 9_000))), "one line?log expired?xxx"),
         (responses(frame(Kind.ABORT, b"\xff")), "cannot be read"),
         (responses(b"garbage" * 10), "this is not the protocol of an engine"),
-        (responses(frame(Kind.END, transfer=1)), "is due"),  # before any data
+        (responses(frame(Kind.END, transfer=1)), "is due"),  # END arrives before any data.
         (responses(frame(Kind.TELL_REPLY, TellReply())), "is due"),
         (responses(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
         (responses(data(1, 0, 2, bytes(32))), "is due"),
@@ -979,7 +979,7 @@ async def test_other_key_is_refused(autojump_clock, reader_key, holder_key):
 
 
 async def test_holder_without_the_key_is_detected(autojump_clock):
-    """The holder repeats the reader's own proof, or a proof of another connection."""
+    """A false holder sends back the reader's own proof, or a proof from another connection."""
     for stolen in ("same", "overheard"):
         ours, theirs = memory_stream_pair()
         end, between = Between(ours), Between(theirs)
@@ -993,7 +993,7 @@ async def test_holder_without_the_key_is_detected(autojump_clock):
             head = await receive_head(wire)
             proof = frames.body_of(Proof, await wire.receive(head.body_bytes)).proof
             assert is_proof(proof, KEY, "reader", hello, challenge)
-            if stolen == "overheard":  # a valid proof of another connection
+            if stolen == "overheard":  # This proof is valid on another connection.
                 proof = make_proof(KEY, "holder", hello, GREETING)
             await wire.send([frame(Kind.WELCOME, Proof(proof))])
 

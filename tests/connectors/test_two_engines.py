@@ -27,7 +27,7 @@ WINDOW = 8  # sliding window of every layer of the Mistral model
 
 @pytest.fixture(scope="module", params=("llama", "deepseek-v3", "mistral"))
 def checkpoint(request, tmp_path_factory) -> str:
-    """Write a model. The KV of the second one are latents, and all layers of the third one have a sliding window."""
+    """Write a model. The second kind of model has latents as KV. The third kind has a sliding window in all layers."""
     return written(request.param, tmp_path_factory)
 
 
@@ -70,7 +70,7 @@ async def test_response_continues_from_the_kv_of_another_engine(checkpoint, bloc
             if "mistral" in checkpoint:
                 held_from = (token_count - WINDOW) // 16 * 16
                 if (token_count - WINDOW) // block_size * block_size < held_from:
-                    expected = 0  # the reader's longer block begins in a released block, so it is computed
+                    expected = 0  # The reader's longer block begins in a released block.
             assert decode.stats().loaded_tokens_total == expected
             await stream.wait_until_released()
             assert prefill.stats().blocks_held == 0
@@ -105,7 +105,10 @@ async def test_released_blocks_are_computed_again(checkpoint):
 
 
 async def test_context_with_a_window_can_exceed_the_cache(windowed):
-    small = {"kv_cache_memory": 8 * 16 * 1024 / 2**30, "max_num_batched_tokens": 64}  # 8 blocks of 16 tokens
+    small = {
+        "kv_cache_memory": 8 * 16 * 1024 / 2**30,
+        "max_num_batched_tokens": 64,
+    }  # The KV cache has 8 blocks of 16 tokens.
     long = SamplingParams(max_tokens=250, temperature=0.0, ignore_eos=True)
     async with (
         trioserve.open_engine(windowed, dtype="float32", **small) as engine,

@@ -54,7 +54,7 @@ OpenRealRanks = Callable[..., Any]
 def real_ranks() -> OpenRealRanks:
     """Return a context manager that opens a group of real processes for a checkpoint.
 
-    Its argument `paths` gives single ranks another checkpoint.
+    With the argument `paths`, some ranks load another checkpoint.
     """
 
     @asynccontextmanager
@@ -117,7 +117,7 @@ def children() -> list[int]:
     """Return the ids of this process's rank processes, including dead ones that nobody has waited for."""
     found: list[int] = []
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # the thread has ended meanwhile
+        with suppress(FileNotFoundError):  # The thread has ended in the meantime.
             found += map(int, (thread / "children").read_text(encoding="ascii").split())
     return [pid for pid in found if Path(f"/proc/{pid}").exists() and "rank_process" in _command(pid)]
 

@@ -33,7 +33,7 @@ def closing(connections: dict[int, socket.socket]) -> Iterator[None]:
 
 
 async def connected(port: int, rank: int, key: str = KEY, host: str = "127.0.0.1") -> socket.socket:
-    """Connect a rank, as soon as its server listens."""
+    """Connect a rank as soon as its server listens."""
     while True:
         try:
             return await connect_rank(host, port, rank, key)
@@ -63,7 +63,9 @@ async def test_each_rank_gets_a_connection() -> None:
                     connection.getsockopt(socket.IPPROTO_TCP, option)
                     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
                 )
-                assert max(silent_ms / 1000, idle + interval * tries) <= 12  # documented in docs/guides/ranks.md
+                assert (
+                    max(silent_ms / 1000, idle + interval * tries) <= 12
+                )  # docs/guides/ranks.md documents this limit.
                 connection.sendall(b"an order")
                 assert theirs[rank].recv(100) == b"an order"
 

@@ -1,4 +1,4 @@
-"""Tests of an engine whose model is in ranks: its output is that of one process, and it survives lost ranks."""
+"""Tests of an engine whose model is in ranks: it generates the same output as one process, and survives lost ranks."""
 
 from __future__ import annotations
 

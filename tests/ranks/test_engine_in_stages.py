@@ -1,6 +1,6 @@
 """Tests of an engine whose model is divided into stages of one or several ranks.
 
-Its output is that of one process, and aborts work alike.
+The output and the effect of aborts must be the same as with one process.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def test_stages_generate_what_one_process_generates(
         expected = await generate_all(engine)
     async with opened(path, *shape, **options) as engine:
         found = await generate_all(engine)
-        again = await generate_all(engine)  # with prefix cache hits
+        again = await generate_all(engine)  # The second run hits the prefix cache.
         stats = engine.stats()
         assert stats.blocks_used == 0
         assert stats.prefix_hit_tokens_total > 0
@@ -168,7 +168,7 @@ async def test_client_that_leaves_frees_its_blocks(
             with trio.CancelScope() as scope:
                 async with engine.generate(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True)) as stream:
                     if leaves_at % 3 == 0:
-                        scope.cancel()  # cancels during prefill, or in the queue
+                        scope.cancel()  # The request is cancelled in the queue or in prefill.
                     async for _delta in stream:
                         scope.cancel()
             if leaves_at % 2:

@@ -1,4 +1,4 @@
-"""Tests of a real model that sleeps: it frees memory, and its output does not change afterwards."""
+"""Tests of an engine that sleeps: it frees memory, and its output is the same after the sleep."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_model_in_ranks_sleeps_at_level_2(
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to measure resident memory")
 def test_sleep_frees_memory(tmp_path: Path) -> None:
-    """Measured in a separate process, because this one allocates memory for other tests."""
+    """Memory is measured in a separate process, because the test process allocates memory for other tests."""
     ran = subprocess.run(
         [sys.executable, str(MEMORY_SCRIPT), str(tmp_path / "model")],
         capture_output=True,

@@ -25,7 +25,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, neve
 from trioserve.ranks.host import free_port
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
-SECONDS_MAX = 60.0  # for a test that hangs. Each needs a few
+SECONDS_MAX = 60.0  # limit that ends a test that hangs; each test needs only a few seconds
 
 pytestmark = [
     pytest.mark.slow,
@@ -136,7 +136,7 @@ async def test_rank_killed_in_a_step_is_named(
             await ranks.group.load()
             if phase == "decode":
                 assert (await ranks.group.run_step(step(), never_abandoned)) is not None
-            os.kill(ranks.group.pids[rank], signal.SIGSTOP)  # so that the step cannot end before the kill
+            os.kill(ranks.group.pids[rank], signal.SIGSTOP)  # A stopped rank cannot end the step.
             plan = step(1, count=1, start=8) if phase == "decode" else step()
             computed = ranks.group.run_step(plan, never_abandoned)
             behind = ranks.group.run_step(plan, never_abandoned)

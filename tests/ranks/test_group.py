@@ -1,6 +1,6 @@
 """Tests of RankGroup: how it handles reports, missing reports and lost connections.
 
-The tests play the ranks, at the far ends of real sockets.
+The tests take the role of the ranks, at the other ends of real sockets.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ async def test_only_ranks_of_the_last_stage_are_compared() -> None:
             await played.ranks[rank].answer_step(orders[rank], token, is_first=False)
         with pytest.raises(RankLost, match="ranks 2 and 3 have chosen different tokens"):
             await played.group.guard()
-        await step  # its result had arrived before
+        await step  # The result arrived before the failure.
 
 
 @pytest.mark.parametrize(("answered", "named"), [((), "rank 0 .*, rank 1"), ((0,), "rank 1"), ((0, 1, 3), "rank 2")])
@@ -314,7 +314,7 @@ async def test_all_ranks_are_notified_once_of_an_abandoned_step() -> None:
         is_abandoned.leave()
         for rank, order in zip(played.ranks, orders, strict=True):
             assert (await rank.order(Abandon)).serial == order.serial
-        await played.ranks[1].answer_step(orders[1], 7, is_first=False)  # it finished before the notice arrived
+        await played.ranks[1].answer_step(orders[1], 7, is_first=False)  # Rank 1 finished before the notice arrived.
         await played.ranks[0].answer_step(orders[0], None, is_first=True)
         assert await step is None
 
@@ -402,7 +402,7 @@ async def test_a_rank_may_take_longer_to_start_than_a_step_may(autojump_clock: o
         (rank,) = played.ranks
 
         async def start_slowly() -> None:
-            await trio.sleep(30)  # on the autojump clock: the group reads nothing meanwhile
+            await trio.sleep(30)  # The group receives nothing in these 30 s.
             await rank.load()
 
         nursery.start_soon(start_slowly)

@@ -1,4 +1,4 @@
-"""Tests of ranks on another machine, played by this machine: they connect over TCP, and use gloo collectives."""
+"""Tests of ranks on other machines. This machine runs them, but they connect over TCP and use gloo collectives."""
 
 from __future__ import annotations
 

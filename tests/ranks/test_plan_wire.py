@@ -1,4 +1,4 @@
-"""Tests of plans as messages: a decoded plan has all that its step reads."""
+"""Tests of the conversion of plans to messages: a decoded plan contains all data that its step reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def request(**fields: object) -> EngineRequest:
 
 def chunk_of(asked: EngineRequest, *, start: int, count: int, tokens: list[int], **fields: object) -> ScheduledChunk:
     end = start + count + len(fields.get("draft", ()))  # type: ignore[arg-type]
-    table = list(range(50, 50 + -(-end // BLOCK_SIZE) + 1))  # one block more than the chunk needs
+    table = list(range(50, 50 + -(-end // BLOCK_SIZE) + 1))  # The table has one block more than the chunk needs.
     return ScheduledChunk(asked, tokens, start, count, table, True, **fields)  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def test_decode_sends_one_token_and_the_sequence_length() -> None:
     found = sent(chunk_of(request(), start=12, count=1, tokens=tokens))
     assert len(found.tokens) == 13
     assert list(found.row_tokens) == [9]
-    assert list(found.tokens[:12]) == [0] * 12  # not sent, because the step does not read them
+    assert list(found.tokens[:12]) == [0] * 12  # These tokens are not sent, because the step does not read them.
     assert list(found.block_table) == [50, 51, 52, 53]
     assert found.request.seed == 2**64 - 1
     assert len(found.request.prompt_token_ids) == len(PROMPT)

@@ -1,4 +1,4 @@
-"""Tests of reading and writing the KV caches of several ranks as one."""
+"""Tests of RankPages: the KV caches of several ranks are read and written like one KV cache."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ SPLITS = [
     [HeadRange(0, 3)],
     [HeadRange(0, 2), HeadRange(2, 1)],
     [HeadRange(0, 1), HeadRange(1, 1), HeadRange(2, 1)],
-    [HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 2)],  # the first two ranks have copies of a head
-    [HeadRange(0, 3), HeadRange(0, 3)],  # every rank has all heads
+    [HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 2)],  # The first two ranks have copies of a head.
+    [HeadRange(0, 3), HeadRange(0, 3)],  # Every rank has all heads.
 ]
 
 

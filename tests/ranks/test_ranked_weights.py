@@ -22,7 +22,7 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 from .test_failures import step
 
-LARGE = PART_BYTES // 2 + 3  # float32 numbers: the tensor is sent in three parts
+LARGE = PART_BYTES // 2 + 3  # A float32 tensor with so many numbers is sent in three parts.
 SENT = BroadcastWeights(names=("a", "b", "c"), dtypes=("float32", "bfloat16", "float32"), shapes=((LARGE,), (2, 3), ()))
 
 
@@ -172,7 +172,7 @@ async def test_cancelled_update_ends_after_a_whole_tensor() -> None:
     ranks, trainer = Ranks(), Trainer()
     replacement = await place(ranks, trainer).check(SENT)
     with trio.CancelScope() as scope:
-        ranks.while_asked = scope.cancel  # while the first part is sent
+        ranks.while_asked = scope.cancel  # The cancel comes while the first part is sent.
         await replacement.replace()
     assert scope.cancelled_caught
     assert [put.is_last for put in ranks.orders[1:]] == [False, False, True]

@@ -1,4 +1,4 @@
-"""Tests of connections between stages on different machines, with strangers that connect too."""
+"""Tests of connections between stages on different machines, to which unknown clients also connect."""
 
 from __future__ import annotations
 

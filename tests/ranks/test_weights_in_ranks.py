@@ -110,7 +110,9 @@ async def test_each_rank_reads_its_shards_from_shared_memory(
     old = tiny_model("llama-tied")
     new = changed(old, tmp_path / "new")
     tensors = load_file(new / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # a state_dict of tied weights has both
+    tensors["lm_head.weight"] = tensors[
+        "model.embed_tokens.weight"
+    ]  # A state_dict of tied weights contains both names.
     async with opened(old, shape) as engine:
         with publish_weights(tensors) as published:
             await engine.update_weights(SharedWeights(published.name), version="shared")
@@ -186,7 +188,7 @@ async def test_a_bad_directory_changes_nothing(
             save_file(tensors, bad / "model.safetensors")
             with pytest.raises(InvalidRequest, match=named) as refusal:
                 await engine.update_weights(bad)
-            assert "rank" not in str(refusal.value)  # all ranks give the reason that one process gives
+            assert "rank" not in str(refusal.value)  # The message is the same as without ranks.
             assert refusal.value.param == "model_path"
         for path in (tiny_model("qwen3"), tmp_path / "nowhere"):
             with pytest.raises(InvalidRequest):

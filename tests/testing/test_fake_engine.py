@@ -90,7 +90,7 @@ async def test_paused_engine_runs_no_step_by_itself():
         assert (await anext(stream)).text == "a"
         assert engine.stats().steps_total == 1
         await engine.step(2)
-        assert (await anext(stream)).text == "bc"  # one delta for both tokens, since no reader fetched the first
+        assert (await anext(stream)).text == "bc"  # No reader fetched the first token, so one delta has both.
         engine.resume()
         assert (await anext(stream)).finish_reason is FinishReason.STOP
 
@@ -106,7 +106,7 @@ async def test_step_returns_none_if_there_is_nothing_to_compute():
         with pytest.raises(AssertionError, match="no step begins"):
             async with engine.held_step():
                 pass
-        assert await text_of(engine, max_tokens=3) != ""  # no step is held any more
+        assert await text_of(engine, max_tokens=3) != ""  # The engine runs again.
 
 
 async def test_step_is_refused_if_the_engine_is_not_paused():
@@ -270,7 +270,7 @@ async def test_message_about_long_prompt_names_option():
 @pytest.mark.fake_engine(step_seconds=0.5, response="a" * 100)
 @pytest.mark.parametrize("way", ["a break", "a deadline", "a cancelled scope"])
 async def test_engine_fixture_waits_for_the_step_in_flight(fake_engine, autojump_clock, way):
-    """The fixture itself asserts that all resources are free, since these programs are correct."""
+    """The fixture itself asserts that all resources are free, because the tested programs are correct."""
     # The test ends in the middle of a step. At a multiple of 0.5 s, the deadline and the end of the step would run in
     # random order.
     mid_step = 3.25
@@ -297,7 +297,7 @@ async def test_all_is_free_when_finish_step_returns(autojump_clock):
         assert engine.stats().blocks_used > 0
         await engine.wait_all_free()
         assert engine.stats().blocks_used == 0
-        assert trio.current_time() % 0.5 == 0  # at the end of the step, not later
+        assert trio.current_time() % 0.5 == 0  # The wait ends exactly at the end of the step.
 
 
 async def test_finish_step_returns_when_the_engine_breaks(autojump_clock):

@@ -1,4 +1,4 @@
-"""Tests that jobs in the event loop take no time of a clock that jumps."""
+"""Tests that jobs in the event loop take no time of an autojump clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEP = '{"type": "array", "items": ' * 40 + "{}" + "}" * 40
 
 async def test_autojump_clock_does_not_advance_during_text_and_grammar_jobs(autojump_clock):
     async with open_fake_engine(max_model_len=30_000, block_count=8_000) as engine, trio.open_nursery() as nursery:
-        nursery.start_soon(trio.sleep, 1)  # the time to which the clock would jump
+        nursery.start_soon(trio.sleep, 1)  # The clock would jump to the end of this sleep.
         token_ids = await engine.encode(TEXT)
         with engine.tokenizing() as texts:
             assert await texts.decode(token_ids) == TEXT

@@ -1,4 +1,4 @@
-"""Tests of the kit's client: whole responses, streams, and every way to leave, over HTTP/1.1 and HTTP/2."""
+"""Tests of MemoryClient: complete responses, streams, and every kind of disconnect, over HTTP/1.1 and HTTP/2."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_bodies_larger_than_the_buffer_pass_in_both_directions(http):
 
 @pytest.mark.slow
 async def test_client_that_does_not_read_is_cancelled(http, autojump_clock):
-    """The bytes in flight are bounded as between sockets, so the server cancels the request of a slow reader."""
+    """The number of unread bytes is bounded, as with sockets. So the server cancels the request of a slow reader."""
     async with open_memory_server(max_model_len=4_000, block_count=1_000, step_seconds=0.1) as server:
         body = {"prompt": "hello", "max_tokens": 3_900, "ignore_eos": True, "stream": True}
         async with server.client(http=http).ask("/v1/completions", body):

@@ -54,7 +54,7 @@ class Listener:
 
     def __init__(self, *errors: int, connection_count: int = 1000) -> None:
         self.socket, self._other = socket.socketpair()
-        self._other.send(b"x")  # makes the listener readable, as a new connection does
+        self._other.send(b"x")  # This makes the listener readable, as a new connection does.
         self._errors = list(errors)
         self.left = connection_count
 
@@ -164,7 +164,7 @@ def test_address_whose_connections_are_all_in_use_gets_no_further_connection(cap
         assert connections.come("e", None) is not None
         connections._end("a")
         assert connections.come("f", "192.0.2.2", may_end_at=None) is not None
-        connections.places.know(connections.open["b"])  # now it does not count against its address
+        connections.places.know(connections.open["b"])  # With a key, it no longer counts for its address.
         assert connections.come("g", "192.0.2.2", may_end_at=None) is not None
 
     trio.run(main)
@@ -178,7 +178,7 @@ def test_ending_connection_frees_its_place_for_only_one_connection_of_its_addres
             connections.come(name, "192.0.2.2", may_end_at=None)
         idle = connections.come("idle", "192.0.2.2")
         assert idle is not None
-        idle.end = lambda: None  # a connection that does not end immediately
+        idle.end = lambda: None  # This connection does not end immediately.
         admitted = [name for name in "cdefgh" if connections.come(name, "192.0.2.2", may_end_at=None) is not None]
         assert admitted == ["c"]
         connections.places.leave(idle)
@@ -192,7 +192,7 @@ async def test_shortage_of_files_ends_an_idle_connection_and_is_logged_once(auto
     made = Listener(*[number] * 50)
     connections = Connections(connections_max=1000)
     for index in range(100):
-        connections.come(f"idle {index}", may_end_at=1e9)  # may be ended only if there is no other choice
+        connections.come(f"idle {index}", may_end_at=1e9)  # This connection may be ended only if no other may.
     with caplog.at_level(logging.ERROR):
         await connections.places.accept(made)
     assert connections.ended[0] == "idle 0"

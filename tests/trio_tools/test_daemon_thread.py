@@ -14,7 +14,7 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 from trioserve.trio_tools.worker_thread import call_abandonable
 
-GIVE_UP_SECONDS = 20  # ends the download if a caller wrongly waits for it
+GIVE_UP_SECONDS = 20  # This limit ends the download if a caller wrongly waits for it.
 
 
 class Download:
@@ -60,7 +60,7 @@ async def test_cancelling_open_engine_returns_although_the_download_still_runs(d
         nursery.start_soon(load)
         await trio.to_thread.run_sync(download.begun.wait)
         nursery.cancel_scope.cancel()
-    assert not download.released.is_set()  # the download still runs
+    assert not download.released.is_set()  # The download is still running.
     assert [thread.daemon for thread in download_threads()] == [True]
     assert not [thread for thread in threading.enumerate() if thread.name in ("trioserve-text", "trioserve-compute")]
 

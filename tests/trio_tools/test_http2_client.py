@@ -123,7 +123,7 @@ def test_end_of_an_early_response_says_that_the_request_was_not_sent(pair):
     pair.server.send_headers(number, OK, end_stream=True)
     pair.exchange()
     assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
-    pair.client.send_body(number, b"more", is_last=True)  # ignored: the response has ended
+    pair.client.send_body(number, b"more", is_last=True)  # The response has ended, so this call is ignored.
     pair.exchange()
 
 
@@ -135,7 +135,7 @@ def test_listener_gets_no_calls_after_a_reset(pair):
     pair.exchange()
     assert [event.error_code for event in pair.heard_of(h2.events.StreamReset)] == [h2.errors.ErrorCodes.CANCEL]
     assert (heard.status, heard.body, heard.end) == (None, b"", None)
-    assert pair.client.reset(number)  # a second reset does nothing
+    assert pair.client.reset(number)  # A second reset has no effect.
 
 
 def test_reset_by_the_server_names_the_error(pair):
@@ -174,7 +174,7 @@ def test_client_receives_responses_after_its_goaway(pair):
     pair.exchange()
     assert pair.heard_of(h2.events.ConnectionTerminated)
     frames = b"\0\0\1\1\4" + number.to_bytes(4) + b"\x88" + b"\0\0\1\0\1" + number.to_bytes(4) + b"a"
-    pair.client.receive(frames)  # the test encodes these frames itself, because h2 sends nothing after a GOAWAY
+    pair.client.receive(frames)  # The test encodes these frames itself, because h2 sends no frames after a GOAWAY.
     assert (heard.body, heard.end) == (b"a", ResponseEnd(ResponseResult.COMPLETE))
 
 
@@ -253,7 +253,7 @@ def test_header_table_is_limited_to_the_default_size(pair):
     assert pair.client._h2.encoder.header_table_size <= 4096
     assert len(pair.client._h2.encoder.table_size_changes) <= 2
     pair.ask()
-    pair.exchange()  # the server decodes the headers without an error
+    pair.exchange()  # The server can decode the headers.
 
 
 @pytest.mark.parametrize("kind", [4, 6])

@@ -80,7 +80,7 @@ def test_end_of_an_early_response_says_that_the_request_was_not_sent(client):
     client.receive(OK + b"a")
     assert heard.end == ResponseEnd(ResponseResult.COMPLETE, was_request_sent=False)
     client.take_unsent()
-    client.send_body(number, b"dy", is_last=True)  # ignored: the response has ended
+    client.send_body(number, b"dy", is_last=True)  # The response has ended, so this call is ignored.
     assert client.take_unsent() == b""
 
 

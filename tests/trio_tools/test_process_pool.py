@@ -133,7 +133,7 @@ async def test_job_runs_again_if_its_idle_process_had_ended() -> None:
         assert await ask(pool, b"echo", b"content") == b"content"
         assert pool.started_total == 2
         with pytest.raises(ProcessLost):
-            await ask(pool, b"crash")  # crashes the reused process, then a new process
+            await ask(pool, b"crash")  # This job crashes the reused process, and then a new process.
         assert pool.started_total == 3
 
 
@@ -213,4 +213,4 @@ async def test_no_owner_uses_all_children_and_owners_take_turns() -> None:
             assert turns.held == ["b2", "c1"]
             nursery.cancel_scope.cancel()
         async with pool.turn("d"):
-            pass  # all turns have ended
+            pass  # All turns have ended.

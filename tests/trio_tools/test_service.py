@@ -92,7 +92,7 @@ async def run_with_orders_at(service: Service, *times: float, order: object = "s
 
 
 async def test_drain_ends_when_the_last_running_request_has_ended(autojump_clock):
-    """S36: the model is unloaded after the last request."""
+    """S36: the server unloads the model only after the last request has ended."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
@@ -145,7 +145,7 @@ async def test_sighup_reloads_without_stopping(autojump_clock):
 
 
 async def test_drain_deadline_ends_running_requests_with_a_reason(autojump_clock):
-    """S21."""
+    """S21: clients whose requests end at the deadline get the reason."""
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=3)), 1)

@@ -51,7 +51,7 @@ def test_ctrl_c_during_the_start_leaves_no_threads(monkeypatch):
             pass
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs of a shell ignore SIGINT.
     try:
         with pytest.raises(KeyboardInterrupt):
             trio.run(main)
@@ -151,11 +151,11 @@ async def test_awaiting_a_finished_job_lets_other_tasks_run():
 
     async with WorkerThread("test") as thread, trio.open_nursery() as nursery:
         responses = [thread.begin(lambda: "answer") for _ in range(2)]
-        await thread.run(lambda: None)  # the earlier jobs have ended, too
+        await thread.run(lambda: None)  # The earlier jobs have ended, too.
         nursery.start_soon(other)
         assert [await response for response in responses] == [
             "answer"
-        ] * 2  # the order of the two tasks may differ in each round
+        ] * 2  # The order of the two tasks may differ in each round.
         assert turns == ["other"]
 
 
@@ -185,7 +185,7 @@ async def test_job_begins_on_its_callers_cpu_and_may_move(monkeypatch):
     cpu = min(allowed)
     async with WorkerThread("test") as thread:
         worker = await thread.run(threading.get_native_id)
-        set_affinity(0, {cpu})  # the caller's CPU
+        set_affinity(0, {cpu})  # This is the CPU of the caller.
         try:
             monkeypatch.setattr(os, "sched_setaffinity", noted)
             assert await thread.begin(os.sched_getaffinity, 0) != set()
