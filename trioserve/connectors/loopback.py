@@ -304,7 +304,7 @@ class LoopbackConnector:
 
         Args:
             reading: Load to end.
-            event: Event for the core. None: no event.
+            event: Event for the core. None for no event.
         """
         if reading.is_over:
             return

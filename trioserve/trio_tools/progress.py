@@ -134,7 +134,7 @@ class ProgressBar(ProgressLine):
         self.show(f"{what} ..." if self.is_terminal else what, now=True)
 
     def turn_to(self, what: str) -> None:
-        """Show another description of the work from now on.
+        """Replace the description of the work by another description.
 
         Args:
             what: The description.

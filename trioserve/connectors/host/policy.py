@@ -386,7 +386,7 @@ class HostPolicy:
         return chain
 
     def _load_part(self, index: int, block: BlockIndex, name: BlockHash, token_count: int) -> LoadPart | None:
-        """Make the part of a load for one block, and pin the block. None: the block is not stored."""
+        """Pin a stored block, and describe its part of a load. Return None if the block is not stored."""
         kept = self.store.in_memory(name)
         if kept is not None:
             self.store.memory.pin([name])
@@ -398,9 +398,9 @@ class HostPolicy:
         return LoadPart(index, block, name, token_count, key=key)
 
     def _only_in_memory(self, names: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return the blocks of a prefix that are in no file.
+        """Return the blocks of a prefix that exist only in memory.
 
-        They must not be evicted for more blocks of the same prefix.
+        The memory for further blocks of the same prefix must not be taken from these blocks.
         """
         return {name for name in names if self.store.file(name) is None}
 

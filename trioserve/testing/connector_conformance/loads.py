@@ -13,7 +13,7 @@ from trioserve.testing.connector_stage import Load, is_same
 
 __all__ = ["LoadConformance"]
 
-WINDOW_TOKENS = 9  # in SMALL_LAYOUT three or four blocks
+WINDOW_TOKENS = 9  # With SMALL_LAYOUT, the window reaches three or four blocks.
 
 
 class LoadConformance(ConnectorConformance):
