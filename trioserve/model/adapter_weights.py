@@ -15,8 +15,8 @@ class AdapterMatrix(NamedTuple):
 
     Attributes:
         a: [rank, inputs].
-        b: [outputs, rank], already multiplied by the adapter's scale. Its rows have the order of the model's matrix in
-            this code.
+        b: [outputs, rank], already multiplied by the adapter's scale. Its rows are in the order of the rows of the
+            loaded matrix.
     """
 
     a: Values
@@ -29,7 +29,7 @@ class AdapterWeights:
     Args:
         digest: hash that names the content.
         dtype: number format of the matrices.
-        matrices: by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py).
+        matrices: low-rank matrices by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py).
     """
 
     def __init__(self, digest: str, dtype: Dtype, matrices: Mapping[str, AdapterMatrix]) -> None:
@@ -39,7 +39,7 @@ class AdapterWeights:
 
     @property
     def rank_max(self) -> int:
-        """Largest rank of any matrix."""
+        """Largest rank of all matrices."""
         return max(len(matrix.a) for matrix in self.matrices.values())
 
     @property

@@ -1,9 +1,9 @@
-"""Paged attention of one step in one layer: grouping of rows, and choice of the kernel for each group. Kernels do the
-arithmetic.
+"""Computes the paged attention of one step in one layer: groups the rows and chooses a kernel for each group. The
+kernels do the arithmetic.
 
 Multi-head latent attention (MLA, arXiv 2405.04434) projects queries into the space of the latents, which all heads
-share. The attended latents are projected to the values of each head. So keys and values of single heads are never
-computed.
+share. Afterwards it projects the attended latents to the values of each head. Therefore, the keys and values of single
+heads are never computed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ def attend(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> Tensor:
-    """Attend each row to its own sequence, up to the row itself.
+    """Compute attention: each row attends to the tokens of its sequence up to and including its own token.
 
-    Decodes read their block tables, several at a time. A part of a prompt is computed alone: over its own rows if they
-    are its whole context, else over its gathered blocks. Fused kernels read the tables themselves.
+    Decodes of several sequences are computed together, directly from their block tables. Each prompt chunk is computed
+    alone. If the chunk's rows are its whole context, it attends to these rows, else to its gathered blocks. Fused
+    kernels read all block tables themselves.
 
     Args:
         kernels: kernels that compute.
         queries: [T, H * D], rotated.
         keys_values: [T, 2 * K * D], keys then values of this step's tokens, rotated. `pages` already contains them.
             With latents it is [T, D].
-        pages: [blocks, block_size, 2, K, D], for 8 bits see KvFormat. With latents it holds latents.
-        tensors: what each row sees.
-        score_cap: bound of scores, see AttentionConfig.
+        pages: [blocks, block_size, 2, K, D]. For the 8-bit layout see KvFormat. With latents, pages contain latents.
+        tensors: masks and block tables that define which tokens each row attends to.
+        score_cap: bound of the attention scores, see AttentionConfig.
         sinks: float32 [H], or None.
         latent_dim: size of latents. None: pages hold keys and values.
 
@@ -72,7 +73,8 @@ def attend(
     for part in parts:
         if part.block_table is None:
             context = keys_values[part.first : part.end].view(-1, *pages.shape[2:-1], head_dim_of(pages))
-            if is_coded(pages):  # encode as the cache does, so that later parts of the prompt see equal numbers
+            # Round the context as the cache does, so that later chunks of the prompt attend to equal numbers.
+            if is_coded(pages):
                 context = decode(encode(context, pages.dtype).view(pages.dtype), queries.dtype)
         else:
             context = kernels.gather_context(pages, part.block_table, queries.dtype)[: part.context]
@@ -83,7 +85,7 @@ def attend(
 
 
 def _attended(queries: Tensor, pages: Tensor, latent_dim: int | None) -> Tensor:
-    """Return an uninitialised tensor for the results of all rows."""
+    """Return an uninitialised tensor for the attention results of all rows."""
     size = queries.shape[1] if latent_dim is None else queries.shape[1] // pages.shape[-1] * latent_dim
     return queries.new_empty(queries.shape[0], size)
 
@@ -223,7 +225,7 @@ class LatentAttention:
         return self._output(values.reshape(len(rows), -1))
 
     def _queries(self, raw: Tensor, angles: Angles) -> Tensor:
-        """Return queries that meet latents and rotated keys.
+        """Return queries for entries that consist of a latent and a rotated key.
 
         Args:
             raw: [T, H * (plain_dim + turned_dim)].

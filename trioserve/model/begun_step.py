@@ -1,8 +1,8 @@
-"""Begun step: what the next step can use of it before it has ended.
+"""A step that was launched and may still run, and the tokens that the next step needs from it.
 
-A plan that was made before the result of the previous step was known cannot name its tokens. The executor fills them
-in, in the compute thread, right before the step. The event loop takes no part: it may not even know yet that the
-previous step has ended.
+The scheduler may plan a step before the previous step has ended. Such a plan does not contain the tokens that the
+previous step samples. The executor adds these tokens in the compute thread, right before it computes the planned step.
+The event loop is not involved, because it may not yet have seen the previous step's result.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["BegunStep", "fill_awaited_tokens"]
 
 
 class BegunStep:
-    """A step that was begun. The first caller of `result` computes the result or waits for it, and later callers get it
-    again.
+    """A step that was begun. The first call of `result` computes the result or waits for it. Later calls return the
+    stored result.
 
     Args:
         plan: chunks of the step.
-        finish: computes the step or waits for it. It is called once.
-        chosen_rows: for a launched step, the row in which each request's token stays on the device. None: a step that
-            needs its tokens must wait for the result.
+        finish: computes the step or waits for its end. It is called once.
+        chosen_rows: for a launched step, the row of each request's sampled token in a tensor on the device. None: a
+            step that needs these tokens must wait for the result.
     """
 
     __slots__ = ("_finish", "_result", "chosen_rows", "plan")
@@ -41,14 +41,15 @@ class BegunStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult | None:
-        """Wait for the step, or compute it. Return None if it was abandoned."""
-        finish, self._finish = self._finish, None  # `finish` refers to the step before it, which must be freed
+        """Wait for the step, or compute it. Return None if the step was abandoned."""
+        # `finish` refers to the previous step, which must be freed.
+        finish, self._finish = self._finish, None
         if finish is not None:
             self._result = finish()
         return self._result
 
     def sampled_tokens(self) -> dict[RequestId, int]:
-        """Wait for the step, and return its sampled tokens by request."""
+        """Wait for the step, and return the token that it sampled for each request."""
         result = self.result()
         if result is None:
             return {}
@@ -59,7 +60,7 @@ class BegunStep:
         }
 
     def failed_requests(self) -> set[RequestId]:
-        """Wait for the step, and return requests without a result: they failed, or the step was abandoned."""
+        """Wait for the step, and return the requests without a result. They failed, or the step was abandoned."""
         result = self.result()
         if result is None:
             return {chunk.request.id for chunk in self.plan.chunks}
@@ -71,17 +72,17 @@ class BegunStep:
 
 
 def fill_awaited_tokens(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk]]:
-    """Wait for the previous step, and fill its tokens into a plan that was made ahead of it.
+    """Wait for the previous step, and add its sampled tokens to a plan that was made before that step ended.
 
-    Requests of the previous step without a result are left out: they failed, or that step was abandoned, and their
-    results are no longer needed.
+    Requests that have no result in the previous step are skipped. They failed, or the previous step was abandoned, so
+    their results are no longer needed.
 
     Args:
-        plan: plan that awaits tokens.
+        plan: plan that lacks tokens of the previous step.
         before: previous step.
 
     Returns:
-        Index in the plan and chunk, for each chunk that can be computed.
+        Chunks that can be computed, each with its index in the plan.
     """
     sampled, failed = before.sampled_tokens(), before.failed_requests()
     filled: list[tuple[int, ScheduledChunk]] = []
@@ -108,7 +109,8 @@ def fill_awaited_tokens(plan: StepPlan, before: BegunStep) -> list[tuple[int, Sc
 class _TokensAndOne(Sequence[int]):
     """The first `count` tokens of a list, and one more token.
 
-    The list may grow meanwhile. It is not copied, because it is long and most steps read only its end.
+    The list may grow while this object is used. It is not copied, because the list is long and most steps read only its
+    last tokens.
     """
 
     __slots__ = ("_count", "_last", "_tokens")
@@ -132,5 +134,6 @@ class _TokensAndOne(Sequence[int]):
                 return [self[place] for place in range(begin, end, stride)]
             known = self._tokens[begin : min(end, self._count)]
             return [*known, self._last] if begin <= self._count < end else known
-        place = range(self._count + 1)[index]  # also counts from the end, and raises IndexError
+        # Indexing a range also supports negative indexes, and raises IndexError for an index out of bounds.
+        place = range(self._count + 1)[index]
         return self._last if place == self._count else self._tokens[place]

@@ -1,4 +1,4 @@
-"""Decoder-only model in torch. It executes the description of any family, layer by layer."""
+"""Decoder-only model in torch. It computes any model family layer by layer, as its ModelConfig describes."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class _Mlp:
 
 
 def _apply_cutoff(gates: Tensor, cutoff: float) -> None:
-    """Replace gates by their excess over mean + cutoff * standard deviation of their row, or 0, in place."""
-    # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So rows do
-    # not depend on the batch.
+    """Subtract mean + cutoff * standard deviation of the row from each gate, in place. Negative results become 0."""
+    # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding removes
+    # this difference, so the result of a row does not depend on the batch.
     exact = gates.double()
     mean = exact.mean(-1, keepdim=True)
     deviation = (exact - mean).square().mean(-1, keepdim=True).sqrt()
@@ -87,7 +87,7 @@ def _apply_cutoff(gates: Tensor, cutoff: float) -> None:
 
 
 class _Laurel:
-    """Second path around attention, see LayerConfig.laurel_rank."""
+    """Low-rank path that runs parallel to attention, see LayerConfig.laurel_rank."""
 
     def __init__(self, linear: MakeLinear, norm: Norm, hidden: int, rank: int) -> None:
         self._norm = norm
@@ -100,7 +100,7 @@ class _Laurel:
             yield from part.slots()
 
     def add_(self, hidden: Tensor, normed: Tensor) -> None:
-        """Add the input of attention and the norm of its product with both matrices, in place.
+        """Add the input of attention to hidden in place, and also the norm of this input's product with both matrices.
 
         Args:
             hidden: [T, hidden_size], which already contains the result of attention.
@@ -112,9 +112,9 @@ class _Laurel:
 class _Experts:
     """Mixture of experts of one layer.
 
-    Each expert computes only the rows that chose it, one expert after the other. So a row's sum has the order of the
-    experts, whatever else is in the step. Other experts may be in other ranks, which compute their own parts of the
-    sum.
+    Each expert computes only the rows that chose it, one expert after the other. Therefore, a row always sums its
+    experts' results in the order of the experts, and other rows of the step do not change the result. Other ranks may
+    have other experts, and compute the partial sums of these experts.
 
     Args:
         experts: experts of this rank.
@@ -159,7 +159,7 @@ class _Experts:
         return experts * self._mlp.experts_per_token // self._mlp.expert_count + shared
 
     def slots(self) -> Iterator[TensorSlot]:
-        """Yield slots of tensors that are not weights of a Linear."""
+        """Yield loading slots for the tensors that are not weights of a Linear."""
         bias = self._score_bias
         if bias is not None:
             yield TensorSlot(f"{self._name}.router.score_bias", tuple(bias.shape), bias.dtype, bias.copy_)
@@ -175,8 +175,8 @@ class _Experts:
         """
         mlp = self._mlp
         products = self._router(values).float()
-        # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So
-        # rows do not depend on the batch.
+        # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
+        # removes this difference, so the result of a row does not depend on the batch.
         scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()
         ranked = scores if self._score_bias is None else scores + self._score_bias
         if mlp.groups_per_token < mlp.group_count:
@@ -187,11 +187,12 @@ class _Experts:
         chosen = ranked.topk(mlp.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if mlp.normalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+            # The small number avoids a division by 0, because all sigmoids of a row may be 0.
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * mlp.scale, chosen
 
     def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Compute the mixture.
+        """Compute the mixture of experts.
 
         Args:
             values: [T, hidden_size].
@@ -260,13 +261,13 @@ class _Attention:
         slots_of_layer: Tensor,
         shared: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend, and write keys and values of the step into the cache.
+        """Compute attention, and write the step's keys and values into the KV cache.
 
         Args:
             normed: [T, hidden_size].
             pages: KV buffer of the layer that keeps the keys and values.
-            slots_of_layer: the same buffer as [slots, numbers of a token].
-            shared: keys and values of the step's rows from the layer that shares them. None: the layer has its own.
+            slots_of_layer: the buffer of `pages` with the shape [slots, numbers of a token].
+            shared: keys and values of the step's rows that another layer computed. None: this layer computes its own.
 
         Returns:
             Result of attention [T, hidden_size], and the rows' keys and values [T, 2 * K * D].
@@ -284,7 +285,7 @@ class _Attention:
             if attention.has_value_norm:
                 values = keys_values[:, attention.key_size :].view(len(qkv), -1, attention.head_dim)
                 values.copy_(kernels.rms_norm(values, None, self._norm_eps))
-            # Queries and keys lie side by side, so they are rotated together and in place.
+            # Queries and keys are adjacent in memory, so one call rotates both in place.
             kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
         if attention.query_factor != 1.0:
             queries.mul_(attention.query_factor)
@@ -296,14 +297,14 @@ class _Attention:
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
         if self._gate is not None:
-            # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So
-            # rows do not depend on the batch.
+            # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
+            # removes this difference, so the result of a row does not depend on the batch.
             rows.mul_(self._gate(normed).double().sigmoid())
         return self._output(rows, step.adapters), keys_values
 
 
 class _Layer:
-    """Attention and MLP with norms and sums around them, see LayerConfig."""
+    """One layer: attention and MLP, with their norms and residual sums, see LayerConfig."""
 
     def __init__(
         self,
@@ -321,9 +322,9 @@ class _Layer:
         self._part = LayerPart(sums_attention=False, sums_mlp=False)
         if config.part is not None:
             self._part = config.part.layers[index]
-        # A parallel MLP and attention are parts of one sum.
+        # In a parallel layer, the results of MLP and attention are added in one sum over the ranks.
         assert not layer.is_parallel or self._part.sums_attention == self._part.sums_mlp, "ranks divide both alike"
-        # layers whose keys and values other layers share
+        # Indexes of the layers whose keys and values are also used by other layers.
         self._shared = {source for place, source in enumerate(config.kv_layers) if place != source}
         attention, mlp = layer.attention, layer.mlp
         self.rotary = attention.rotary if isinstance(attention, KVAttention) else None
@@ -423,21 +424,23 @@ class _Layer:
     ) -> Tensor:
         """Compute the layer, and write the step's keys and values or states.
 
-        The residual sum is computed together with the norm that follows it. So each layer gets and returns a product
-        that is still to be added to the hidden state.
+        One kernel computes the residual sum and the norm after it. Therefore, a layer does not add its last product to
+        the hidden state. It returns the product, and the next layer adds it.
 
         Args:
             hidden: [T, hidden_size], changed in place.
-            product: [T, hidden_size], still to be added to hidden. None: nothing is to be added.
-            angles: cosines and sines of the layer's rotary. None for a layer without attention.
+            product: [T, hidden_size], product of the previous layer that is not yet added to hidden. None if there is
+                no such product.
+            angles: cosines and sines of the layer's rotary embedding. None for a layer without attention.
             pages: KV buffer of the layer that keeps the keys and values.
-            slots_of_layer: the same buffer as [slots, numbers of a token].
-            states: state buffer of the layer. None if it keeps no states.
-            keys_values: keys and values of the step's rows by layer. The layer adds its own if other layers share them.
-            sums: sums over all ranks.
+            slots_of_layer: the buffer of `pages` with the shape [slots, numbers of a token].
+            states: state buffer of the layer. None if the layer has no states.
+            keys_values: keys and values of the step's rows by layer. If other layers share the keys and values of this
+                layer, the layer adds them.
+            sums: computes sums over all ranks.
 
         Returns:
-            [T, hidden_size], still to be added to hidden.
+            [T, hidden_size], a product that is not yet added to hidden.
         """
         normed = _added(hidden, product, self._attention_norm)
         if isinstance(self._attention, _Attention):
@@ -489,7 +492,7 @@ def _compute_recurrent(
 def _added(hidden: Tensor, product: Tensor | None, norm: Norm | None) -> Tensor:
     """Add product to hidden in place, and return the norm of the sum.
 
-    Without a norm, return hidden itself. It must then not change while the result is used.
+    Without a norm, return hidden itself. The caller must then not change hidden while it uses the result.
     """
     if norm is not None:
         return norm.of_sum(hidden, product)
@@ -508,8 +511,9 @@ class Decoder:
         kernels: kernels that compute.
         dtype: number format.
         device: device of weights and tensors.
-        block_types: block types of matrices that stay in 4 bits, by name. The kernels multiply with them.
-        collectives: connection to the ranks that have the other parts of the model, if config has a part.
+        block_types: block types of the matrices that stay in 4 bits, by name. The kernels multiply with 4-bit blocks.
+        collectives: connection to the ranks that have the other shards of the model. None if this process has the
+            whole model.
     """
 
     def __init__(
@@ -536,8 +540,8 @@ class Decoder:
         self._embedding: Embedding | None = None
         if config.has_embedding or (config.has_head and config.tie_word_embeddings):
             self._embedding = Embedding(config.vocab_count, config.hidden_size, dtype=dtype, device=device, first=first)
-        # Rounded to the dtype, as in the reference implementations. It is a Python number, because a step must not copy
-        # anything to the device here.
+        # The scale is rounded to the dtype, as in the reference implementations. The scale is a Python number, because
+        # a tensor would be copied to the device in each step.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [
             _Layer(config, index, layer, kernels, dtype=dtype, device=device, block_types=block_types or {})
@@ -565,7 +569,7 @@ class Decoder:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """One linear layer of each shape, for a check of torch's products."""
+        """Linear layers, one for each shape of a weight. A check of torch's matrix products uses them."""
         streams = () if self._streams is None else self._streams.linears
         head = () if self._head is None else (self._head,)
         linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, *head]
@@ -601,15 +605,16 @@ class Decoder:
         Args:
             step: index tensors of the step.
             storage: KV cache.
-            is_abandoned: polled before each layer, or with each sum of several ranks.
-            begun: [T, hidden_size], hidden state from the stage that has the embedding. It is overwritten.
-            states: state slots of layers that keep states.
-            tapped: filled with the inputs of the tapped layers, by layer. layer_count means the last layer's output.
-            tapped_layers: indexes of tapped layers.
+            is_abandoned: polled before each layer. With several ranks, it is polled with each sum.
+            begun: [T, hidden_size], hidden state from the stage that has the embedding. The tensor is overwritten.
+            states: state slots of the layers that keep states.
+            tapped: the function adds the inputs of the tapped layers to this mapping, by layer. The key layer_count
+                stands for the last layer's output.
+            tapped_layers: indexes of the layers whose inputs the caller needs.
 
         Returns:
-            [T, hidden_size] after the last layer. None if the step was abandoned: then some states are those after the
-            step, and some are not.
+            [T, hidden_size] after the last layer. None if the step was abandoned. Some layers have then already written
+            their new states, and others have not.
         """
         sums = RankSums(self._collectives, is_abandoned)
         hidden = self._embedded(step, sums) if begun is None else begun
@@ -664,13 +669,13 @@ class Decoder:
         return own if self._vocabulary is None else self._vocabulary.logits(own)
 
     def largest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the largest logits of several ranks without collecting all logits, see RankVocabulary.
+        """Return the token with the largest logit of each row, without an exchange of all logits, see RankVocabulary.
 
         Args:
             hidden: [n, hidden_size], rows of forward's result.
 
         Returns:
-            Token ids and finiteness of each row, or None if there is only one rank.
+            Token id of each row, and whether the row's logits are finite. None if there is only one rank.
         """
         return None if self._vocabulary is None else self._vocabulary.largest(self._own_logits(hidden))
 

@@ -43,35 +43,38 @@ logger = logging.getLogger(__name__)
 
 DeviceType = Literal["cpu", "cuda"]
 
-KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # limit unless kv_cache_bytes is set, to leave memory for other programs
-KV_CACHE_SHARE_CPU = 0.25  # of the free memory
-SNAPSHOTS_MAX = 1_024  # copies of states; more copies would take memory that blocks use better
-BFLOAT16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))  # names in Linux, on x86-64 and on ARM
-# tokens of blocks that need no KV memory; bookkeeping of blocks takes some
+# Unless kv_cache_bytes is set, the KV cache is not larger than this, because other programs also need memory.
+KV_CACHE_BYTES_MAX_CPU = 4 * 2**30
+KV_CACHE_SHARE_CPU = 0.25  # fraction of the free memory that the KV cache may use
+SNAPSHOTS_MAX = 1_024  # Copies of states. KV blocks use the memory of further copies better.
+# Linux uses these names for the CPU features that multiply bfloat16 numbers, on x86-64 and on ARM.
+BFLOAT16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+# If no layer has attention, blocks need no KV memory. These are then the minimum and the maximum of their tokens. The
+# maximum exists because the bookkeeping of a block needs some memory.
 FREE_BLOCKS_TOKENS, FREE_BLOCKS_TOKENS_MAX = 2**20, 2**24
 
 
 def has_torch() -> bool:
-    """Return True if torch, an optional dependency, is installed. This does not import it."""
+    """Return True if torch, an optional dependency, is installed. The function does not import torch."""
     return importlib.util.find_spec("torch") is not None
 
 
 def torch_now(purpose: str = "this") -> ModuleType:
     """Import torch and return it.
 
-    The import takes seconds and 200 MiB, and the native kernels work without it. Call this only where torch is
-    required.
+    The import takes seconds and 200 MiB, and the native kernels work without torch. Call this function only where torch
+    is required.
 
     Args:
-        purpose: what needs torch, the beginning of a sentence.
+        purpose: beginning of the error message: a phrase that names the feature that needs torch.
 
     Raises:
         StartupError: torch is not installed.
     """
     if not has_torch():
         raise StartupError(f"{purpose} needs torch, which is not installed: {install_command('torch')}")
-    # OpenMP reads this when torch is first imported. Waiting threads then stop spinning soon, so a busy event loop on
-    # another core slows a step only a little.
+    # OpenMP reads this variable when torch is first imported. With a low number, waiting threads stop spinning early,
+    # so they do not compete with the event loop for a core.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import torch
 
@@ -81,7 +84,7 @@ def torch_now(purpose: str = "this") -> ModuleType:
 def set_torch_threads(settings: ModelSettings) -> None:
     """Set the number of torch's threads from settings.threads. None keeps torch's default.
 
-    Call it in the thread that will compute: OpenMP keeps a number for each calling thread.
+    Call this function in the thread that will compute, because OpenMP stores the number for each calling thread.
 
     Args:
         settings: settings of the model.
@@ -111,7 +114,7 @@ def pick_device(settings: ModelSettings) -> DeviceType:
 
 
 def take_gpu(settings: ModelSettings, index: int) -> None:
-    """Select a separate GPU for each rank, if the settings name CUDA. Call it in the thread that computes.
+    """Select a separate GPU for each rank if the device is CUDA. Call this function in the thread that computes.
 
     Args:
         settings: settings of the model.
@@ -133,9 +136,9 @@ def take_gpu(settings: ModelSettings, index: int) -> None:
 
 
 def _has_cuda_driver() -> bool:
-    """Return True if the CUDA driver library is present. Without it torch sees no CUDA device.
+    """Return True if the CUDA driver library is present. Without this library, torch finds no CUDA device.
 
-    This avoids an import of torch.
+    The check does not import torch, which takes seconds.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -145,7 +148,7 @@ def _has_cuda_driver() -> bool:
 
 
 def default_thread_count(root: Path = Path("/")) -> int:
-    """Return torch's default: OMP_NUM_THREADS, or one thread for each core that this process may use.
+    """Return torch's default number of threads: OMP_NUM_THREADS, or one for each core that this process may use.
 
     Args:
         root: root of the file system to read.
@@ -171,7 +174,7 @@ def takes_every_cpu(settings: ModelSettings, device: DeviceType) -> bool:
 
 
 def _core_of(cpu: int, root: Path) -> str:
-    """Return a text that is equal for all CPUs of one core. They share execution units, so they count as one."""
+    """Return a string that is equal for all CPUs of one core. They share execution units, so they count as one."""
     try:
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:
@@ -181,8 +184,9 @@ def _core_of(cpu: int, root: Path) -> str:
 def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType) -> Dtype:
     """Return the number format of weights, activations and KV.
 
-    auto is the checkpoint's format, with two exceptions on a CPU. float16 becomes bfloat16, because few CPUs multiply
-    float16 and torch's emulation takes several times as long. Required quantized weights also need bfloat16.
+    "auto" selects the checkpoint's format, with two exceptions on a CPU. float16 becomes bfloat16, because few CPUs can
+    multiply float16 numbers and torch's emulation takes several times as long. If the settings require quantized
+    weights, the format is also bfloat16.
 
     Args:
         config: model to compute.
@@ -211,8 +215,8 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype, kv_format
 
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
-    """Return the bytes of weights that a decode step reads. An embedding table that is not also the output layer does
-    not count.
+    """Return the bytes of weights that a decode step reads. The embedding table counts only if it is also the output
+    layer.
 
     Args:
         config: model to compute.
@@ -235,7 +239,8 @@ def token_flops(config: ModelConfig) -> int:
 def attended_token_flops(config: ModelConfig) -> int:
     """Return the floating-point operations of attention in all layers for one pair of tokens.
 
-    They are the score of one token with another, and the other's part of the weighted sum.
+    These operations compute the score of a query with one attended token, and add that token's value to the weighted
+    sum.
 
     Args:
         config: model to compute.
@@ -244,18 +249,18 @@ def attended_token_flops(config: ModelConfig) -> int:
 
 
 def _layer_weights(config: ModelConfig) -> int:
-    """Return the number of weights that a token is multiplied with. Of a mixture, count the chosen experts."""
+    """Return the number of weights that one token is multiplied with. Only the chosen experts of a mixture count."""
     hidden, streams = config.hidden_size, config.streams
     own = sum(_attention_weights(layer, config) + hidden * _mlp_columns(layer) for layer in config.layers)
     own += 2 * hidden * sum(layer.laurel_rank for layer in config.layers)
     if streams is None:
         return own
-    # Each layer also has a projection to its inputs, their gate, and their projection back.
+    # With residual streams, each layer also has three projections: to the inputs, to their gate, and back.
     return own + hidden * (3 * config.layer_count * streams.input_size + 2 * (streams.count - 1) * hidden)
 
 
 def _attended_numbers(layer: LayerConfig) -> int:
-    """Return the numbers of a query, plus the numbers that one attended token adds to the result."""
+    """Return the size of all heads' queries, plus the size of the values that one attended token contributes."""
     attention = layer.attention
     if isinstance(attention, AttentionConfig):
         return 2 * attention.query_size
@@ -265,7 +270,7 @@ def _attended_numbers(layer: LayerConfig) -> int:
 
 
 def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
-    """Return the number of weights of attention, of its replacement, and of a state space beside it."""
+    """Return the number of weights of a layer's attention or recurrence, including a state space beside attention."""
     attention, recurrent, hidden = layer.attention, layer.recurrent, config.hidden_size
     states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
     if isinstance(attention, AttentionConfig):
@@ -291,8 +296,8 @@ def _mlp_columns(layer: LayerConfig) -> int:
 def pick_vision_dtype(dtype: Dtype, device: DeviceType, root: Path = Path("/")) -> Dtype:
     """Return the number format in which torch encodes images.
 
-    It is the model's format, except on a CPU that does not multiply bfloat16. There float32 takes torch half of the
-    time (AVX-512) or a quarter (AVX2).
+    The format is the model's, except on a CPU without instructions for bfloat16 products. On such a CPU, torch needs
+    only half of the time with float32 (AVX-512), or a quarter (AVX2).
 
     Args:
         dtype: number format of the model.
@@ -304,7 +309,7 @@ def pick_vision_dtype(dtype: Dtype, device: DeviceType, root: Path = Path("/")) 
 
 
 def with_images(arithmetic: str, dtype: Dtype, vision_dtype: Dtype | None) -> str:
-    """Return the description of the arithmetic of a model that may encode images.
+    """Return a description of a model's arithmetic, including the arithmetic of its image encoder.
 
     Args:
         arithmetic: StepModel.arithmetic of the model.
@@ -315,7 +320,7 @@ def with_images(arithmetic: str, dtype: Dtype, vision_dtype: Dtype | None) -> st
 
 
 def multiplies_bfloat16(root: Path = Path("/")) -> bool:
-    """Return True if this CPU has instructions that multiply bfloat16. False if Linux does not list them.
+    """Return True if Linux lists instructions that multiply bfloat16 among the features of this CPU.
 
     Args:
         root: root of the file system to read.
@@ -351,23 +356,23 @@ def cache_size(
     draft_block_bytes: int = 0,
     draft_block_count: int = 0,
 ) -> CacheSize:
-    """Return the largest cache that fits. Call it after the weights are loaded.
+    """Return the size of the largest cache that fits. Call this function after the weights are loaded.
 
-    The budget is kv_cache_bytes if that is set. Otherwise, on a CPU it is 4 GiB or a quarter of the free memory,
-    whichever is less. On CUDA it is memory_share of the whole memory minus the memory in use. States get at most half
-    of the budget, and copies of states a quarter.
+    The budget is kv_cache_bytes if this setting is set. Otherwise, on a CPU the budget is 4 GiB or a quarter of the
+    free memory, whichever is less. On CUDA, the budget is memory_share of the whole memory minus the memory in use.
+    States use at most half of the budget, and copies of states a quarter.
 
-    If no layer has attention, blocks need no memory. Their number is then the tokens of one context, or more: such
-    blocks only name the tokens before a copy of a state. The result may exceed what the running sequences can fill,
-    because the core limits their number.
+    If no layer has attention, blocks need no memory, and only identify the tokens before a copy of a state. There are
+    then enough blocks for one context, or more. The cache may have more blocks than the running sequences can fill,
+    because the core limits the number of running sequences.
 
     Args:
         config: model whose KV is stored.
         settings: settings of the model.
         device: device that computes.
         dtype: number format of the model.
-        draft_block_bytes: bytes of a draft model for each block.
-        draft_block_count: blocks that only the draft model has.
+        draft_block_bytes: additional bytes that a draft model needs for each block.
+        draft_block_count: number of additional blocks that only the draft model has.
 
     Raises:
         StartupError: not even one block or one state fits.
@@ -408,7 +413,8 @@ def cache_size(
 def free_host_bytes(root: Path = Path("/")) -> int:
     """Return the memory that this process may still allocate.
 
-    It is the kernel's available memory, or what is left of the process's control group if that is less.
+    The result is the available memory that Linux reports. If the process's control group may use less memory, the
+    result is the unused part of the group's limit.
 
     Args:
         root: root of the file system to read.
@@ -427,9 +433,10 @@ def _available_bytes(root: Path) -> int:
 
 
 def _cgroup_bytes(root: Path) -> int:
-    """Return the limit minus the usage of the control group of a container (version 2, then 1). No limit is 2 ** 63.
+    """Return the limit minus the usage of a container's control group (version 2, else 1), or 2 ** 63 without a limit.
 
-    Pages of files count as free: the kernel evicts them first, and a model that was just read has filled them.
+    Cached pages of files count as free memory, because Linux evicts them first. After a model was read, most of the
+    used memory consists of such pages.
     """
     for folder, limit, used in (
         ("sys/fs/cgroup", "memory.max", "memory.current"),

@@ -1,1 +1,3 @@
-"""Models that make images in many denoising steps. Components of diffusers compute requests at any steps together."""
+"""Models that create images in many denoising steps.
+
+One pass of a diffusers network computes a step of several requests, which may be at different steps."""

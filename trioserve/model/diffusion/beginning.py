@@ -1,9 +1,10 @@
 """Creates the state of a request before its first step: network inputs, schedule and first latent.
 
-Random numbers are drawn in the order of diffusers' pipelines from a generator of the request. So a seed gives the same
-image as in diffusers.
+Each request has its own random generator, and draws its numbers in the order in which diffusers' pipelines draw them.
+Therefore, a seed gives the same image as in diffusers.
 
-The VAE converts images to latents of about unit variance and back, one at a time because it needs most memory.
+The VAE converts images to latents of about unit variance, and latents to images. It converts one image at a time,
+because it needs more memory than all other components.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trioserve.model.diffusion.solvers import Solver
 
 __all__ = ["mask_tensor", "image_of", "image_tensor", "Autoencoder", "Beginning"]
 
-MASK_BRIGHT = 128  # of 255. Pixels of a mask from this brightness on may change.
+MASK_BRIGHT = 128  # Brightness from 0 to 255. Where a mask has at least this brightness, the image may change.
 
 
 def image_of(values: torch.Tensor) -> RGBImage:
@@ -39,7 +40,7 @@ def image_of(values: torch.Tensor) -> RGBImage:
 
 
 def image_tensor(picture: RGBImage, width: int, height: int) -> torch.Tensor:
-    """Convert an image to a tensor. It is resized if its size differs.
+    """Convert an image to a tensor. The image is resized if its size differs.
 
     Args:
         picture: the image.
@@ -54,13 +55,13 @@ def image_tensor(picture: RGBImage, width: int, height: int) -> torch.Tensor:
 
 
 def mask_tensor(mask: RGBImage, width: int, height: int, scale: int) -> torch.Tensor:
-    """Convert a mask image to a tensor. It is resized if its size differs.
+    """Convert a mask image to a tensor. The mask is resized if its size differs.
 
     Args:
-        mask: the image. The mean of a pixel's colours counts, see MASK_BRIGHT.
+        mask: the mask image. The brightness of a pixel is the mean of its colours, see MASK_BRIGHT.
         width: width of the edited image in pixels.
         height: height of the edited image in pixels.
-        scale: image pixels per side of one value.
+        scale: side length, in image pixels, of the square that one value of the result stands for.
 
     Returns:
         float32 [1, 1, height / scale, width / scale]: 1 where the image may change, else 0.
@@ -98,7 +99,8 @@ class Autoencoder:
         means, deviations = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
         factor = torch.tensor(_number(config, "scaling_factor"))
         shift = torch.tensor(_number(config, "shift_factor") if getattr(config, "shift_factor", None) else 0.0)
-        if means is not None and deviations is not None:  # one value for each channel
+        # Means and deviations are lists with one value for each channel.
+        if means is not None and deviations is not None:
             shift = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)
             factor = factor / torch.tensor(deviations, dtype=torch.float32).view(1, -1, 1, 1)
         device = next(network.parameters()).device
@@ -108,8 +110,8 @@ class Autoencoder:
         """Encode an image into a latent.
 
         Args:
-            picture: [1, 3, height, width], values from -1 to 1.
-            noise: draws the latent from the distribution that the VAE predicts.
+            image: [1, 3, height, width], values from -1 to 1.
+            noise: random generator that draws the latent from the distribution that the VAE predicts.
 
         Returns:
             float32 [1, channels, height / scale, width / scale].

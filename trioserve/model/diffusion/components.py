@@ -25,7 +25,7 @@ __all__ = ["load_parts", "make_family"]
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS_SPARE = 256  # parameters of a network that its weights may lack, such as tables of positions
+PARAMETERS_SPARE = 256  # number of parameters that may be missing in the stored weights, such as tables of positions
 ELEMENTS_SPARE = 2**24
 PARAMETERS_PER_CHECK = 64
 
@@ -43,15 +43,17 @@ def load_parts(
         directory: the diffusers directory.
         device: device of the networks.
         dtype: dtype of the networks. A VAE that overflows in float16 is loaded as float32.
-        check_tokenizer: raises ModelLoadError for an unsafe tokenizer of the tokenizers library. It also takes the
-            folder that the tokenizer came from.
-        progress: called with a component's name before it is read, and during reading. An exception ends the loading.
+        check_tokenizer: raises ModelLoadError for an unsafe tokenizer of the tokenizers library. Its second argument is
+            the tokenizer's folder.
+        progress: called with a component's name before the component is read, and during reading. An exception ends
+            the loading.
 
     Raises:
-        ModelLoadError: a file is damaged, or a tensor is missing. transformers would replace it by random numbers.
+        ModelLoadError: a file is damaged, or a tensor is missing. transformers would replace a missing tensor by random
+            numbers.
     """
     components: dict[str, Any] = {}
-    transformers.utils.logging.disable_progress_bar()  # the server's terminal must not show it
+    transformers.utils.logging.disable_progress_bar()  # The server's terminal must not show a library's progress bar.
     for name in directory.pipeline.classes:
         progress(name)
         try:
@@ -61,7 +63,7 @@ def load_parts(
                 components[name] = _load(directory, name, device, dtype, functools.partial(progress, name))
         except ModelLoadError:
             raise
-        except Exception as error:  # libraries trust the files, so a bad file can raise anything
+        except Exception as error:  # Libraries do not validate the files, so a bad file can raise any exception.
             raise ModelLoadError(f"{directory.path / name} cannot be loaded: {one_line(str(error))}") from error
     return Parts(components, directory.options, device, dtype)
 
@@ -82,7 +84,7 @@ def _tokenizer(directory: ImageDirectory, name: str, check: Callable[[Any, Path]
     directory.check_tokenizer_sizes(name)
     tokenizer = _class_of(directory, name).from_pretrained(str(directory.path / name), local_files_only=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # transformers 4's Python tokenizers read no rules
+    if backend is not None:  # Tokenizers that transformers 4 implements in Python read no rules from their files.
         check(backend, directory.path / name)
     return tokenizer
 
@@ -97,7 +99,7 @@ def _load(
 ) -> Any:
     folder = str(directory.path / name)
     if name == "vae" and dtype is torch.float16 and directory.vae.get("force_upcast"):
-        dtype = torch.float32  # its activations overflow float16
+        dtype = torch.float32  # Activations of this VAE overflow in float16.
     directory.check_sizes(name)
     with _bounded_network(folder, directory.stored_shapes(name), check):
         network, found = _class_of(directory, name).from_pretrained(
@@ -140,18 +142,18 @@ def _further_layer(network: torch.nn.Module, unused: Iterable[str]) -> str | Non
 
 @contextmanager
 def _bounded_network(folder: str, shapes: Sequence[tuple[int, ...]], check: Callable[[], None]) -> Iterator[None]:
-    """Limit the size of the networks that a library builds in this thread inside the context.
+    """Limit the size of the networks that a library builds in this thread while the context is open.
 
-    The limit follows from the stored weights, so it holds for every field of a config. A larger network raises
-    ModelLoadError from within the library.
+    The limit is computed from the stored weights, so no field of a config can exceed it. If the library builds a larger
+    network, ModelLoadError is raised inside the library.
 
     Args:
         folder: folder of the component, for the error text.
         shapes: shapes of the stored tensors.
-        check: called from time to time. An exception ends the loading.
+        check: called repeatedly during loading. An exception ends the loading.
     """
     # A library registers a parameter when it builds the network, and again when it reads the tensor. Tied tensors
-    # are registered more often.
+    # are registered more than twice.
     count_max = 4 * len(shapes) + PARAMETERS_SPARE
     elements_max = 4 * sum(map(math.prod, shapes)) + ELEMENTS_SPARE
     thread_id, count, elements = threading.get_ident(), 0, 0

@@ -1,4 +1,4 @@
-"""The description of an image model: allowed sizes, steps and samplers, and its defaults. Settings of the model."""
+"""Describes an image model: allowed sizes, steps and samplers, and defaults. Also defines the model's settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ImageModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an image model.
 
     Attributes:
-        dtype: "auto" is the checkpoint's dtype, or float32 for a float16 checkpoint on a CPU, where float16 is slow.
-            Only in float32 are the bytes of an image independent of other requests.
-        device: "auto" is CUDA if there is a GPU.
-        threads: CPU threads for computing. None is torch's default, one per core.
-        slot_count: latent slots, both for computing and for keeping, at least 1.
+        dtype: "auto" selects the checkpoint's dtype. On a CPU, where float16 is slow, it selects float32 for a float16
+            checkpoint. Only float32 guarantees that the bytes of an image do not depend on other requests.
+        device: "auto" selects CUDA if there is a GPU.
+        threads: CPU threads for computing. None selects torch's default, which is one per core.
+        slot_count: number of latent slots, at least 1. Running requests and kept states use them.
 
     Raises:
         StartupError: a value is not allowed. The error names the field.
@@ -39,12 +39,13 @@ class ImageModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"slot_count is {self.slot_count}, but must be at least 1")
 
     def placing(self) -> ModelSettings:
-        """Return the settings that text models have as well."""
+        """Return the settings that image models have in common with text models."""
         return ModelSettings(dtype=self.dtype, device=self.device, threads=self.threads)
 
 
-SIDE_MAX = 2048  # pixels. The limit is twice the trained size if that is larger. Larger images lose quality.
-STEPS_WITHOUT_GUIDANCE = 4  # a model without guidance is distilled to few steps
+# Images may have this many pixels per side, or twice the trained size if that is more. Larger images lose quality.
+SIDE_MAX = 2048
+STEPS_WITHOUT_GUIDANCE = 4  # Models without guidance are distilled: they need only few steps.
 SAMPLER_NAMES = {
     "DDIMScheduler": "ddim",
     "DPMSolverMultistepScheduler": "dpm++",
@@ -57,9 +58,10 @@ PNDM_PREDICTIONS = ("epsilon", "v_prediction")
 
 
 def samplers_of(directory: ImageDirectory) -> tuple[str, ...]:
-    """Return the samplers of a model, its own scheduler first.
+    """Return the names of a model's samplers. The sampler of the model's own scheduler is the first.
 
-    If its scheduler is not supported, the others remain, because any sampler of the same kind can sample the model.
+    If the model's scheduler is not supported, the result contains only the other samplers. Each of them can sample the
+    model.
 
     Args:
         directory: the diffusers directory.
@@ -67,7 +69,7 @@ def samplers_of(directory: ImageDirectory) -> tuple[str, ...]:
     scheduler = directory.scheduler
     own = SAMPLER_NAMES.get(scheduler["_class_name"])
     if own == PNDM and not scheduler.get("skip_prk_steps", False):
-        own = None  # its first steps are Runge-Kutta steps, which are not implemented
+        own = None  # The first steps of this scheduler are Runge-Kutta steps, which are not implemented.
     allowed = directory.pipeline.samplers
     if scheduler.get("prediction_type", "epsilon") not in PNDM_PREDICTIONS:
         allowed = tuple(name for name in allowed if name != PNDM)
@@ -120,7 +122,7 @@ def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source
 
 
 def _steps_max(directory: ImageDirectory) -> int:
-    count = directory.scheduler.get("num_train_timesteps", 1000)  # diffusers' default
+    count = directory.scheduler.get("num_train_timesteps", 1000)  # 1000 is the default of diffusers.
     if not isinstance(count, int) or count < 1:
         raise ModelLoadError(
             f"{directory.path}: scheduler_config.json: num_train_timesteps is {count!r}, but must be at least 1"
@@ -131,10 +133,10 @@ def _steps_max(directory: ImageDirectory) -> int:
 def _classes(directory: ImageDirectory) -> tuple[str, ...]:
     """Return the names of a model's classes. A class without a name is named by its number.
 
-    If the first classes have names and no later ones do, there are no further classes. DiTPipeline gives rows without a
-    class the index 1000, so a network cannot have fewer embeddings than that.
+    If only the first classes have names, the model has no other classes. A network has at least 1000 embeddings even if
+    it has fewer classes, because DiTPipeline always uses the index 1000 for rows without a class.
     """
-    count = directory.denoiser.get("num_embeds_ada_norm", 1000)  # diffusers' default
+    count = directory.denoiser.get("num_embeds_ada_norm", 1000)  # 1000 is the default of diffusers.
     labels = directory.labels
     if not isinstance(count, int) or count < 1 or any(not 0 <= index < count for index in labels):
         raise ModelLoadError(

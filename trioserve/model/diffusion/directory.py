@@ -24,31 +24,31 @@ from trioserve.model.model_config import Dtype
 __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
 
 INDEX_NAME = "model_index.json"
-JSON_BYTES_MAX = 16 * 2**20  # per config file. Labels of some thousand classes need a tenth of this.
-TOKENIZER_BYTES_MAX = 64 * 2**20  # per file of a tokenizer. Files of CLIP and T5 have up to 3 MB.
+JSON_BYTES_MAX = 16 * 2**20  # Limit per config file. Labels of some thousand classes need a tenth of this limit.
+TOKENIZER_BYTES_MAX = 64 * 2**20  # Limit per file of a tokenizer. Files of CLIP and T5 have up to 3 MB.
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
-WHOLE_MAX = 65_536  # for numbers in a config, unless a stored tensor has a larger side
-SCHEDULER_WHOLE_MAX = 100_000  # for numbers in a scheduler's config. Schedulers are trained with 1000 timesteps.
-# Fields that must be at least 1, by the ends of their names. Fields of a decoder may be 0 in an encoder's config.
+WHOLE_MAX = 65_536  # Limit for numbers in a config, unless a stored tensor has a larger dimension.
+SCHEDULER_WHOLE_MAX = 100_000  # Limit for numbers in a scheduler's config. Models are trained with 1000 timesteps.
+# Fields whose names have these endings must be at least 1. In an encoder's config, fields of a decoder may be 0.
 POSITIVE_ENDINGS = ("_channels", "_dim", "_distance", "_groups", "_heads", "_kernel", "_layers", "_size")
 POSITIVE_NAMES = ("d_ff", "d_kv", "d_model", "layers_per_block")
-BLOCKS_MAX = 16  # each halves the sides of an image. Real VAEs have 3 to 5.
+BLOCKS_MAX = 16  # Each block halves the sides of an image. Real VAEs have 3 to 5 blocks.
 DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 DIGEST_BYTES = 8
-SAMPLES, SAMPLE_BYTES = 64, 4096  # per file, evenly distributed
+SAMPLES, SAMPLE_BYTES = 64, 4096  # samples per file, evenly distributed, and bytes per sample
 
 
 def is_image_model(directory: str | Path) -> bool:
-    """Return True if a directory contains an image model of diffusers, also of an unsupported kind.
+    """Return True if a directory contains an image model of diffusers, even an unsupported one.
 
     Args:
         directory: any path.
     """
     try:
         return (Path(directory) / INDEX_NAME).is_file()
-    except OSError:  # for example, the name is too long
+    except OSError:  # An example of a cause is a name that is too long.
         return False
 
 
@@ -70,14 +70,14 @@ class ImageDirectory:
         path: a directory that diffusers' save_pretrained wrote.
 
     Attributes:
-        pipeline: the kind of the model.
+        pipeline: the diffusers pipeline of the model.
         denoiser: config of the network that computes the steps.
         vae: config of the VAE.
         scheduler: config of the scheduler, with its class as `_class_name`.
         fills_in: True for an inpainting network, whose input includes the mask.
 
     Raises:
-        ModelLoadError: the path is not such a directory, or its kind is not supported.
+        ModelLoadError: the path is not a diffusers directory, or the pipeline is not supported.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -112,7 +112,7 @@ class ImageDirectory:
 
     @property
     def vae_scale(self) -> int:
-        """Image pixels per side of one latent pixel."""
+        """Side length of one latent pixel in image pixels."""
         channels: list[int] = self._field("vae", self.vae, "block_out_channels", list)
         if len(channels) > BLOCKS_MAX:
             raise ModelLoadError(
@@ -141,14 +141,14 @@ class ImageDirectory:
         ending = "" if variant is None else f".{variant}"
         folder = self.path / self.pipeline.denoiser
         for name in WEIGHT_NAMES:
-            # Weights are one file, or several such as "...-00001-of-00002.safetensors". Other files may exist as well.
+            # Weights are in one file, or in several files with names such as "...-00001-of-00002.safetensors".
             for pattern in (f"{name}{ending}.safetensors", f"{name}{ending}-?????-of-?????.safetensors"):
                 for path in sorted(folder.glob(pattern)):
                     return _stored_dtype(path)
         raise ModelLoadError(f"{folder}: the weight files are missing: the directory is incomplete")
 
     def variant(self, component: str) -> str | None:
-        """Return the variant of a component's weights that is present.
+        """Return the name of the weight variant that a component's folder contains.
 
         Args:
             component: name of the component.
@@ -265,14 +265,14 @@ class ImageDirectory:
             )
 
     def _fills_in(self) -> bool:
-        """Return True if the network also reads a mask and the latent of the unmasked part.
+        """Return True for an inpainting network, whose input includes a mask and the latent of the unmasked part.
 
-        Inpainting networks of Stable Diffusion do, with 9 input channels.
+        Inpainting networks of Stable Diffusion have 9 input channels.
 
         Raises:
-            ModelLoadError: the network needs any other additional input.
+            ModelLoadError: the network needs an additional input that is not supported.
         """
-        channels = self.vae.get("latent_channels", 4)  # diffusers' default
+        channels = self.vae.get("latent_channels", 4)  # 4 is the default of diffusers.
         if not isinstance(channels, int):
             raise ModelLoadError(
                 f"{self.path / 'vae' / 'config.json'}: latent_channels is {channels!r}, must be a number"
@@ -301,7 +301,7 @@ class ImageDirectory:
                 )
         config["_class_name"] = entry[1]
         if entry[1] != "DDIMScheduler":
-            config.setdefault("clip_sample", False)  # DDIM's default is True, but other schedulers never clip
+            config.setdefault("clip_sample", False)  # DDIM clips by default, but other schedulers never clip.
         if self.pipeline.corrects_scheduler:
             config = {**config, "steps_offset": 1, "clip_sample": False}
             if self._index["_class_name"] == "StableDiffusionInpaintPipeline":
@@ -317,7 +317,7 @@ class ImageDirectory:
 
 def _least(name: str) -> float:
     if name.endswith(("_id", "_ids")):
-        return -math.inf  # token ids. Some files have -1 for none.
+        return -math.inf  # Fields with token ids may contain -1, which stands for no token.
     is_positive = name in POSITIVE_NAMES or name.endswith(POSITIVE_ENDINGS)
     return 1 if is_positive and "decoder" not in name else 0
 
@@ -339,7 +339,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > JSON_BYTES_MAX:
             raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are allowed")
-        # msgspec rejects numbers such as -Infinity, which configs of schedulers contain.
+        # json is used because msgspec rejects numbers such as -Infinity, which configs of schedulers contain.
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read ({error.strerror}): the directory is incomplete") from None
@@ -351,7 +351,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stored_dtype(path: Path) -> Dtype:
-    """Return the dtype of the first tensor of floating-point numbers, or float32 if there is none."""
+    """Return the dtype of the first floating-point tensor, or float32 without floating-point tensors."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -367,9 +367,9 @@ def _stored_dtype(path: Path) -> Dtype:
 
 
 def name_of_weights(directory: ImageDirectory) -> str:
-    """Name the weights by their family and a digest of samples of all files.
+    """Return a name for the weights: their family, and a digest of byte samples from all files.
 
-    Reading all bytes would take as long as loading. Training changes all weights, so samples are enough.
+    Reading all bytes would take as long as loading the model. Samples are enough, because training changes all weights.
 
     Args:
         directory: a diffusers directory.

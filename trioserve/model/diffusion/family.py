@@ -1,11 +1,11 @@
 """The interface of an image model family: encodes prompts into network inputs and calls the network.
 
-A latent slot contains the complete state of a request. It is frozen, and each step replaces it. A denoising step is a
-weighted sum of known tensors:
+A latent slot contains the complete state of a request. The state is frozen, and each step replaces it by a new state.
 
-The known tensors are the latent, the network's output, the clean latent that these two predict, noise, and results of
-earlier steps (outputs or clean latents). Diffusers' schedulers are objects with a state. Weights have none, so requests
-at different steps and with different solvers share a pass, and all state is in their slots.
+A denoising step computes a weighted sum of several tensors: the latent, the network's output, the clean latent that
+these two predict, noise, and results of earlier steps (outputs or clean latents). Diffusers' schedulers are objects
+that keep a state. Here a solver only supplies weights, which have no state. Therefore, requests at different steps and
+with different solvers can share a forward pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SolverStep(msgspec.Struct, frozen=True, kw_only=True):
         input_scale: factor on the latent before it enters the network.
         clean_of_latent: weight of the latent in the predicted clean latent.
         clean_of_output: weight of the network's output in the predicted clean latent.
-        clean_limit: the clean latent is clamped to -clean_limit .. clean_limit. None does not clamp.
+        clean_limit: the clean latent is clamped to -clean_limit .. clean_limit. None disables clamping.
         next_of_latent: weight of the latent in the next latent.
         next_of_output: weight of the network's output in the next latent.
         next_of_clean: weight of the clean latent in the next latent.
@@ -68,9 +68,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: the steps in order.
         initial_scale: factor on the noise that a new image starts from.
-        noised: for each step, the weights of a given image's latent and of noise in the latent before the step.
+        noised: for each step, the weights of the edited image's latent and of noise in the latent before the step.
         history_count: number of earlier results that a step needs.
-        remembers_outputs: True if those results are outputs of the network, False if they are clean latents.
+        remembers_outputs: True if earlier results are outputs of the network, False if they are clean latents.
     """
 
     steps: tuple[SolverStep, ...]
@@ -88,8 +88,8 @@ class Original(msgspec.Struct, frozen=True):
     """The image that a request edits within a mask.
 
     Attributes:
-        latent: its latent, [1, channels, height, width].
-        noise: the noise that is added to it before each step, [1, channels, height, width].
+        latent: latent of the image, [1, channels, height, width].
+        noise: noise that is added to the latent before each step, [1, channels, height, width].
         mask: [1, 1, height, width], 1 where the image may change.
     """
 
@@ -106,7 +106,7 @@ class LatentState(msgspec.Struct, frozen=True, kw_only=True):
         steps_done: denoising steps computed so far.
         schedule: steps of the request.
         latent: float32 [1, channels, height, width].
-        rows: network inputs of each row of a step. The first row has the prompt, a second one is for guidance.
+        rows: network inputs of each row of a step. The first row has the prompt. A second row is for guidance.
         earlier: results of earlier steps that the solver needs, newest first.
         original: the edited image, or None.
     """
@@ -124,11 +124,11 @@ MASKED = "masked"
 """Name in Inputs, for inpainting networks: the mask and the latent of the unmasked part, [rows, 1 + channels, ...]."""
 
 
-CLIP_TOKENS_MAX = 1024  # tokens of a prompt, against bad tokenizer files. CLIP's limit is 77.
+CLIP_TOKENS_MAX = 1024  # Maximum tokens of a prompt, which bad tokenizer files cannot exceed. CLIP's limit is 77.
 
 
 class BadTask(Exception):
-    """A task that this model cannot do. Its text is sent to the client."""
+    """The task is not possible with this model. The message is sent to the client."""
 
 
 class Parts:
@@ -165,7 +165,7 @@ class Family(Protocol):
     Attributes:
         channels: channels of the latents.
         network: computes the denoising steps.
-        apart: its modules whose output is equal for all rows and whose input tensors have no row dimension.
+        apart: modules of the network whose output is equal for all rows, and whose input tensors have no row dimension.
     """
 
     channels: int
@@ -222,7 +222,7 @@ def with_masked(latents: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
     Args:
         latents: [rows, channels, height, width].
-        inputs: inputs of all rows. MASKED holds the mask and the latent of the unmasked part.
+        inputs: inputs of all rows. The entry MASKED contains the mask and the latent of the unmasked part.
 
     Returns:
         [rows, channels, height, width], or [rows, 2 * channels + 1, height, width] with the additional input.

@@ -1,6 +1,6 @@
-"""The supported pipelines of diffusers, with the facts about each that do not need its weights.
+"""Lists the supported diffusers pipelines, with the properties of each that are known without the model's files.
 
-To add one, write its file in families/ and its entry in PIPELINES.
+To support another pipeline, add a module in families/ and an entry in PIPELINES.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ FLOW_SAMPLERS = ("flow-euler",)
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of image model.
+    """A supported diffusers pipeline.
 
     Attributes:
-        family: name in descriptions.
-        file: its module in families/.
+        family: name of the model family in descriptions.
+        file: name of the family's module in families/.
         denoiser: name of the component that computes the steps.
         classes: allowed classes of each component. Other components are not loaded.
         steps: diffusers' default number of steps.
@@ -29,7 +29,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         samplers: names of the allowed samplers.
         patch_side: latent pixels per side of one network token.
         packed_count: latent pixels that are packed into the channels of one network token.
-        latent_side: trained side in latent pixels, if the config does not name it.
+        latent_side: side that the model was trained with, in latent pixels, if the config does not contain it.
         takes_texts: True if prompts are texts, False if they are classes.
         takes_images: True if requests may edit images.
         has_guided_rows: True if guidance needs a second row in each step.

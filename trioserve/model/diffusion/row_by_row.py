@@ -1,11 +1,12 @@
 """A forward pass over several rows in which the bits of a row do not depend on the other rows.
 
 Matrix products, convolutions and norms choose the order of their sums by the size of their input. exp and sin compute
-the last numbers of a tensor with other code than the rest. Such functions are called once for each row. Sums, products
-and copies of single numbers are rounded in the same way at every position. So they run once for all rows, which keeps
-most of the speed of a joint pass.
+the last numbers of a tensor with different code than the rest. All these functions are called once for each row.
+Elementwise sums and products, and copies, round equally at every position of a tensor. They are called once for all
+rows, so the pass is almost as fast as an ordinary pass over all rows.
 
-A function in neither list could be of either kind. Then UnknownFunction ends the pass.
+The module lists the functions of both groups. If the network calls a function in neither list, UnknownFunction ends the
+pass.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["RowByRow", "UnknownFunction"]
 
-ALIGNMENT = 64  # bytes. torch aligns its allocations to it, and products may use other code at other addresses.
+# In bytes. torch aligns its allocations to 64 bytes, and a product may use different code at an unaligned address.
+ALIGNMENT = 64
 
 FIRST_HOLDS_ROWS = """
 __pow__ conv1d conv2d cos gelu group_norm layer_norm linear mean pow rms_norm rsqrt sigmoid silu sin softmax std tanh
@@ -32,7 +34,7 @@ BY_ROW = {
     for count, names in enumerate((FIRST_HOLDS_ROWS, TWO_HOLD_ROWS, THREE_HOLD_ROWS), start=1)
     for name in names.split()
 }
-HOLD_ROWS = frozenset(("attn_mask", "input", "key", "query", "value"))  # keyword arguments
+HOLD_ROWS = frozenset(("attn_mask", "input", "key", "query", "value"))  # keyword arguments whose tensors have rows
 
 EXACT = """
 __add__ __eq__ __ge__ __gt__ __iadd__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __neg__ __radd__
@@ -48,21 +50,22 @@ LOOKS = """
 __get__ __len__ __set__ dim element_size is_complex is_contiguous is_floating_point ndimension numel size
 storage_offset stride
 """
-# Only tensors without rows are created by these: positions, frequencies and masks, the same in every pass.
+# These functions create only tensors without rows, such as positions, frequencies and masks. Every pass creates equal
+# tensors.
 MAKES = "__rpow__ arange as_tensor empty exp full new_ones new_zeros ones outer tensor zeros zeros_like ones_like"
 AS_IT_IS = frozenset(" ".join((EXACT, MOVES, LOOKS, MAKES)).split())
 
 
 class UnknownFunction(Exception):
-    """A function in neither list was called. It may depend on the other rows."""
+    """The network called a function that is in neither list, so its result may depend on the other rows."""
 
 
 class RowByRow(TorchFunctionMode):
     """Context in which the bits of a row do not depend on other rows: `with RowByRow(rows): network(...)`.
 
     Args:
-        rows: number of rows. The first dimension of every tensor is a multiple of it, with the entries of one row
-            side by side.
+        rows: number of rows. The first dimension of every tensor is a multiple of this number, and the entries of one
+            row are adjacent.
         apart: modules whose output is equal for all rows, and whose input tensors have no rows.
     """
 
@@ -70,7 +73,7 @@ class RowByRow(TorchFunctionMode):
         super().__init__()
         self._rows = rows
         self._apart = tuple(apart)
-        self._depth = 0  # of nested calls of modules in `apart`
+        self._depth = 0  # number of nested calls of modules in `apart`
         self._handles: list[Any] = []
 
     def __enter__(self) -> Any:

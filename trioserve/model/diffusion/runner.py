@@ -41,11 +41,11 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Abandoned(Exception):
-    """The step is abandoned: its requests have ended."""
+    """The step is abandoned, because all its requests have ended."""
 
 
 class Abandoning:
-    """Ends a forward pass early: raises Abandoned before a block of a network once the step is abandoned.
+    """Ends the forward pass of an abandoned step early, by raising Abandoned before the next block of a network.
 
     Args:
         networks: networks whose blocks get a hook.
@@ -56,7 +56,7 @@ class Abandoning:
         for network in networks:
             for module in network.modules():
                 if isinstance(module, torch.nn.ModuleList):
-                    for block in filter(None, module):  # diffusers lists None for a missing attention block
+                    for block in filter(None, module):  # The list contains None for a missing attention block.
                         block.register_forward_pre_hook(self._look)
 
     def begin(self, is_abandoned: IsAbandoned) -> None:
@@ -77,7 +77,7 @@ class Abandoning:
 
 
 def step_noise(seed: int, step: int, latent: torch.Tensor) -> torch.Tensor:
-    """Draw the normally distributed noise of one step. It is drawn on the CPU, so it is equal on all devices.
+    """Draw the normally distributed noise of one step. The CPU draws the noise, so it is equal for all devices.
 
     Args:
         seed: seed of the image.

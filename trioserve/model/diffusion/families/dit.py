@@ -25,10 +25,10 @@ class Model:
         index = task.prompt
         if not isinstance(index, int) or not 0 <= index < self._class_count:
             raise BadTask(f"the class is {index!r}, this model has classes 0 to {self._class_count - 1}")
-        # The embedding after those of the classes was trained for rows without a class.
+        # The embedding with the index `class_count` was trained for rows without a class.
         indices = (index, self._class_count) if is_guided else (index,)
         return tuple({"class_labels": torch.tensor([index], device=self._device)} for index in indices)
 
     def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         predicted: torch.Tensor = self.network(latents, timestep=timesteps, return_dict=False, **inputs)[0]
-        return predicted[:, : self.channels]  # further channels are learned variances
+        return predicted[:, : self.channels]  # The other channels are learned variances.

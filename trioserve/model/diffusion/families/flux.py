@@ -13,7 +13,7 @@ from trioserve.model.diffusion.family import Inputs, Parts, clip_tokens, prompt_
 __all__ = ["Model", "packed", "unpacked"]
 
 TOKENS_MAX, TOKENS_MAX_DISTILLED = 512, 256
-TIME_SCALE = 1000.0  # the network multiplies timesteps by it again
+TIME_SCALE = 1000.0  # The network multiplies timesteps by this factor again.
 
 
 class Model:

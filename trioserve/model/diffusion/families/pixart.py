@@ -13,7 +13,7 @@ from trioserve.model.diffusion.family import Inputs, Parts, prompt_of
 __all__ = ["Model"]
 
 TOKENS_ALPHA, TOKENS_SIGMA = 120, 300
-TABLES_MAX = 16  # of position embeddings. One for a megapixel has 19 MB.
+TABLES_MAX = 16  # Cached tables of position embeddings. The table for an image of one megapixel has 19 MB.
 
 
 class Model:
@@ -49,7 +49,7 @@ class Model:
             added_cond_kwargs={name: inputs.get(name) for name in ("resolution", "aspect_ratio")},
             return_dict=False,
         )[0]
-        return predicted[:, : self.channels]  # further channels are learned variances
+        return predicted[:, : self.channels]  # The other channels are learned variances.
 
     def _numbers(self, *numbers: float) -> torch.Tensor:
         return torch.tensor([numbers], dtype=self._dtype, device=self._device)
@@ -70,11 +70,13 @@ class Model:
 
 
 class _Positions(torch.nn.Module):
-    """Cache of position embeddings. The network would recompute embeddings of unusual sizes in each pass."""
+    """Cache of position embeddings. Without this cache, the network computes embeddings for untrained sizes in each
+    pass.
+    """
 
     def __init__(self, patches: Any) -> None:
         super().__init__()
-        self._patches = (patches,)  # in a tuple, so that torch does not register it as a child
+        self._patches = (patches,)  # torch does not register a module inside a tuple as a child.
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
 
     def forward(self, height: int, width: int) -> None:

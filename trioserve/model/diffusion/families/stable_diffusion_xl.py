@@ -26,7 +26,7 @@ class Model:
 
     def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
         sides = (task.height, task.width)
-        # Original size, position of the crop, and target size, as in training.
+        # The six numbers are the original size, the crop's top left corner and the target size, as in training.
         times = torch.tensor([[*sides, 0, 0, *sides]], dtype=self._dtype, device=self._device)
         rows = [{**self._embed(prompt_of(task)), "time_ids": times}]
         if is_guided and task.negative_prompt is None and self._has_zeros_for_empty:
@@ -54,5 +54,5 @@ class Model:
             hidden.append(found.hidden_states[-2])
         return {
             "encoder_hidden_states": torch.cat(hidden, dim=-1).to(self._dtype),
-            "text_embeds": found.text_embeds.to(self._dtype),  # of the second encoder
+            "text_embeds": found.text_embeds.to(self._dtype),  # The second text encoder computes this embedding.
         }
