@@ -1,7 +1,7 @@
-"""Encoders in plain torch: all tokens of a text see each other, and no state is kept.
+"""Encoder models in torch: each token of a text attends to all tokens of the text, and no KV is stored.
 
-Texts of different lengths form one batch. Their tokens follow each other in every product. Only attention computes
-texts separately, in groups of similar length. Layers are those of BERT and ModernBERT.
+The layers are those of BERT and ModernBERT. Texts of different lengths form one batch. Matrix products compute the
+tokens of all texts as one list of rows, without padding. Only attention pads texts, in groups of similar length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 PADDED_TOKENS_MIN = 16  # Shorter texts are padded to this length, so there are fewer groups of different lengths.
-NEIGHBOURS_TOKENS_MIN = 256  # With fewer queries at a time, calls would cost more than keys that no query sees.
+# Queries per call of sliding-window attention. With fewer queries, the calls would cost more than masked keys do.
+NEIGHBOURS_TOKENS_MIN = 256
 
 ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -48,10 +49,10 @@ class Group(NamedTuple):
     """Texts of similar length.
 
     Attributes:
-        rows: int64 [texts, tokens], row of each token. Padding has the row of another token.
-        mask: bool [texts, 1, 1, tokens], True for a token. None: there is no padding.
-        kept: int64 [n], indexes of tokens in the flattened rows.
-        targets: int64 [n], rows of these tokens.
+        rows: int64 [texts, tokens], index of each token's row in the batch. Padding has the row of the first token.
+        mask: bool [texts, 1, 1, tokens], True for a token, False for padding. None: there is no padding.
+        kept: int64 [n], indexes of all tokens in the flattened `rows`, without padding.
+        targets: int64 [n], rows of these tokens in the batch.
     """
 
     rows: Tensor
@@ -96,7 +97,7 @@ class BertLayer:
 
 class ModernBertLayer:
     """ModernBERT's layer, see ModernLayers. The first layer has no norm before attention, because the embeddings are
-    already normed.
+    already normalized.
     """
 
     def __init__(
@@ -145,12 +146,12 @@ def _attended(
     frequencies: Tensor | None = None,
     reach: int | None = None,
 ) -> Tensor:
-    """Attend within each text.
+    """Compute attention: each token attends to the tokens of its text.
 
     Args:
         qkv: [T, 3 * hidden_size].
         frequencies: float32 [head_dim / 2], rotary frequencies. None: no rotation.
-        reach: tokens that are seen on either side. None: all.
+        reach: number of tokens on either side that a token attends to. None: all tokens of the text.
 
     Returns:
         [T, hidden_size].
@@ -172,14 +173,14 @@ def _attended(
 
 
 def _attended_nearby(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reach: int) -> Tensor:
-    """Attend some queries at a time to the keys within their reach.
+    """Compute attention in a sliding window, for some queries at a time and only with the keys in their windows.
 
-    So time and memory of a long text grow with its length, not with its square.
+    For a long text, time and memory then grow with its length, not with the square of its length.
 
     Args:
         queries: [texts, heads, tokens, head_dim].
-        keys: like queries.
-        values: like queries.
+        keys: same shape as queries.
+        values: same shape as queries.
     """
     found = torch.empty_like(queries)
     tokens = queries.shape[2]
@@ -198,7 +199,7 @@ def _attended_nearby(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 
 
 def _rotated(heads: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotate heads by their positions in the text (RoFormer, arXiv 2104.09864).
+    """Apply rotary position embeddings to heads (RoFormer, arXiv 2104.09864).
 
     Args:
         heads: [texts, heads, tokens, head_dim].
@@ -223,7 +224,7 @@ class Parameter:
 
 
 class LayerNorm:
-    """LayerNorm with a bias, unless the config says that norms have none."""
+    """LayerNorm with a bias, unless the config disables biases of norms."""
 
     def __init__(self, name: str, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._size = (config.hidden_size,)
@@ -243,7 +244,7 @@ class LayerNorm:
 
 
 def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
-    """Group texts whose lengths have the same next power of two. Padding is less than half of a group.
+    """Group texts whose lengths have the same next power of two, so less than half of the rows of a group is padding.
 
     Args:
         lengths: tokens of each text.
@@ -284,7 +285,7 @@ class EncodedText(NamedTuple):
 
     Attributes:
         token_ids: tokens of the text or the pair.
-        first_segment_tokens: number of tokens of the pair's first text. None: there is one text.
+        first_segment_tokens: number of tokens of the pair's first text. None: there is only one text.
     """
 
     token_ids: Sequence[int]
@@ -328,7 +329,8 @@ class Encoder:
             is_abandoned: polled before each layer.
 
         Returns:
-            [tokens of all texts, hidden_size] after the last layer, text after text. None if the step was abandoned.
+            [tokens of all texts, hidden_size] after the last layer, in the order of the texts. None if the step was
+            abandoned.
         """
         token_ids, positions, types = self._inputs(texts)
         hidden = functional.embedding(token_ids, self._embedding.weight)
@@ -373,8 +375,8 @@ class Encoder:
 
 
 class _Head:
-    """Scoring head. BERT's has tanh between two products. ModernBERT's has its own activation and then a norm between
-    them.
+    """Scoring head with two products. Between them, BERT has tanh, and ModernBERT has a configured activation and a
+    norm.
     """
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:

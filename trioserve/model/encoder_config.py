@@ -1,6 +1,6 @@
-"""Description of an encoder: a model like BERT, in which all tokens of a text see each other.
+"""Description of an encoder: a model like BERT, in which each token of a text attends to all tokens of the text.
 
-loading/encoder_directory.py makes it from a directory.
+loading/encoder_directory.py creates the description from the files of a directory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ModernLayers(msgspec.Struct, frozen=True, kw_only=True):
     their positions.
 
     Attributes:
-        rotaries: one for each layer.
-        reaches: one for each layer. A token sees this many tokens on either side. None: it sees all tokens.
+        rotaries: parameters of the rotary embedding, for each layer.
+        reaches: for each layer, the number of tokens on either side that a token attends to. None: all tokens.
         attention_bias: matrices of attention have biases.
         mlp_bias: matrices of MLPs have biases.
         norm_bias: norms have biases.
@@ -57,13 +57,14 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         position_count: rows of the position table.
         position_offset: row of the position table for the first token.
-        type_count: kinds of segments.
+        type_count: number of segment types.
         context_tokens_default: longest text that the model's authors recommend, in tokens.
         method: pooling of rows into a vector, or into the input of the scoring head.
         normalize: scale vectors to length 1.
         scores_pairs: the model has a head that scores a pair of texts.
         applies_sigmoid: the score is passed through a sigmoid.
-        modern: None means BERT's layers, with tables of positions and segments. ModernBERT has neither table.
+        modern: description of ModernBERT's layers. None means BERT's layers. Only BERT has tables of positions and
+            segments.
 
     Raises:
         ModelLoadError: values contradict each other. The message names the field.
@@ -136,7 +137,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Empty: an encoder ends no text."""
+        """End tokens, of which an encoder has none."""
         return ()
 
 

@@ -1,5 +1,6 @@
-"""Executor of an encoder: a StepPlan in, vectors or scores out. It has no KV cache, so it keeps nothing between
-steps.
+"""Executor that computes StepPlans with an encoder, and returns vectors or scores.
+
+The executor has no KV cache, so a request has no state between two steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["EncoderRunner"]
 class EncoderRunner:
     """An Executor with one encoder. Call every method in one thread, as with ModelRunner.
 
-    It also has the other members of a ModelRunner, which say that there are no blocks.
+    The class also has the members of ModelRunner that describe the KV cache. They report a cache without blocks.
     """
 
     block_count = 0
@@ -79,7 +80,7 @@ class EncoderRunner:
         device = pick_device(settings)
         dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
         if settings.dtype == "auto" and device == "cpu":
-            dtype = "float32"  # these models are small, and the precision of their vectors matters
+            dtype = "float32"  # Encoders are small, and their vectors should be precise.
         torch = torch_now("an encoder")
         from trioserve.model.encoder import Encoder
         from trioserve.model.torch_formats import TORCH_DTYPES
@@ -105,7 +106,7 @@ class EncoderRunner:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that a step reads, however few tokens it has."""
+        """Bytes of weights that every step reads, independent of the number of tokens."""
         return self.config.layer_weight_count * VALUE_BYTES[self.dtype]
 
     @property
@@ -131,7 +132,7 @@ class EncoderRunner:
         return False
 
     def warm_up(self) -> None:
-        """Compute texts of a few lengths, so that libraries choose and cache their kernels."""
+        """Compute texts of several lengths, so that libraries choose and cache their kernels before the first request."""
         from trioserve.model.encoder import EncodedText
 
         assert self._encoder is not None, "warm_up after close"
@@ -156,15 +157,15 @@ class EncoderRunner:
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """Compute a step, see Executor.
 
-        A request gets an error if its token ids are outside the vocabulary, or if its results are not finite. The rest
-        of the plan is computed.
+        A request gets an error if its token ids are outside the vocabulary, or if its results are not finite. All other
+        requests of the plan are computed.
 
         Args:
             plan: chunks to compute.
             is_abandoned: polled before each layer. True abandons the step.
 
         Returns:
-            Results of the step, or None if it was abandoned.
+            Results of the step, or None if the step was abandoned.
         """
         from trioserve.model.encoder import EncodedText
 

@@ -95,21 +95,21 @@ def step_noise(seed: int, step: int, latent: torch.Tensor) -> torch.Tensor:
 class DiffusionRunner:
     """An IterativeExecutor for one image model. All methods are called in one thread.
 
-    In float32 the bytes of an image do not depend on other requests (see row_by_row). In 16 bits they may differ a
-    little.
+    In float32, the bytes of an image do not depend on other requests (see row_by_row). In 16-bit formats, other
+    requests may change an image slightly.
 
     Args:
         family: encodes prompts and calls the network.
         parts: loaded components.
         solvers: samplers by name.
-        slot_count: latent slots, both for computing and for keeping.
+        slot_count: number of latent slots, for running requests and for kept states.
         patch_side: latent pixels per side of one network token.
         fills_in: True for an inpainting network.
 
     Attributes:
-        slots: state of the request in each slot, or None.
+        slots: state of the request in each slot. None for an empty slot.
         beginning: creates the first states.
-        computes_rows_alone: True after the network called a function that row_by_row does not know.
+        computes_rows_alone: True after the network called a function that row_by_row does not list.
         takes_every_cpu: True if computing uses all cores.
     """
 
@@ -151,7 +151,7 @@ class DiffusionRunner:
         check_tokenizer: Callable[[Any, Path], None],
         progress: Callable[[str], None] = lambda component: None,
     ) -> DiffusionRunner:
-        """Load a model. Call this in the thread that will compute.
+        """Load a model. Call this method in the thread that will compute.
 
         Args:
             directory: the diffusers directory.
@@ -202,7 +202,7 @@ class DiffusionRunner:
         self.release_latents()
 
     def release_latents(self) -> None:
-        """Drop all latents. On a GPU, free the memory that steps used as well."""
+        """Free all latents. On a GPU, also free the memory that steps used for intermediate results."""
         self.slots = [None] * len(self.slots)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -225,7 +225,8 @@ class DiffusionRunner:
             else:
                 self._decode(plan.works, result)
         except Abandoned:
-            for work in plan.works:  # the next plan, which would free them, may come much later
+            # Free the latents now: the next plan, which would free their slots, may arrive much later.
+            for work in plan.works:
                 self.slots[work.slot] = None
             return None
         finally:
@@ -252,8 +253,8 @@ class DiffusionRunner:
             stepped = [
                 _stepped(state, predicted, work) for (work, state), predicted in zip(group, predictions, strict=True)
             ]
-            # An infinite value becomes NaN in the next step. One check for the whole group, since each one waits for
-            # the GPU.
+            # An infinite value would become NaN in the next step. The whole group is checked at once, because each
+            # check waits for the GPU.
             are_numbers = torch.isfinite(torch.cat([after.latent for _, after in stepped])).flatten(1).all(1).tolist()
             for (work, _), (clean, after), is_number in zip(group, stepped, are_numbers, strict=True):
                 if not is_number:
@@ -291,7 +292,7 @@ class DiffusionRunner:
         return found
 
     def _pass(self, latents: list[torch.Tensor], timesteps: list[float], rows: list[Inputs]) -> torch.Tensor:
-        """Call the network for all rows, jointly if possible.
+        """Call the network once for all rows, or once for each row if a joint pass would change the result of a row.
 
         Args:
             latents: [1, channels, height, width] of each row, in the network's dtype.
@@ -308,7 +309,7 @@ class DiffusionRunner:
                     with RowByRow(len(rows), self.family.apart):
                         return self.family.predict(torch.cat(latents), times, _joined(rows)).float()
                 except UnknownFunction as error:
-                    # This is slower, but keeps a row's result independent of the others.
+                    # One call for each row is slower, but then a row's result does not depend on other rows.
                     logger.warning("each row is computed alone, the network calls an unknown function=%s", error)
                     self.computes_rows_alone = True
             return torch.cat(

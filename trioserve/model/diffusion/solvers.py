@@ -1,7 +1,8 @@
-"""Converts diffusers' schedulers to weights: one schedule for each number of steps.
+"""Converts diffusers' schedulers to the weights of denoising steps.
 
-Timesteps and noise levels come from the scheduler, including the spacing, shift and training values of its config. Its
-`step` method is reimplemented as weights, because a scheduler object has a state and serves one request.
+Timesteps and noise levels come from the scheduler, including the spacing, shift and training values of its config. The
+scheduler's `step` method is not called, because a scheduler object has a state and serves only one request. Weights
+reimplement the method.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from trioserve.model.diffusion.family import Schedule, SolverStep
 
 __all__ = ["Solver"]
 
-SCHEDULES_MAX = 256  # in the cache. A schedule of 50 steps has about 20 KiB and takes a millisecond to compute.
+# Schedules in the cache. A schedule of 50 steps needs about 20 KiB and takes a millisecond to compute.
+SCHEDULES_MAX = 256
 
 Weights = tuple[float, float]
 
@@ -29,10 +31,10 @@ class Solver:
 
     Args:
         name: name of the sampler.
-        config: config of any scheduler of diffusers, as `from_config` accepts it.
+        config: config of any diffusers scheduler, in the format that `from_config` accepts.
 
     Raises:
-        ModelLoadError: the config is damaged, or asks for something that is not implemented.
+        ModelLoadError: the config is damaged, or uses an option that is not implemented.
     """
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -40,13 +42,13 @@ class Solver:
         self.name = name
         try:
             self._scheduler: Any = getattr(diffusers, class_name).from_config(config, **_SETTINGS.get(name, {}))
-        except Exception as error:  # diffusers trusts the file, so a bad file can raise anything
+        except Exception as error:  # diffusers does not validate the file, so a bad file can raise any exception.
             raise ModelLoadError(f"scheduler_config.json: {class_name} cannot be created from it: {error}") from error
         self._schedules: dict[tuple[int, int, int], Schedule] = {}
         self._check()
 
     def schedule(self, step_count: int, start: int, token_count: int) -> Schedule:
-        """Return the steps for a request.
+        """Return the denoising steps of a request.
 
         Args:
             step_count: steps of the whole schedule.
@@ -63,7 +65,8 @@ class Solver:
                 self._schedules.clear()
             try:
                 found = self._steps(self._scheduler, step_count, start, token_count)
-            except (ArithmeticError, IndexError) as error:  # equal noise levels, or a step after the last one
+            # ArithmeticError: two noise levels are equal. IndexError: a step is after the last noise level.
+            except (ArithmeticError, IndexError) as error:
                 raise ValueError(f"noise levels are too close: {error}") from error
             self._schedules[key] = found
         return found
@@ -107,7 +110,7 @@ def _ddim(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
         next_alpha = float(scheduler.alphas_cumprod[before] if before >= 0 else scheduler.final_alpha_cumprod)
         signal, noise = math.sqrt(alpha), math.sqrt(1 - alpha)
         clean = _clean(config.prediction_type, signal, noise)
-        # The noise that the network predicts, not the noise that remains after the clean latent was clamped.
+        # The step uses the noise that the network predicts, even if the clean latent was clamped.
         noise_of_latent, noise_of_output = _noise(config.prediction_type, signal, noise)
         left = math.sqrt(1 - next_alpha)
         steps.append(
@@ -131,7 +134,7 @@ def _euler(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sc
 
 
 def _euler_ancestral(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
-    """Compute ancestral Euler steps, as k-diffusion does: each goes below the next sigma and then adds noise."""
+    """Compute ancestral Euler steps, as k-diffusion does: each step goes below the next sigma, then adds noise."""
 
     def down_and_up(sigma: float, next_sigma: float) -> Weights:
         up = next_sigma * math.sqrt(sigma**2 - next_sigma**2) / sigma
@@ -147,7 +150,8 @@ def _sigma_steps(scheduler: Any, step_count: int, start: int, aims_at: Callable[
         scheduler: a scheduler of diffusers.
         step_count: steps of the whole schedule.
         start: number of first steps that are skipped.
-        aims_at: takes a sigma and the next one. It returns the sigma to step to, and the sigma of noise to add.
+        aims_at: function of a sigma and the next sigma. It returns the sigma after the step, and the sigma of the noise
+            that is then added.
     """
     scheduler.set_timesteps(step_count)
     sigmas = [float(sigma) for sigma in scheduler.sigmas]
@@ -155,7 +159,7 @@ def _sigma_steps(scheduler: Any, step_count: int, start: int, aims_at: Callable[
     for index in range(start, step_count):
         sigma = sigmas[index]
         scale = 1 / math.sqrt(sigma**2 + 1)
-        # The network predicts for a latent of unit variance, of which sigma / sqrt(sigma^2 + 1) is noise.
+        # The network's input has unit variance, and its noise has the standard deviation sigma / sqrt(sigma^2 + 1).
         of_latent, of_output = _clean(scheduler.config.prediction_type, scale, sigma * scale)
         aim, added = aims_at(sigma, sigmas[index + 1])
         kept = aim / sigma
@@ -204,7 +208,7 @@ def _dpm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sche
 
 
 def _flow(scheduler: Any, step_count: int, start: int, token_count: int) -> Schedule:
-    """Compute Euler steps along a flow from noise to an image.
+    """Compute Euler steps of a flow model.
 
     A latent is (1 - sigma) * image + sigma * noise, and the network predicts noise - image. The shift of the sigmas
     depends on the size of the image (arXiv 2403.03206).
@@ -233,12 +237,12 @@ def _flow(scheduler: Any, step_count: int, start: int, token_count: int) -> Sche
 def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
     """Compute steps of a linear multistep method over network outputs (arXiv 2202.09778, no Runge-Kutta steps).
 
-    This matches diffusers' PNDMScheduler with skip_prk_steps. It computes the first step twice, the second time with
-    the mean of the outputs at both ends. So it calls the network once more than it has noise levels (see
-    network_steps).
+    The steps match diffusers' PNDMScheduler with skip_prk_steps. The first step is computed twice. The second time, it
+    uses the mean of the network's outputs before and after the step. Therefore, the network is called once more than
+    there are noise levels (see network_steps).
 
-    If an image is edited, the first steps are skipped. The first two remaining steps then count as this double step,
-    even if their noise levels differ. diffusers does the same.
+    If an image is edited, the first steps are skipped. As in diffusers, the first two remaining steps are then computed
+    like the repeated first step, even if their noise levels differ.
     """
     levels_count = step_count - 1 if step_count > 1 else 1
     scheduler.set_timesteps(levels_count)
@@ -247,13 +251,14 @@ def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
     stride = config.num_train_timesteps // levels_count
     steps: list[SolverStep] = []
     noised: list[Weights] = []
-    first: Weights = (1.0, 0.0)  # weights of the first latent and of the first output in the second latent
+    first: Weights = (1.0, 0.0)  # Weights of the first latent and of the first output in the second latent.
     for index, timestep in enumerate(timesteps[start:]):
         signal, noise = _signal_and_noise(scheduler, timestep)
         from_timestep = timestep + stride if index == 1 else timestep
         of_latent, of_output = _pndm_weights(scheduler, from_timestep, from_timestep - stride)
         weights: dict[str, Any]
-        if index == 1:  # restarts at the first latent, which is recovered from the second latent
+        # The step with index 1 starts at the first latent again, and computes this latent from the second latent.
+        if index == 1:
             of_second = of_latent / first[0]
             of_first_output = of_output / 2 - of_second * first[1]
             weights = {"of_latent": of_second, "of_output": of_output / 2, "of_earlier": (of_first_output,)}
@@ -277,8 +282,8 @@ def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
     )
 
 
-# Weights of network outputs, newest first, by the index of a step. Steps from 5 on share one entry. The output of
-# step 1 is only used in that step.
+# Weights of network outputs, newest first, by the index of a step. The entry 5 is also used for all later steps. The
+# output of step 1 has the weight 0 in all other steps.
 _PNDM_SHARES: dict[int, tuple[float, ...]] = {
     0: (1.0,),
     2: (3 / 2, 0.0, -1 / 2),
@@ -289,7 +294,7 @@ _PNDM_SHARES: dict[int, tuple[float, ...]] = {
 
 
 def _pndm_weights(scheduler: Any, timestep: int, next_timestep: int) -> Weights:
-    """Return the weights of a latent and of a network output in a step between two timesteps (formula 9 there)."""
+    """Return the weights of a latent and of a network output in a step (arXiv 2202.09778, formula 9)."""
     signal, noise = _signal_and_noise(scheduler, timestep)
     next_signal, next_noise = _signal_and_noise(scheduler, next_timestep)
     of_latent = next_signal / signal
@@ -338,7 +343,7 @@ def _clean(prediction: str, signal: float, noise: float) -> Weights:
 
 
 def _noise(prediction: str, signal: float, noise: float) -> Weights:
-    """Return the weights of a latent and of a network output in the predicted noise. Arguments as in `_clean`."""
+    """Return the weights of a latent and of a network output in the predicted noise. For arguments see `_clean`."""
     if prediction == "epsilon":
         return 0.0, 1.0
     if prediction == "v_prediction":
@@ -356,7 +361,11 @@ def _level(sigma: float, *, is_flow: bool) -> tuple[float, float, float]:
 
 
 def _dpm_order(config: Any, index: int, step_count: int, steps_done: int) -> int:
-    """Return the order of a step: lower at the start, without history, and at the end, where noise falls fast."""
+    """Return the order of a DPM-Solver++ step.
+
+    First steps have a lower order, because few earlier results exist. Last steps have a lower order, because the noise
+    level falls fast.
+    """
     is_few = config.lower_order_final and step_count < 15
     if index == step_count - 1 and (config.euler_at_final or is_few or config.final_sigmas_type == "zero"):
         return 1
@@ -365,11 +374,11 @@ def _dpm_order(config: Any, index: int, step_count: int, steps_done: int) -> int
 
 
 def _dpm_weights(config: Any, levels: list[tuple[float, float, float]], index: int, order: int) -> dict[str, Any]:
-    """Return the `next_of_*` weights of a step from noise level `index` to the next one."""
+    """Return the `next_of_*` weights of a step from noise level `index` to the next noise level."""
     (_, noise, level), (next_signal, next_noise, next_level) = levels[index], levels[index + 1]
     width = next_level - level
     is_sde = config.algorithm_type == "sde-dpmsolver++"
-    # The stochastic variant goes twice as far and then adds noise.
+    # The step of the stochastic variant is twice as long, and then adds noise.
     reach = 2 * width if is_sde else width
     of_latent = next_noise / noise * (math.exp(-width) if is_sde else 1.0)
     first = -next_signal * math.expm1(-reach)
@@ -386,7 +395,8 @@ def _dpm_weights(config: Any, levels: list[tuple[float, float, float]], index: i
         return {**weights, "next_of_clean": first + slope, "next_of_earlier": (-slope,)}
     earlier_ratio = (levels[index - 1][2] - levels[index - 2][2]) / width
     square = -next_signal * ((math.expm1(-reach) + reach) / reach**2 - 0.5)
-    # D1 = near + ratio / span * (near - far), D2 = (near - far) / span. near and far are differences of clean latents.
+    # The paper's D1 is near + ratio / span * (near - far), and D2 is (near - far) / span. `near` and `far` stand for
+    # differences of clean latents.
     span = ratio + earlier_ratio
     of_near = linear * (1 + ratio / span) + square / span
     of_far = -linear * ratio / span - square / span

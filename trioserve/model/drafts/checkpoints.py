@@ -1,13 +1,13 @@
-"""Files of draft models: EAGLE-3 heads, prediction layers of a checkpoint, and checks that a draft fits its target.
+"""Reads the files of draft models (EAGLE-3 heads, prediction layers), and checks that they fit the target model.
 
 An EAGLE-3 head is one layer that reads hidden states of the model that it was trained for. Source:
 `LlamaForCausalLMEagle3` (Li, Wei, Zhang, Zhang: EAGLE-3, arXiv 2503.01840). config.json describes a Llama with one
-layer. model.safetensors contains fc, midlayer, norm, lm_head and d2t. d2t maps the head's smaller vocabulary: added to
-a token id of the head, it gives the token id of the target model.
+layer. model.safetensors contains fc, midlayer, norm, lm_head and d2t. d2t maps the head's smaller vocabulary to the
+target model's: a token id of the head plus its entry in d2t is the token id of the target model.
 
 A prediction layer (multi-token prediction, MTP) is part of the checkpoint of its model. DeepSeek-V3 (arXiv 2412.19437,
-2.2) and GLM-4.5 store it as model.layers.N, where N is the number of layers. It is a layer like the last one, with the
-additional tensors enorm, hnorm, eh_proj and shared_head.
+2.2) and GLM-4.5 store the prediction layer as model.layers.N, where N is the number of layers. The prediction layer is
+like the model's last layer, and has the additional tensors enorm, hnorm, eh_proj and shared_head.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class EagleCheckpoint:
         path: the file with the weights.
         config: description of the head's layer, with the vocabulary of the target model.
         vocab_size: number of tokens that the head can propose.
-        tapped_layers: layers of the target model whose inputs the head reads. None is EAGLE-3's default choice.
-        norms_residual: True if the residual of attention is the hidden state after its norm, False if before.
+        tapped_layers: layers of the target model whose inputs the head reads. None selects EAGLE-3's default layers.
+        norms_residual: True if the residual of attention is the hidden state after the norm, False if it is the hidden
+            state before the norm.
     """
 
     path: Path
@@ -74,7 +75,7 @@ class EagleCheckpoint:
         """Read all tensors.
 
         Returns:
-            Arrays by name without "model." in front: int64 for integer tensors, float32 for the others.
+            Arrays by tensor name, without the prefix "model.". Integer tensors become int64, other tensors float32.
 
         Raises:
             ModelLoadError: a tensor is stored in a type that is not supported.
@@ -86,7 +87,7 @@ class EagleCheckpoint:
                 found[name] = stored.bytes().view("<i8").reshape(stored.shape)
             elif stored.storage in PLAIN_DTYPES:
                 found[name] = read_plain(stored.path, stored.offset, stored.shape, stored.dtype, "float32")
-            elif name != "t2d":  # the inverse of d2t, not needed
+            elif name != "t2d":  # t2d is the inverse of d2t and not needed.
                 raise ModelLoadError(f"{name} in {self.path} is stored as {stored.storage}, which is not supported")
         return found
 
@@ -124,7 +125,7 @@ def is_eagle(directory: Path) -> bool:
 
 
 def open_eagle(directory: Path) -> EagleCheckpoint:
-    """Open an EAGLE-3 head. Only its config.json is read.
+    """Open an EAGLE-3 head. Only the file config.json is read.
 
     Args:
         directory: directory with config.json and model.safetensors.
@@ -218,7 +219,7 @@ class MtpCheckpoint:
 
     Attributes:
         config: description of the target model.
-        layer: the part that is an ordinary layer.
+        layer: the tensors that an ordinary layer also has, as a checkpoint with one layer.
 
     Raises:
         StartupError: the checkpoint has no prediction layer.
@@ -238,10 +239,10 @@ class MtpCheckpoint:
         self.layer = MtpLayer(checkpoint.config, stored, checkpoint.files)
 
     def read(self, name: str, *shape: int) -> npt.NDArray[Any]:
-        """Read a tensor that is not part of the ordinary layer.
+        """Read a tensor that an ordinary layer does not have.
 
         Args:
-            name: its name without "model.layers.N." and ".weight".
+            name: name of the tensor without "model.layers.N." and ".weight".
             shape: expected shape.
 
         Returns:
@@ -261,7 +262,7 @@ class MtpCheckpoint:
         return tensor.stored(name, TensorPlace(name, shape)).read("float32")
 
     def read_or_shared(self, name: str, shared: str, *shape: int) -> npt.NDArray[Any]:
-        """Read a tensor of the prediction layer, or the target model's tensor if it is not stored.
+        """Read a tensor of the prediction layer. If it is not stored, read the target model's tensor.
 
         Args:
             name: name of the prediction layer's tensor, see `read`.
@@ -279,7 +280,7 @@ class MtpCheckpoint:
         """Read a tensor of the target model.
 
         Args:
-            name: its name.
+            name: name of the tensor.
 
         Returns:
             The values as float32.
@@ -324,7 +325,7 @@ def check_draft(config: ModelConfig, draft: ModelConfig, name: str) -> None:
 
 
 def check_same_tokens(tokenizer: TokenNames, draft: TokenNames, name: str) -> None:
-    """Compare the texts of all tokens. This takes some hundredths of a second.
+    """Compare the texts of all tokens. The comparison takes some hundredths of a second.
 
     Args:
         tokenizer: tokenizer of the target model.
@@ -332,7 +333,7 @@ def check_same_tokens(tokenizer: TokenNames, draft: TokenNames, name: str) -> No
         name: name of the draft model for error texts.
 
     Raises:
-        StartupError: a token differs. The error names the first one.
+        StartupError: a token differs. The error names the first token that differs.
     """
     for token_id in range(min(tokenizer.vocab_size, draft.vocab_size)):
         ours, theirs = tokenizer.token_text(token_id), draft.token_text(token_id)
@@ -345,12 +346,12 @@ def check_same_tokens(tokenizer: TokenNames, draft: TokenNames, name: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """Draft model to load.
+    """Opened draft model that is not loaded yet.
 
     Attributes:
         name: name for messages.
-        settings: how the draft model is computed.
-        token_count: most tokens that it proposes in one step.
+        settings: settings of the draft model.
+        token_count: largest number of draft tokens of a request in one step.
     """
 
     name: str
@@ -364,7 +365,7 @@ class DraftSource:
 
     @property
     def context_tokens_max(self) -> int | None:
-        """Longest context in tokens. None for a head, which reaches as far as its model."""
+        """Longest context in tokens. None for a head, which supports every context of its target model."""
         is_head = isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint)
         return None if is_head else self.checkpoint.config.context_tokens_max
 

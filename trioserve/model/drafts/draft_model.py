@@ -1,12 +1,12 @@
 """Draft tokens from a smaller model, proposed after each step of the target model.
 
-The draft model is an ordinary StepModel. It gets a chunk of each request with the request's sampling parameters, seed
-and positions. So both models draw with the same random numbers: if their probabilities are close, they pick
-the same token, also at temperatures above 0. The target model samples as if there were no draft tokens. So draft tokens
-change neither its output nor the random numbers that it uses.
+The draft model is an ordinary StepModel. It computes a chunk of each request, with the request's sampling parameters,
+seed and positions. Therefore, both models sample with equal random numbers: if their probabilities are close, they pick
+the same token, even at temperatures above 0. The target model samples as if there were no draft tokens. So draft tokens
+change neither the target model's output nor the random numbers that it uses.
 
-The draft model's KV of known tokens is in blocks with the same indexes as the target model's. The KV of draft tokens
-goes to spare blocks, whose content is dropped after the step.
+For known tokens, the draft model's KV is in blocks with the same indexes as the target model's blocks. The KV of draft
+tokens is written to spare blocks, whose content is dropped after the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trioserve.model.step_model import ComputedStep
 
 __all__ = ["DraftModel"]
 
-DRAFTING_SEQS_MAX = 32  # per step. The core schedules fewer.
+DRAFTING_SEQS_MAX = 32  # Largest number of sequences with draft tokens in one step. The core schedules fewer.
 
 
 TakeTapped = Callable[[Mapping[RequestId, Any]], None]
@@ -50,11 +50,11 @@ class ProposingModel(Protocol):
 
 @dataclass(slots=True)
 class _Row:
-    """A request that draft tokens are proposed for, and the table of blocks for its KV.
+    """A request for which draft tokens are proposed, and the block table of its KV.
 
     Attributes:
         request: the request without options that only concern the target model.
-        known_count: tokens of the prompt and the output so far.
+        known_count: number of tokens of the prompt and the output so far.
         start: first position that the draft model has not computed yet.
         token_count: largest number of draft tokens.
         tokens: known tokens, then draft tokens.
@@ -75,15 +75,15 @@ class _Row:
 
 
 class DraftModel:
-    """Proposes draft tokens with a model, which `close` closes as well.
+    """Proposes draft tokens with a draft model. `close` also closes the draft model.
 
     Args:
         model: draft model, or a head that reads hidden states of the target model.
         block_size: tokens of one block.
         block_bytes: bytes of one block of the draft model's KV.
         token_count_max: largest number of draft tokens of a request in one step.
-        take_tapped: passes hidden states of the target model to a head. A head's row for a token also reads the next
-            token. None for an ordinary model.
+        take_tapped: passes hidden states of the target model to a head, whose row for a token also reads the next
+            token. None for an ordinary draft model.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DraftModel:
 
     @property
     def spare_block_count(self) -> int:
-        """Blocks for the KV of draft tokens, in addition to the blocks that requests own."""
+        """Number of blocks for the KV of draft tokens, in addition to the blocks that requests own."""
         return DRAFTING_SEQS_MAX * self._spare_per_row
 
     def allocate_kv(self, block_count: int) -> None:
@@ -113,7 +113,7 @@ class DraftModel:
         self.model.allocate_kv(block_count + self.spare_block_count)
 
     def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
-        """Pass the hidden states of the step that just ended to the head. Does nothing for an ordinary model.
+        """Pass the hidden states of the step that just ended to the head. Do nothing for an ordinary draft model.
 
         Args:
             tapped: for each request, the inputs of the tapped layers, float [rows, layers * hidden_size].
@@ -127,7 +127,7 @@ class DraftModel:
         """Propose draft tokens for the requests of a step that the target model has computed.
 
         Args:
-            plan: the step. A chunk's `draft_task` says what to propose or to compute.
+            plan: the step. A chunk's `draft_task` defines the rows to compute and the number of draft tokens.
             result: result of the target model.
             step_seconds: duration of the target model's step.
             is_abandoned: returns True if the result of the step is no longer needed.
@@ -188,12 +188,13 @@ class DraftModel:
 
 
 def _known(chunk: ScheduledChunk, token_id: int | None, sampled: Sequence[int]) -> list[int]:
-    """Return the tokens of a request after the step.
+    """Return the known tokens of a request after the step.
 
     Args:
-        chunk: the request's part of the step.
+        chunk: the request's chunk of the step.
         token_id: token that the target model sampled after the last known token, or None.
-        sampled: tokens that the target model sampled after each draft token. Those after a rejected one are dropped.
+        sampled: tokens that the target model sampled after each draft token. Tokens that it sampled after a rejected
+            draft token are dropped.
     """
     tokens = list(chunk.tokens)
     if token_id is not None:
@@ -208,8 +209,8 @@ def _known(chunk: ScheduledChunk, token_id: int | None, sampled: Sequence[int]) 
 def _plain(request: EngineRequest) -> EngineRequest:
     """Return the request without log-probabilities, images and adapter.
 
-    Rows of images have the size of the target model. The draft model has no adapters, so its tokens are accepted less
-    often for requests that use one.
+    Embeddings of images have the hidden size of the target model, so the draft model cannot use them. The draft model
+    has no adapters. Therefore, the target model accepts fewer draft tokens for requests that use an adapter.
     """
     sampling = request.sampling
     is_plain = not (request.given or request.adapter)

@@ -2,18 +2,18 @@
 
 An EAGLE-3 head is one layer that predicts the target model's next hidden state. The head's row for a token reads the
 embedding of the next token and the target model's hidden states at the token. For positions that the target model has
-not computed, the head's own last output replaces those hidden states. A row has the position of the token before the
-one it embeds. So its KV depends on one more token than the position suggests. The last row of a block that is shared
-through the prefix cache may belong to another request's next token. That can only make a draft token worse.
+not computed, the head's own last output replaces these hidden states. Therefore, the head's KV of a token also depends
+on the next token. If the prefix cache shares a block, the KV of the block's last token may depend on the next token of
+another request. This can only make a draft token worse.
 
 A prediction layer (multi-token prediction, MTP) is trained with the model. The row for a token embeds the next token
-and reads the model's last hidden state at the token. Each is normalized, and eh_proj projects both together. For
+and reads the model's last hidden state at the token. Both are normalized, concatenated, and projected with eh_proj. For
 positions that the model has not computed, the head's own last output replaces the hidden state. The row then passes
-through a layer like the model's, which a StepModel computes with its own KV. As in an EAGLE-3 head, a row has the
-position of the token before the one it embeds.
+through a layer like the model's layers. A separate StepModel with its own KV computes this layer. As in an EAGLE-3
+head, a row has the position of its token, and embeds the next token.
 
-Source: DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. There the hidden state comes first, but eh_proj
-of the released checkpoints expects the embedding first.
+Source: DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. In the report, the hidden state precedes the
+embedding. eh_proj of the released checkpoints expects the embedding first.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from trioserve.model.torch_formats import TORCH_DTYPES
 
 __all__ = ["EagleHead", "MtpHead"]
 
-FAR_BELOW = -1e30  # logit of tokens outside of the head's vocabulary: finite, and below any computed logit
+# Logit of tokens outside of the head's vocabulary. The number is finite and less than any computed logit.
+FAR_BELOW = -1e30
 
 
 class EagleHead:
-    """A draft model for DraftModel that also reads hidden states of the target model.
+    """EAGLE-3 head as a draft model for DraftModel.
 
     Args:
         checkpoint: files of the head.
         target: description of the target model.
-        embedding: the target model's embedding [vocab_size, hidden_size], for a head without its own.
+        embedding: the target model's embedding [vocab_size, hidden_size], for a head that has no embedding.
         dtype: dtype of weights and KV.
         device: device of weights and KV.
         block_size: tokens of one KV block.
@@ -133,7 +134,8 @@ class EagleHead:
         self._frequencies = torch.from_numpy(frequencies).to(device)
         self._magnitudes = torch.from_numpy(magnitudes).to(device)
         self._pages: Tensor | None = None
-        self._hidden: dict[RequestId, Tensor] = {}  # of each request, at the positions of its next rows
+        # Hidden states of each request, at the positions of the rows that are computed next.
+        self._hidden: dict[RequestId, Tensor] = {}
 
     @property
     def block_bytes(self) -> int:
@@ -219,7 +221,7 @@ class EagleHead:
         return hidden + linear(silu(gate) * up, self._down)
 
     def _slots(self, chunk: ScheduledChunk) -> Tensor:
-        """Return the KV slots of positions 0 to start + count - 2. The last `count` slots are those of the new rows.
+        """Return the KV slots of positions 0 to start + count - 2. The last `count` slots belong to the new rows.
 
         Returns:
             int64 [start + count - 1], on the head's device.
@@ -230,7 +232,7 @@ class EagleHead:
         return slots.to(self._device)
 
     def _attended(self, queries: Tensor, context: Tensor, start: int) -> Tensor:
-        """Attend to all positions up to each query's own.
+        """Compute attention: each query attends to all positions up to and including its own position.
 
         Args:
             queries: [rows, heads, head_dim] at the positions from `start`.
@@ -252,7 +254,7 @@ class EagleHead:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head against each other.
+    """Apply rotary position embeddings to the pairs j and j + half of each head.
 
     Args:
         heads: [rows, heads, head_dim].
@@ -267,11 +269,11 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MtpHead:
-    """A draft model for DraftModel that also reads hidden states of the target model.
+    """Prediction layer (MTP) as a draft model for DraftModel.
 
     Args:
-        checkpoint: the prediction layer and the tensors around it.
-        layer: computes the layer. This object closes it.
+        checkpoint: the prediction layer and its additional tensors.
+        layer: model that computes the layer. This object closes the model.
 
     Raises:
         ModelLoadError: a tensor is missing or has the wrong shape.
@@ -296,7 +298,8 @@ class MtpHead:
         own_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
         self._head = kept(checkpoint.read_or_shared("shared_head.head", own_head, vocab, size))
         layer.tapped_layers = (layer.config.layer_count,)
-        self._hidden: dict[RequestId, Tensor] = {}  # of each request, at the positions of its next rows
+        # Hidden states of each request, at the positions of the rows that are computed next.
+        self._hidden: dict[RequestId, Tensor] = {}
 
     def allocate_kv(self, block_count: int) -> None:
         self._layer.allocate_kv(block_count)
@@ -353,7 +356,7 @@ class MtpHead:
         self._layer.close()
 
     def _kept(self, rows: Any) -> Tensor:
-        """Copy rows to the head's device and dtype, because the model reuses its own buffers."""
+        """Copy rows to the head's device and dtype. A copy is needed because the model reuses its buffers."""
         tensor = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
         return tensor.to(self._device, self._norm.dtype, copy=True)
 
@@ -362,7 +365,7 @@ class MtpHead:
 
 
 def _given(chunk: ScheduledChunk, values: Any) -> ScheduledChunk:
-    """Return a chunk one position earlier that reads `values` instead of embeddings, so its token ids are unused."""
+    """Return the chunk moved to the previous position, with `values` in place of embeddings. Token ids are unused."""
     start, end = chunk.start - 1, chunk.start - 1 + chunk.count
     rows = GivenRows(start, chunk.count, bytes(16), np.ascontiguousarray(values[: chunk.count]))
     tokens = [0] * end
@@ -377,8 +380,9 @@ def _samples(
 
     Args:
         logits: [chunks, tokens that the head can propose].
-        token_ids: int64, the target model's id of each token that the head can propose. None: both ids are equal.
-        vocab_size: tokens of the target model. Not used without `token_ids`.
+        token_ids: int64, the target model's id of each token that the head can propose. None: the head and the target
+            model have equal ids.
+        vocab_size: number of tokens of the target model. Not used without `token_ids`.
     """
     if all(is_largest_wanted(chunk) for chunk in chunks):
         finite = logits.isfinite().all(-1).tolist()

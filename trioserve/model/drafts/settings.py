@@ -1,4 +1,4 @@
-"""The source of draft tokens: the values of --speculative-ngram, -model and -config as one checked object."""
+"""Checks the options of speculative decoding (--speculative-ngram, -model and -config)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["DRAFT_TOKENS_MAX", "DraftSettings", "draft_settings"]
 
 FLAG = "--speculative-config"
 EXAMPLE = '{"model": "NAME", "num_speculative_tokens": 4}'
-DRAFT_TOKENS_MAX = 15  # with one known token, 16 rows per step. Further rows cost about what they save.
+# With one known token, a sequence has 16 rows per step. Computing more rows costs about as much time as it saves.
+DRAFT_TOKENS_MAX = 15
 
 MTP = "mtp"
-MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp")  # the longer names are those of older versions of vLLM
+MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp")  # Older versions of vLLM use the longer names.
 IGNORED = frozenset({"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"})
 """Keys of vLLM that have no meaning here, or whose values are found automatically."""
 
@@ -26,13 +27,13 @@ class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options of speculative decoding.
 
     Attributes:
-        source: "text" copies from the request's own tokens. "model" uses a draft model or a head, which its files
-            tell apart. "mtp" uses the target model's own prediction layer.
+        source: "text" copies draft tokens from the request's own tokens. "model" uses a draft model or a head: its
+            files define which of the two. "mtp" uses the target model's own prediction layer.
         token_count: largest number of draft tokens of a request in one step, 1 to DRAFT_TOKENS_MAX.
-        model: name of the draft model, or None for the other sources.
-        revision: revision of the draft model, or None for the default one.
-        quantization: how the draft model's weights are stored.
-        ignored: keys of vLLM without a meaning here, for a log line.
+        model: name of the draft model. None for the sources "text" and "mtp".
+        revision: revision of the draft model. None for the default revision.
+        quantization: how the draft model's weights are stored in memory.
+        ignored: keys of vLLM that have no effect in this server, for a log line.
     """
 
     source: Literal["text", "model", "mtp"]
@@ -49,10 +50,10 @@ def draft_settings(
     """Check the options of speculative decoding.
 
     Args:
-        ngram: draft tokens from the request's own tokens per step. 0 is off.
+        ngram: number of draft tokens per step that are copied from the request's own tokens. 0 disables them.
         model: name of a draft model, "mtp", or None.
-        token_count: draft tokens of `model` per step.
-        quantization: how the weights of `model` are stored.
+        token_count: number of draft tokens of `model` per step.
+        quantization: how the weights of `model` are stored in memory.
         given: JSON object in vLLM's format or its decoded value, or None. It excludes `ngram` and `model`.
 
     Returns:
@@ -88,7 +89,7 @@ def _from_config(fields: dict[str, Any]) -> DraftSettings:
     ignored = tuple(sorted(IGNORED & fields.keys()))
     for name in ignored:
         del fields[name]
-    if model in ("ngram", "[ngram]"):  # names of older versions of vLLM
+    if model in ("ngram", "[ngram]"):  # Older versions of vLLM use these names.
         method, model = "ngram", None
     if method == "ngram":
         _nothing_else(fields)

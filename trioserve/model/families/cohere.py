@@ -1,7 +1,7 @@
 """Command R, R+ and R7B: LayerNorm, attention and MLP computed in parallel, rotary embeddings of adjacent pairs.
 
-R+ normalizes each head with its own weights. In R7B three of four layers have a sliding window. The others have no
-position embeddings.
+R+ normalizes each head with its own weights. In R7B, three of four layers have a sliding window. The fourth layer has
+no position embeddings.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
     if fields.whole_or("num_key_value_heads", head_count) not in (1, head_count):
         raise fields.wrong("num_key_value_heads", f"{head_count} with latent attention")
     value = fields.whole_or("v_head_dim", fields.whole("hidden_size") // max(head_count, 1))
-    # transformers computes the angles from head_dim. Other programs write one of the other sizes there.
+    # transformers computes the rotation angles from head_dim. Other programs write a different size into this field.
     found = fields.whole_or("head_dim", rotated)
     if found not in (rotated, plain + rotated, plain, value, fields.whole("hidden_size") // max(head_count, 1)):
         raise fields.wrong("head_dim", f"{rotated} as qk_rope_head_dim, or left out")
@@ -84,10 +84,10 @@ def _described(
 
 
 def _describe_minicpm3(fields: ModelFields) -> ModelConfig:
-    """Describe a model that scales residual sums by its depth and logits by its width."""
+    """Describe MiniCPM3, which scales residual sums by its number of layers and logits by its hidden size."""
     count, hidden = fields.layer_count, fields.whole("hidden_size")
     depth, base = fields.number_unless_null("scale_depth", 1.4), fields.number_unless_null("dim_model_base", 256.0)
-    depth = math.sqrt(count) if depth is None else depth  # null makes residual_scale 1
+    depth = math.sqrt(count) if depth is None else depth  # With null, residual_scale is 1.
     base = float(hidden) if base is None else base
     if not (base > 0 and depth > 0):
         raise fields.wrong("scale_depth" if base > 0 else "dim_model_base", "above 0")

@@ -22,7 +22,7 @@ def _describe_exaone(fields: ModelFields) -> ModelConfig:
 
 def _describe_exaone4(fields: ModelFields) -> ModelConfig:
     window = fields.whole_or("sliding_window", None) or None
-    # If layer_types is present, this field may be a string with the same meaning.
+    # If layer_types is present, sliding_window_pattern may be a string that repeats it, so it is not read.
     every = 0 if "layer_types" in fields else fields.whole_or("sliding_window_pattern", 4)
     rotary = fields.rotary(fields.head_dim())
     layers = [

@@ -93,6 +93,6 @@ FALCON_H1 = Family(
             "down_proj": "feed_forward.down_proj",
         }
     ),
-    # Whose one norm is written down without what it is a kind of.
+    # llama.cpp writes the MLP's norm as "ffn_norm", without the suffix ".weight".
     gguf=GgufNaming(architecture="falcon-h1", modules={"mlp_norm.weight": "ffn_norm"}),
 )

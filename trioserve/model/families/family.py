@@ -1,7 +1,7 @@
-"""The description of a model family: how to read its config, and how its checkpoints name tensors.
+"""Describes a model family: how its config is read, and how its checkpoints name tensors.
 
-A new family is one file in this folder and one line in registry.py. The code that computes a model reads only the
-resulting `ModelConfig` and knows no families.
+To add a family, write one file in this folder and one line in registry.py. The code that computes a model reads only
+the resulting `ModelConfig`, and does not depend on families.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trioserve.model.model_config import ModelConfig
 
 __all__ = ["SHARED_EXPERTS", "Family", "GgufNaming", "Naming"]
 
-# DeepSeek's name for the shared experts, which every token passes through. Families with its mixtures use it as well.
+# DeepSeek's names for the shared experts, which compute every token. Families with the same mixtures use these names.
 SHARED_EXPERTS = {f"shared.{part}_proj": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 
 
@@ -25,10 +25,10 @@ class Naming:
 
     Attributes:
         layers: prefix before a layer's index. None is the usual prefix of the format.
-        modules: module name in this project (see loading/names.py) to its name in the file, where it is unusual. If
-            several modules have the same name, the file has one tensor with their rows in the usual order: q, k, v or
-            gate, up.
-        alternating: modules that share a tensor whose rows belong to each of them in turn.
+        modules: name in the file for each module with an unusual name, by the module's name in this project (see
+            loading/names.py). If several modules have the same name in the file, they share one tensor. Their rows are
+            then in the usual order: q, k, v or gate, up.
+        alternating: modules that share a tensor in which their rows alternate.
         turned: modules whose matrices are transposed in the file, as [inputs, outputs].
         pairs_adjacent: True if rotary embeddings rotate rows 2j and 2j + 1 of a head together. False if they rotate
             rows j and j + half.
@@ -64,14 +64,14 @@ class Family:
         name: `ModelConfig.family`.
         classes: names in config.json's `architectures`.
         model_type: config.json's `model_type`, used if `architectures` is missing.
-        describe: reads the fields into a `ModelConfig`. It may raise ModelLoadError.
+        describe: function that creates a `ModelConfig` from the fields. It may raise ModelLoadError.
         transformers: names in safetensors files of transformers.
         gguf: names in GGUF files. None if llama.cpp does not write this family.
         with_images: classes of vision models whose language model, described by `text_config`, is of this family.
-        text_defaults: values of fields that such a `text_config` leaves out.
-        spellings: usual name of a field to the name in this family's config.json.
-        defaults: values of fields that a config.json leaves out, where transformers' default for this family is
-            unusual.
+        text_defaults: values of fields that are missing in the `text_config` of a vision model.
+        spellings: names of fields in this family's config.json, by the usual names.
+        defaults: values of fields that are missing in config.json. Lists only fields for which transformers has an
+            unusual default in this family.
         notes: fields of this family's config.json that do not change the computation, in addition to the fields that
             loading/fields.py lists for all families.
     """
@@ -90,7 +90,7 @@ class Family:
 
     @property
     def headless_classes(self) -> tuple[str, ...]:
-        """Class names that transformers writes for models saved without an output head, for embeddings only."""
+        """Class names that transformers writes for models without an output head, which compute only embeddings."""
         names = (name.removesuffix("ForCausalLM") for name in self.classes)
         return tuple(
             f"{name}TextModel" if f"{name}ForConditionalGeneration" in self.with_images else f"{name}Model"
@@ -107,7 +107,7 @@ class Family:
             A new dictionary.
         """
         present = {name for name, theirs in self.spellings.items() if theirs in config}
-        if "rope_scaling" in config:  # the name in transformers 4
+        if "rope_scaling" in config:  # transformers 4 uses this name for rope_parameters.
             present.add("rope_parameters")
         return {name: value for name, value in self.defaults.items() if name not in present} | dict(config)
 
@@ -138,8 +138,9 @@ class Family:
         return config
 
 
-# Fields that change the computation of at least one family, with the values that have no effect. Any other value is
-# refused by families that do not read the field. Further unread fields are only named in a warning.
+# Fields that change the computation of at least one family, each with the values that have no effect. A family that
+# does not read such a field rejects any other value. For unread fields that are not in this table, there is only a
+# warning.
 MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "activation_sparsity_pattern": (0, 0.0),
     "alibi": (False,),

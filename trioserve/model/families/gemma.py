@@ -18,10 +18,10 @@ from trioserve.model.model_config import ModelConfig, StreamsConfig
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3", "GEMMA3N"]
 
-# Models with 27 billion parameters divide by hidden_size / heads, not by head_dim. llama.cpp recognizes them by their
-# number of layers.
+# Models with 27 billion parameters divide scores by the square root of hidden_size / heads, not of head_dim. llama.cpp
+# recognizes these models by their number of layers.
 LAYERS_OF_27B = (46, 62)
-# No norm_offset for GGUF: llama.cpp adds the 1 to the weights when it writes a file.
+# GGUF files need no norm_offset, because llama.cpp adds the 1 to the weights when it writes a file.
 MODULES = {"mlp_norm": "pre_feedforward_layernorm"}
 
 
@@ -56,7 +56,7 @@ def _describe_gemma2(fields: ModelFields) -> ModelConfig:
 
 def _describe_gemma3(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    fields.number_or("attn_logit_softcapping", None)  # ignored, as in transformers
+    fields.number_or("attn_logit_softcapping", None)  # The field is ignored, as in transformers.
     every = fields.interval("sliding_window_pattern", 6)
     windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
     head_dim = fields.whole_or("head_dim", 256)
@@ -82,7 +82,7 @@ def _describe_gemma3(fields: ModelFields) -> ModelConfig:
 
 
 def _mlp_of_first(fields: ModelFields) -> MlpConfig:
-    """Read hidden_act. Gemma 1 was published with "gelu" there, but computes the tanh approximation."""
+    """Read hidden_act. Gemma 1 computes the tanh approximation of GELU, although its published configs say "gelu"."""
     activation = fields.activation("hidden_act", default="gelu_pytorch_tanh")
     activation = "gelu_tanh" if activation == "gelu" else activation
     # transformers 5 ignores hidden_activation, but earlier versions and vLLM use it. So the two fields must agree.
@@ -115,7 +115,7 @@ def _described(
     return fields.described(
         family,
         layers,
-        context_tokens_max=fields.whole("max_position_embeddings"),  # already includes the rope scaling
+        context_tokens_max=fields.whole("max_position_embeddings"),  # This value already includes the rope scaling.
         embedding_scale=math.sqrt(max(fields.whole("hidden_size"), 0)),
         logit_cap=logit_cap,
         tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
@@ -160,12 +160,13 @@ GEMMA3 = Family(
 )
 
 
-SPARSE_LAYERS, SPARSITY = 10, 0.95  # defaults if the config does not name them
+# If the config has no sparsity pattern, this fraction of gates is set to 0 in this number of first layers.
+SPARSE_LAYERS, SPARSITY = 10, 0.95
 Number = TypeVar("Number", int, float)
 
 
 def _describe_gemma3n(fields: ModelFields) -> ModelConfig:
-    """Gemma 3n (language model only).
+    """Describe the language model of Gemma 3n.
 
     The hidden state has several streams (AltUp). Each layer adds its own embedding of every token. The last layers read
     keys and values of an earlier layer. The first MLPs keep only the largest gates of a row. A low-rank product runs
@@ -195,7 +196,11 @@ def _describe_gemma3n(fields: ModelFields) -> ModelConfig:
 
 
 def _attentions(fields: ModelFields) -> list[AttentionConfig]:
-    """Return the attention of each layer. The last layers read the KV of the last unshared layer of their kind."""
+    """Return the attention of each layer. The last layers have no KV: they read the KV of an earlier layer.
+
+    A layer with a sliding window reads the KV of the last such layer that has KV. The others, which have full
+    attention, read the KV of the last full-attention layer that has KV.
+    """
     has_bias = fields.flag_or("attention_bias", False)
     windows = fields.windows(fields.whole_or("sliding_window", 512), lambda layer: (layer + 1) % 5 != 0)
     head_dim = fields.whole_or("head_dim", 256)
@@ -226,7 +231,7 @@ def _attentions(fields: ModelFields) -> list[AttentionConfig]:
 
 def _mlps(fields: ModelFields) -> list[MlpConfig]:
     sizes = _of_layers(fields, "intermediate_size", fields.wholes("intermediate_size"))
-    fields.text_or("hidden_act", None)  # ignored, as in Gemma 2
+    fields.text_or("hidden_act", None)  # The field is ignored, as in Gemma 2.
     if fields.activation("hidden_activation", default="gelu_pytorch_tanh") != "gelu_tanh":
         raise fields.wrong("hidden_activation", "'gelu_pytorch_tanh'")
     return [
@@ -238,8 +243,8 @@ def _mlps(fields: ModelFields) -> list[MlpConfig]:
 def _cutoffs(fields: ModelFields) -> list[float | None]:
     """Return the cutoff of each layer's gates, None for layers that keep all gates.
 
-    GGUF files contain the cutoffs. A config contains the share of gates to set to 0, which assumes that gates are
-    normally distributed.
+    GGUF files contain the cutoffs. A config contains the fraction of gates that become 0. The function converts the
+    fraction to a cutoff under the assumption that gates are normally distributed.
     """
     if "activation_sparsity_scale" in fields:
         scales = _of_layers(fields, "activation_sparsity_scale", fields.numbers("activation_sparsity_scale"))
@@ -255,7 +260,7 @@ def _cutoffs(fields: ModelFields) -> list[float | None]:
 
 
 def _of_layers(fields: ModelFields, name: str, found: Sequence[Number]) -> list[Number]:
-    """Return one value for each layer. A single value counts for all layers."""
+    """Return one value for each layer. A single value is repeated for all layers."""
     if len(found) not in (1, fields.layer_count):
         raise fields.wrong(name, f"one number, or one for each of {fields.layer_count} layers")
     return list(found) * (fields.layer_count // len(found))

@@ -1,6 +1,6 @@
 """GLM-4: rotary embeddings rotate half of each head in adjacent pairs. GLM-4-0414 adds norms after attention and MLP.
 
-GLM-4.5 rotates the same half in pairs j and j + half, and most of its layers are mixtures as in DeepSeek-V3.
+GLM-4.5 also rotates half of each head, but in pairs j and j + half. Most of its layers are mixtures as in DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _described(
     attends: Sequence[bool] | None = None,
     **choices: Any,
 ) -> ModelConfig:
-    """Describe a model of any of the three families.
+    """Describe a model of one of the families in this module.
 
     Args:
         fields: the fields of the checkpoint.

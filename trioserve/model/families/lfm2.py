@@ -1,6 +1,6 @@
-"""LFM2: most layers are short convolutions. The others have attention with normalized heads.
+"""LFM2: most layers are short convolutions. All other layers have attention with normalized heads.
 
-The mixtures of LFM2-MoE have the router of DeepSeek-V3.
+Mixtures of experts in LFM2-MoE use DeepSeek-V3's router.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _described(fields: ModelFields, family: str, mlps: Sequence[MlpConfig | Expe
     if not any(name in fields for name in ("layer_types", "layers_block_type", "full_attn_idxs")):
         if family == "lfm2_moe":
             raise ModelLoadError(f"{fields.source} lacks layer_types, which must name the kind of each layer")
-        indexes: Sequence[int] = range(fields.layer_count)  # without a list, transformers gives all layers attention
+        # Without a list, all layers have attention, as in transformers.
+        indexes: Sequence[int] = range(fields.layer_count)
     else:
         indexes = fields.wholes("full_attn_idxs")
     attends = fields.attending_layers("conv", indexes)
@@ -62,7 +63,7 @@ def _described(fields: ModelFields, family: str, mlps: Sequence[MlpConfig | Expe
 
 
 def _intermediate_size(fields: ModelFields) -> int:
-    """Return the channels of the MLP: two thirds of the configured size, rounded up to a multiple."""
+    """Return the channels of the MLP: two thirds of the configured size, rounded up to a multiple of a given number."""
     size = fields.whole_or("block_ff_dim", None)
     if size is None:
         size = fields.whole("intermediate_size")

@@ -15,7 +15,7 @@ def _describe_llama(fields: ModelFields) -> ModelConfig:
     has_output_bias = fields.flag_or("attention_output_bias", has_bias)
     attention = fields.attention(has_bias=has_bias, has_output_bias=has_output_bias)
     mlp = fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
-    # llama.cpp writes a Mistral, which has a sliding window, as a Llama.
+    # In llama.cpp's files, a Mistral with a sliding window has the architecture "llama".
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
     return fields.described("llama", windowed_layers(attention, mlp, windows))
 
@@ -41,7 +41,7 @@ LLAMA = Family(
 
 
 def _describe_cwm(fields: ModelFields) -> ModelConfig:
-    """Code World Model: a Llama in which three of four layers have a sliding window."""
+    """Describe Code World Model: a Llama in which three of four layers have a sliding window."""
     attention = fields.attention(head_dim=128)
     mlp = fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
     windows = fields.windows(fields.whole_or("sliding_window", 8192), lambda layer: layer % 4 != 0)
@@ -70,7 +70,7 @@ CWM = Family(
 
 
 def _describe_ernie(fields: ModelFields) -> ModelConfig:
-    """ERNIE 4.5, dense: a Llama whose rotary embeddings rotate adjacent pairs."""
+    """Describe the dense ERNIE 4.5: a Llama whose rotary embeddings rotate adjacent pairs."""
     # The GGUF reader sets attention_bias if the file has bias tensors.
     has_bias = fields.flag_or("use_bias", fields.flag_or("attention_bias", False))
     attention = fields.attention(head_dim=128, has_bias=has_bias, has_output_bias=has_bias)
@@ -92,7 +92,7 @@ ERNIE45 = Family(
 
 
 def _describe_helium(fields: ModelFields) -> ModelConfig:
-    """Helium: a Llama whose rotary embeddings rotate adjacent pairs."""
+    """Describe Helium: a Llama whose rotary embeddings rotate adjacent pairs."""
     attention = fields.attention(head_dim=128, has_bias=fields.flag_or("attention_bias", False))
     layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=fields.flag_or("mlp_bias", False)))
     norm_eps = fields.number_or("rms_norm_eps", 1e-8)
@@ -110,7 +110,7 @@ HELIUM = Family(
 
 
 def _describe_internlm(fields: ModelFields) -> ModelConfig:
-    """InternLM 3: a Llama with other names for its bias fields. llama.cpp writes it as a Llama."""
+    """Describe InternLM 3: a Llama with different names for its bias fields. llama.cpp stores the model as a Llama."""
     # Published configs use `bias` and `qkv_bias`. transformers saves `mlp_bias` and `attention_bias`.
     has_bias = fields.flag_or("bias", fields.flag_or("mlp_bias", False))
     attention = fields.attention(
@@ -129,7 +129,7 @@ INTERNLM3 = Family(
 
 
 def _describe_seed(fields: ModelFields) -> ModelConfig:
-    """Seed-OSS: a Llama with biases on the projections of queries, keys and values."""
+    """Describe Seed-OSS: a Llama with biases on the projections of queries, keys and values."""
     attention = fields.attention(
         head_dim=128,
         has_bias=fields.flag_or("attention_bias", True),
@@ -150,7 +150,7 @@ SEED_OSS = Family(
 
 
 def _describe_smollm3(fields: ModelFields) -> ModelConfig:
-    """SmolLM3: a Llama in which every fourth layer has no position embeddings."""
+    """Describe SmolLM3: a Llama in which every fourth layer has no position embeddings."""
     has_positions = fields.layers_with_positions()
     has_bias = fields.flag_or("attention_bias", False)
     slides = fields.flag_or("use_sliding_window", False)

@@ -1,8 +1,8 @@
 """Llama 4 (language model only).
 
-Three of four layers attend only within the section of the context that contains the token. The others attend to
-everything, without position embeddings. An expert's input is scaled by the router's weight, and every token also passes
-through a shared expert.
+In three of four layers, a token attends only to the section of the context that contains the token. In the fourth
+layer, it attends to the whole context, without position embeddings. The router's weight scales an expert's input. A
+shared expert also computes every token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _layers_with_sections(fields: ModelFields, has_positions: list[bool]) -> lis
 def _mlps(fields: ModelFields) -> tuple[MlpConfig, ExpertsConfig]:
     """Return the MLP of dense layers and the mixture of the other layers."""
     of_mlp = fields.mlp()
-    # In llama.cpp's files intermediate_size is the size of dense layers, not of experts.
+    # In llama.cpp's files, intermediate_size is the size of dense layers, not of experts.
     of_file = fields.whole_or("moe_intermediate_size", None)
     middle = of_mlp.intermediate_size if of_file is None else of_file
     dense = (

@@ -1,6 +1,6 @@
-"""Mamba-2: every layer is a state space without an MLP. Nothing is stored per token, so it needs no KV cache.
+"""Mamba-2: every layer is a state space without an MLP. No values are stored per token, so there is no KV cache.
 
-Bamba has Mamba-2 in most layers, and attention in the others.
+In Bamba, most layers are Mamba-2 layers, and some layers have attention.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trioserve.model.model_config import ModelConfig
 
 __all__ = ["MAMBA2", "BAMBA"]
 
-# Used if the config names no context length, since states have no limit. llama.cpp writes this value too.
+# Context length for a config without one, because a state space has no limit. llama.cpp writes the same value.
 CONTEXT_TOKENS = 2**20
 
 
@@ -82,7 +82,7 @@ MAMBA2 = Family(
 
 
 def _describe_bamba(fields: ModelFields) -> ModelConfig:
-    """Bamba: most layers are Mamba-2 state spaces. The others have attention that rotates half of each head."""
+    """Describe Bamba: most layers are Mamba-2 state spaces, and some have attention that rotates half of each head."""
     head_dim = fields.head_dim()
     has_bias = fields.flag_or("attention_bias", False)
     attention = fields.attention(

@@ -39,16 +39,16 @@ MIXTRAL = Family(
 
 
 def _describe_minimax(fields: ModelFields) -> ModelConfig:
-    """MiniMax-M2: every MLP is a mixture whose router uses sigmoid scores with a bias.
+    """Describe MiniMax-M2: every MLP is a mixture whose router uses sigmoid scores with a bias.
 
-    Queries and keys are normalized over all heads together, and a part of each head is rotated.
+    Queries and keys are normalized over all heads together, and only some dimensions of each head are rotated.
     """
     if not fields.flag_or("use_qk_norm", True):
         raise fields.wrong("use_qk_norm", "true for this family")
     if (scoring := fields.text_or("scoring_func", "sigmoid")) != "sigmoid":
         raise fields.wrong("scoring_func", f"'sigmoid' for this family, and not {scoring!r}")
     head_dim = fields.whole_or("head_dim", 128)
-    rotated_default = fields.whole_or("rotary_dim", head_dim)  # the field before partial_rotary_factor
+    rotated_default = fields.whole_or("rotary_dim", head_dim)  # Configs without partial_rotary_factor use this field.
     rotated = fields.part_of_head(head_dim, rotated_default / max(head_dim, 1))
     rotary = fields.rotary(head_dim, rotated_dims=rotated, theta=5_000_000.0)
     attention = fields.attention(head_dim=128, rotary=rotary, qk_norm="row")

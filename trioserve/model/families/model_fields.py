@@ -1,6 +1,6 @@
-"""Typed fields of a checkpoint's config under the names of transformers' config.json, for every file format.
+"""Typed fields of a checkpoint's config. In every file format, they have the names of transformers' config.json.
 
-`ModelFields` also builds the parts of a description that most families read alike.
+`ModelFields` also builds the parts of a model description that are equal in most families.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 def is_long(served_tokens: int | None, context_tokens: int, original_tokens: int) -> bool:
     """Return True if longrope's factors for long contexts apply.
 
-    One list of factors applies to all requests of a server. Cached keys were rotated earlier, so the choice cannot
-    depend on how long one sequence becomes.
+    All requests of a server use the same list of factors. The choice cannot depend on the length of one sequence,
+    because cached keys were already rotated with the chosen factors.
 
     Args:
         served_tokens: longest context that is served. None is `context_tokens`.
@@ -60,10 +60,11 @@ class ModelFields(Fields):
     Args:
         values: the fields by name.
         source: name of the file, for error texts.
-        rope: reads theta and scaling. It takes the fields, a layer type or None for all layers, and a default theta.
-        eos_token_ids: end tokens, found by the reader of the format. Duplicates are dropped.
-        dtype_name: dtype of the weights, found by the reader of the format.
-        spellings: usual name of a field to its name in the file, where they differ.
+        rope: function that reads theta and scaling. Its arguments are the fields, a layer type (None for all layers)
+            and a default theta.
+        eos_token_ids: end tokens that the reader of the file format found. Duplicates are dropped.
+        dtype_name: dtype of the weights that the reader of the file format found.
+        spellings: names of fields in the file that differ from the usual names, by the usual names.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ModelFields(Fields):
         self._dtype_name: Dtype = dtype_name
 
     def is_neutral(self, name: str, values: tuple[object, ...]) -> bool:
-        """Return True if the field has one of `values`, or lists only full-attention layers.
+        """Return True if the field's value is one of `values`, or a list that contains only "full_attention".
 
         Args:
             name: usual name of the field.
@@ -125,7 +126,7 @@ class ModelFields(Fields):
 
     @property
     def layer_count(self) -> int:
-        """Number of layers, from 1 to LAYERS_MAX. A damaged file must not cause a tuple with a billion layers."""
+        """Number of layers, from 1 to LAYERS_MAX. The limit prevents a huge tuple of layers for a damaged file."""
         count = self.whole("num_hidden_layers")
         if not 1 <= count <= LAYERS_MAX:
             raise ModelLoadError(
@@ -191,8 +192,9 @@ class ModelFields(Fields):
         Args:
             head_dim: size of one head.
             layer_type: entry of layer_types whose parameters are read. None reads the parameters of all layers.
-            rotated_dims: rotated numbers of each head. None rotates all, and refuses a config that rotates a part.
-            theta: value if the file does not name it.
+            rotated_dims: number of rotated dimensions of each head. None rotates all dimensions, and rejects a config
+                that rotates fewer.
+            theta: value if the file does not contain theta.
         """
         theta, scaling = self._rope(self, layer_type, theta)
         if rotated_dims is None:
@@ -205,11 +207,12 @@ class ModelFields(Fields):
         return RotaryConfig(theta=theta, rotated_dims=rotated_dims, scaling=scaling)
 
     def latent_score_factor(self) -> float:
-        """Return the extra factor on the scores of latent attention.
+        """Return the additional factor on the scores of latent attention.
 
-        The factor is the temperature of YaRN (arXiv 2309.00071), with mscale_all_dim before the logarithm.
+        The factor is the temperature of YaRN (arXiv 2309.00071), with mscale_all_dim as a factor on the logarithm.
         """
-        if (multiplier := self.number_or("yarn_log_multiplier", None)) is not None:  # in GGUF files
+        # Only GGUF files have this field.
+        if (multiplier := self.number_or("yarn_log_multiplier", None)) is not None:
             return (multiplier * math.log(max(self.number_or("yarn_factor", 1.0), 1.0)) + 1.0) ** 2
         rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
         if rope is None or (rope.text_or("rope_type", None) or rope.text_or("type", None) or "default") == "default":
@@ -220,9 +223,9 @@ class ModelFields(Fields):
         return (0.1 * strength * math.log(factor) + 1.0) ** 2 if strength and factor > 1 else 1.0
 
     def layers_with_positions(self) -> list[bool]:
-        """Return for each layer whether it has position embeddings, for families where some layers have none."""
+        """Return True for each layer with position embeddings. Used by families in which some layers have none."""
         every = self.interval("no_rope_layer_interval", 4)
-        named = self.wholes("no_rope_layers")  # despite its name, 1 for layers with position embeddings
+        named = self.wholes("no_rope_layers")  # Despite the field's name, 1 means that a layer has position embeddings.
         if not named:
             return [(layer + 1) % every != 0 for layer in range(self.layer_count)]
         if len(named) != self.layer_count:
@@ -233,11 +236,11 @@ class ModelFields(Fields):
         return [flag != 0 for flag in named]
 
     def part_of_head(self, head_dim: int, default: float) -> int:
-        """Return how many numbers of each head are rotated.
+        """Return the number of rotated dimensions of each head.
 
         Args:
             head_dim: size of one head.
-            default: rotated share of a head if partial_rotary_factor is missing, above 0 and at most 1.
+            default: rotated fraction of a head if partial_rotary_factor is missing, above 0 and at most 1.
         """
         rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
         factor = self.number_or("partial_rotary_factor", default)
@@ -251,8 +254,8 @@ class ModelFields(Fields):
         """Build the description of a dense MLP.
 
         Args:
-            has_bias: True if its projections have biases.
-            activation: fixed by the family. None reads hidden_act, which must be silu.
+            has_bias: True if the MLP's projections have biases.
+            activation: activation that the family defines. None reads hidden_act, which must be silu.
         """
         if activation is None and (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
@@ -272,7 +275,7 @@ class ModelFields(Fields):
         if (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
         if not choices.get("shared_size"):
-            choices.pop("has_shared_gate", None)  # a shared expert without channels has no gate
+            choices.pop("has_shared_gate", None)  # Without a shared expert, there is no gate.
         return ExpertsConfig(
             expert_count=self.whole(count_field),
             experts_per_token=self.whole("num_experts_per_tok"),
@@ -284,7 +287,7 @@ class ModelFields(Fields):
     def mlps_by_layer(self, experts: ExpertsConfig) -> list[MlpConfig | ExpertsConfig]:
         """Return the MLP of each layer, as Qwen's mixtures arrange them.
 
-        Layers named in mlp_only_layers are dense. Of the others, every decoder_sparse_step-th layer has experts.
+        Layers that mlp_only_layers lists are dense. With N = decoder_sparse_step, only every Nth layer has experts.
 
         Args:
             experts: description of the layers with experts.
@@ -298,11 +301,11 @@ class ModelFields(Fields):
     def routed_mlps(self, scoring: Scoring, dense_count: int = 0, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
         """Return the MLP of each layer, as DeepSeek's mixtures arrange them.
 
-        The first layers are dense. The others have routed experts, and shared experts that every token passes through.
+        The first layers are dense. All later layers have routed experts, and shared experts that compute every token.
 
         Args:
-            scoring: how the router turns scores into weights. Another value in the file is refused.
-            dense_count: number of dense layers if the file does not name it.
+            scoring: how the router turns scores into weights. A different value in the file is rejected.
+            dense_count: number of dense layers if the file does not contain it.
             choices: further fields of ExpertsConfig.
         """
         found = self.text_or("scoring_func", scoring)
@@ -332,10 +335,10 @@ class ModelFields(Fields):
         return [*dense, *[experts] * (self.layer_count - len(dense))]
 
     def routed_by_sigmoid(self, dense_count: int = 0) -> list[MlpConfig | ExpertsConfig]:
-        """Return the MLP of each layer, with the router of DeepSeek-V3: sigmoid scores with a bias, experts in groups.
+        """Return the MLP of each layer, with DeepSeek-V3's router: sigmoid scores with a bias, and groups of experts.
 
         Args:
-            dense_count: number of dense layers if the file does not name it.
+            dense_count: number of dense layers if the file does not contain it.
         """
         if (method := self.text_or("topk_method", "noaux_tc")) != "noaux_tc":
             raise self.wrong("topk_method", f"'noaux_tc' for this family, and not {method!r}")
@@ -346,8 +349,8 @@ class ModelFields(Fields):
         """Read an activation function.
 
         Args:
-            names: fields to try in order. The first one that is present counts.
-            default: value if all are missing.
+            names: names of fields. The first field that is present is read.
+            default: value if all these fields are missing.
         """
         for name in names:
             found = self.text_or(name, None)
