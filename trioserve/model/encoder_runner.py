@@ -132,7 +132,7 @@ class EncoderRunner:
         return False
 
     def warm_up(self) -> None:
-        """Compute texts of several lengths, so that libraries choose and cache their kernels before the first request."""
+        """Compute texts of several lengths, so that libraries choose their kernels before the first request."""
         from trioserve.model.encoder import EncodedText
 
         assert self._encoder is not None, "warm_up after close"

@@ -1,7 +1,7 @@
-"""Names of weights, and fingerprint of everything that decides the tokens of a response.
+"""Computes a name of a model's weights, and a fingerprint of everything that determines the tokens of a response.
 
 Servers compare fingerprints before they resume each other's responses. Engines that exchange KV compare names of
-weights, which do not depend on their location.
+weights. The name does not depend on the location of the files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fingerprint_of(
     tokenizer: str,
     others: object,
 ) -> str:
-    """Return 32 hexadecimal digits, and EXACT if equal fingerprints promise equal tokens.
+    """Return 32 hexadecimal digits. The suffix EXACT follows if equal fingerprints guarantee equal tokens.
 
     The program version is part of the fingerprint, because sampling may change between versions.
 
@@ -46,8 +46,8 @@ def fingerprint_of(
         arithmetic: see ModelRunner.
         dtype: number format of the model.
         batch_invariant: the bits of a row depend only on its tokens and the weights.
-        tokenizer: name of vocabulary and chat template.
-        others: anything else that decides tokens, which msgspec can encode.
+        tokenizer: name of the vocabulary and the chat template.
+        others: all other values that influence tokens. msgspec must be able to encode them.
     """
     parts = (weights, arithmetic, dtype, batch_invariant, tokenizer, VERSION, others)
     digest = blake2b(msgspec.json.encode(parts, order="deterministic"), digest_size=DIGEST_BYTES).hexdigest()
@@ -60,11 +60,12 @@ WEIGHTS_DIGEST_BYTES = 8
 def weights_name(checkpoint: Checkpoint) -> str:
     """Return a name that is equal for equal weights in files of equal format.
 
-    Shapes alone cannot distinguish a model from its fine-tuned variants, which may differ in only a few matrices. So
-    the name covers all norms, the value projections of the first and last layer, and some bytes from all over every
-    other tensor. Reading everything would take as long as loading. Weights that differ in nothing of this get the same
-    name. Quantized files of a model have other values than plain ones, and so another name. The image encoder counts
-    like the rest: its rows are in the KV, and blocks identify an image by its file.
+    Shapes cannot distinguish a model from its fine-tuned variants, which may differ in only a few matrices. Therefore,
+    the name is a hash of all norms, of the value projections of the first and last layer, and of byte samples from
+    every other tensor. Reading all bytes would take as long as loading the model. Weights that differ only in bytes
+    outside of the samples get equal names. Quantized files of a model get a different name than unquantized files. The
+    hash includes the weights of the image encoder, because its output is the input of KV blocks, and blocks identify an
+    image only by the image's file.
 
     Args:
         checkpoint: opened checkpoint.
@@ -92,7 +93,7 @@ def _add_tensors(tensors: Iterable[StoredTensor], whole: Collection[str], digest
     """Add tensors to the digest.
 
     Args:
-        whole: names of matrices of which every number counts.
+        whole: names of matrices that are hashed completely. All other matrices are sampled.
     """
     for tensor in tensors:
         digest.update(f"{tensor.name} {tensor.shape} {tensor.block_type or tensor.dtype}\n".encode())

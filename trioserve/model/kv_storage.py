@@ -1,4 +1,4 @@
-"""Buffers of the KV cache and of states of all layers: layout, shared memory, and access as bytes.
+"""Buffers of the KV cache and of the states of all layers: their layout, shared memory, and access to their bytes.
 
 The core decides which request owns which block, and which sequence owns which slot.
 """
@@ -33,23 +33,24 @@ Buffer = TypeVar("Buffer")
 class KVStorage(Generic[Buffer]):
     """KV buffers of all layers.
 
-    Each layer has one buffer [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1. For
-    latents it is [blocks, block_size, 1, 1, entry_dim], see KVEntry. The buffer of a layer without KV entries is empty.
-    In 8-bit formats the last dimension counts bytes and includes the scale after each head, see KvFormat.
+    Each layer has one buffer [blocks, block_size, 2, kv_heads, head_dim], with keys at index 0 and values at index 1.
+    The buffer of a layer with latents is [blocks, block_size, 1, 1, entry_dim], see KVEntry. The buffer of a layer
+    without KV entries is empty. In 8-bit formats, the last dimension counts bytes and includes the scale after each
+    head, see KvFormat.
 
-    Layers have separate buffers, because compilers that index into one common buffer would copy it whole. Keys and
-    values of a token lie side by side, so a token is one row to write and a block is one contiguous range to gather.
-    Buffers are torch tensors, or numpy arrays for the native CPU kernels, with the same layout. So blocks are copied in
-    and out in the same way for both.
+    Each layer has a separate buffer, because a compiler that indexes into a common buffer would copy the whole buffer.
+    Keys and values of a token are adjacent: a token is written as one row, and a block is read as one contiguous range.
+    Buffers are torch tensors, or numpy arrays for the native CPU kernels. Both have the same layout, so the same code
+    copies blocks to and from both.
 
-    Memory is uninitialised. A kernel that reads beyond the last token of a block must clear the block when it begins
-    it.
+    Memory is uninitialised. A kernel that reads beyond the last token of a block must clear the block before it writes
+    the block's first token.
 
     Args:
         config: model whose KV is stored.
         make: returns an uninitialised buffer of a shape.
-        has_spare: add one block at index block_count that no request owns. Padding rows write there, and nothing reads
-            it.
+        has_spare: add one block, at index block_count, that no request owns. Padding rows write to this block, and it
+            is never read.
         kv_format: number format of the buffers.
 
     Attributes:
@@ -87,12 +88,12 @@ class KVStorage(Generic[Buffer]):
 class StateStorage(Generic[Buffer]):
     """State buffers of all layers.
 
-    Each layer has one float32 buffer [slots, state_size], or None if the layer keeps no state. A state begins with the
-    last inputs of the layer's convolution, oldest first: [kernel_size - 1, channels]. State spaces and delta rules then
-    have [heads, vector_size, head_dim].
+    Each layer has one float32 buffer [slots, state_size], or None if the layer has no state. A state begins with the
+    last inputs of the layer's convolution, oldest first: [kernel_size - 1, channels]. In state spaces and delta rules,
+    [heads, vector_size, head_dim] numbers follow.
 
-    Buffers are torch tensors or numpy arrays. Memory is uninitialised: a sequence that starts in a slot does not read
-    it.
+    Buffers are torch tensors or numpy arrays. Memory is uninitialised, because a sequence does not read its slot before
+    it has written the slot.
 
     Args:
         config: model whose states are stored.
@@ -111,11 +112,11 @@ class StateStorage(Generic[Buffer]):
 class KVMemory:
     """Buffers in a file that two processes share.
 
-    Both processes must take the same buffers in the same order. Memory of a memfd_create file exists until the last
-    process closes it.
+    Both processes must map buffers of the same sizes in the same order. The memory of a memfd_create file exists until
+    the last process closes the file.
 
     Args:
-        descriptor: file descriptor. The caller closes it after the last take.
+        descriptor: file descriptor. The caller closes it after the last call of `take`.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -162,10 +163,10 @@ class HostPages:
 
 
 class CudaPages:
-    """Pages on a GPU. Each call copies and waits for the device.
+    """Pages on a GPU. Each call copies data and waits for the device.
 
-    Copies run in the order of the device's work: a read sees everything that was computed before it, and later work
-    sees what was written.
+    A copy runs after all earlier work of the device and before all later work. Therefore, a read returns the results of
+    earlier work, and later work uses the written data.
     """
 
     def __init__(self, layout: KVLayout, storage: KVStorage[Any]) -> None:

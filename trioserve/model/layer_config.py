@@ -1,4 +1,4 @@
-"""Description of one layer: attention, MLP, experts, and layers that keep a state."""
+"""Description of one layer: attention, MLP, mixture of experts, and layers with a recurrent state."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ QkNorm = Literal["none", "head", "heads", "row", "unit"]
 Scoring = Literal["softmax", "sigmoid"]
 StateNorm = Literal["gated", "ungated", "none"]
 
-# A damaged header must not make us ask torch for a petabyte. The largest models of these families have 128 heads and
-# dimensions below 200,000.
+# These limits prevent a huge allocation for a damaged header. The largest models of the supported families have 128
+# heads and dimensions below 200,000.
 HEADS_MAX = 4_096
 EXPERTS_MAX = 1_024
-CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # No implementation supports a kernel of size 1, which would keep no state.
-STATE_NUMBERS_MAX = 2**28  # numbers in the state of one layer
+CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # A kernel of size 1 would need no state, and no implementation supports it.
+STATE_NUMBERS_MAX = 2**28  # limit of the numbers in the state of one layer
 EXPERT_GROUPS_MAX = 64
 DIMENSION_MAX = 2**24
-CONTEXT_TOKENS_MAX = 2**31 - 1  # step tensors hold positions as int32
+CONTEXT_TOKENS_MAX = 2**31 - 1  # Step tensors store positions as int32.
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,17 +55,17 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 
     Kinds:
         linear: every inverse frequency is divided by factor.
-        llama3: as in Llama 3.1. Low frequencies are divided by factor, high ones stay, and frequencies between them are
-            blended. The borders follow from low_freq_factor, high_freq_factor and original_context_tokens. If
-            frequency_factors is set, each inverse frequency is divided by its number there instead, and no other field
-            counts.
+        llama3: as in Llama 3.1. Low frequencies are divided by factor, high frequencies do not change, and frequencies
+            between them are blended. The limits are computed from low_freq_factor, high_freq_factor and
+            original_context_tokens. If frequency_factors is set, each inverse frequency is divided by its number in
+            frequency_factors instead, and no other field is used.
         yarn: YaRN (arXiv 2309.00071) with beta_fast and beta_slow. Cosine and sine are multiplied by attention_factor.
         longrope: LongRoPE (arXiv 2402.13753). Each inverse frequency is divided by its number in frequency_factors.
             Cosine and sine are multiplied by attention_factor.
 
     Attributes:
         original_context_tokens: context length of the model before it was extended.
-        attention_factor: None takes the default: 0.1 * ln(factor) + 1 for yarn, and sqrt(1 + ln(factor) /
+        attention_factor: None selects the default: 0.1 * ln(factor) + 1 for yarn, and sqrt(1 + ln(factor) /
             ln(original_context_tokens)) for longrope.
         rounds_ends: for yarn, round the ends of the blended range outwards to whole indices.
         frequency_factors: one number for each inverse frequency, head_dim / 2 numbers.
@@ -108,11 +108,12 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
         """Return the longest context of the model in tokens.
 
         Args:
-            context_tokens: length that the model's config names. For linear it is the length before scaling. For yarn
-                it is the length before or after scaling. For llama3 and longrope it is the length after scaling.
+            context_tokens: length in the model's config. With linear scaling, this is the length before scaling. With
+                yarn, it is the length before or after scaling. With llama3 and longrope, it is the length after
+                scaling.
         """
         if self.kind == "linear":
-            # One token above the maximum makes ModelConfig refuse the config.
+            # For a longer context, return one token more than the maximum. ModelConfig then rejects the config.
             return int(min(context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1))
         if self.kind == "yarn":
             return max(context_tokens, int(min(self.original_context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1)))
@@ -127,8 +128,8 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         theta: base of the frequencies.
-        rotated_dims: how many numbers of each head are rotated, an even count. The other numbers stay unchanged.
-        scaling: None leaves the frequencies unchanged.
+        rotated_dims: number of rotated dimensions of each head, an even number. All other dimensions stay unchanged.
+        scaling: scaling of the frequencies. None leaves them unchanged.
     """
 
     theta: float
@@ -156,10 +157,10 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of what the KV cache keeps of one token in one layer: [part_count, head_count, head_dim].
+    """Shape of one token's entry in the KV cache of one layer: [part_count, head_count, head_dim].
 
     Attributes:
-        part_count: 2 for keys and values, 1 for latents, from which keys and values are computed.
+        part_count: 2 for keys and values. 1 for latents, from which keys and values are computed.
     """
 
     part_count: int
@@ -172,7 +173,7 @@ class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Temperature(msgspec.Struct, frozen=True, kw_only=True):
-    """Factor by which queries grow with their position (arXiv 2501.19399).
+    """Factor of queries that grows with their position (arXiv 2501.19399).
 
     Queries are multiplied by 1 + scale * ln(1 + floor((position + first) / interval)).
 
@@ -195,19 +196,20 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     Attributes:
         rotary: rotation of queries and keys by their positions. None: attention ignores positions.
-        window: a token sees the last `window` positions, its own included. None: it sees every earlier position.
-        section: positions are divided into sections of this many. A token sees the positions of its own section up to
-            itself. None: there are no sections.
+        window: a token attends to the last `window` positions, including its own position. None: a token attends to all
+            earlier positions.
+        section: number of positions in a section of the context. A token attends only to the positions of its section
+            up to its own position. None: there are no sections.
         temperature: factor of queries that depends on their positions.
         scale: factor of query times key. None means 1 / sqrt(head_dim).
-        score_cap: c bounds scaled scores to c * tanh(score / c).
-        has_sinks: each head has a learned number that takes part in its softmax next to the scores, without a value.
+        score_cap: with the cap c, a scaled score becomes c * tanh(score / c). None: there is no cap.
+        has_sinks: each head has a learned number that is an additional score of its softmax, without a value.
         has_bias: the projections to queries, keys and values have biases.
         has_output_bias: the output projection has a bias.
-        qk_norm: norm of queries and keys before they are rotated. "head": each head is normed with weights that all
-            heads share. "heads": each head is normed with its own weights. "unit": each head is normed without weights.
-            "row": all heads of a row are normed together.
-        has_value_norm: values of each head are normed without weights.
+        qk_norm: norm of queries and keys before they are rotated. "head": each head is normalized, and all heads share
+            the same weights. "heads": each head is normalized with its own weights. "unit": each head is normalized
+            without weights. "row": all heads of a row are normalized together.
+        has_value_norm: values of each head are normalized without weights.
         kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
             None: the layer has its own keys and values.
         has_gate: the output of the heads is multiplied by the sigmoid of a projection of the same size.
@@ -266,19 +268,19 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     @property
     def key_size(self) -> int:
-        """Numbers in the keys of one token, which is also the count of its values."""
+        """Size of one token's keys over all heads. The values of a token have the same size."""
         return self.kv_head_count * self.head_dim
 
     @property
     def query_factor(self) -> float:
-        """Factor of queries for kernels that always divide scores by sqrt(head_dim). It gives scores the layer's
-        scale.
+        """Factor that queries are multiplied with, because kernels always divide scores by sqrt(head_dim). With this
+        factor, scores have the layer's scale.
         """
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
 
     @property
     def projected_size(self) -> int:
-        """Numbers that the layer projects of one token: queries, and keys and values if the layer has its own."""
+        """Size of the projection of one token: queries, and keys and values unless an earlier layer computes them."""
         return self.query_size + (2 * self.key_size if self.kv_from is None else 0)
 
     @property
@@ -287,23 +289,23 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     @property
     def turned_dim(self) -> int:
-        """Numbers of a head for which rotary angles are computed."""
+        """Number of dimensions of a head for which rotary angles are computed."""
         return self.head_dim
 
 
 class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     """Multi-head latent attention (MLA, arXiv 2405.04434) of one layer.
 
-    Of each token the KV cache keeps one latent and one rotated key that all heads share. Keys and values of every head
-    are projections of the latent.
+    For each token, the KV cache contains one latent and one rotated key, which all heads share. The keys and values of
+    each head are projections of the latent.
 
     Attributes:
         query_rank: size of the latent from which queries are projected. None: queries are projected from the hidden
             state.
-        latent_dim: size of the KV latent. Both latents are normed.
-        plain_dim: numbers of a head's query that meet a projection of the latent.
-        turned_dim: numbers of a head's query that are rotated and meet the rotated key.
-        value_dim: numbers of a head's value.
+        latent_dim: size of the KV latent. Both latents are normalized.
+        plain_dim: dimensions of a head's query that are multiplied with a key projected from the latent.
+        turned_dim: dimensions of a head's query that are rotated, and multiplied with the rotated key.
+        value_dim: size of a head's value.
         scale: factor of query times key.
     """
 
@@ -357,8 +359,8 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
 
     @property
     def query_factor(self) -> float:
-        """Factor of queries for kernels that always divide scores by sqrt(entry_dim). It gives scores the layer's
-        scale.
+        """Factor that queries are multiplied with, because kernels always divide scores by sqrt(entry_dim). With this
+        factor, scores have the layer's scale.
         """
         return self.scale * math.sqrt(self.entry_dim)
 
@@ -372,14 +374,14 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
 
     Activations:
         gelu_tanh: gelu, approximated with tanh.
-        clamped_swiglu: activation(gate) * up becomes g * sigmoid(1.702 g) * (u + 1). Here g is gate bounded to at most
-            7, and u is up bounded to -7 ... 7.
+        clamped_swiglu: the MLP computes g * sigmoid(1.702 g) * (u + 1) in place of activation(gate) * up. g is the gate
+            clamped to at most 7, and u is up clamped to the range from -7 to 7.
 
     Attributes:
         has_bias: each of the three matrices has a bias.
-        cutoff: before its activation, a gate becomes max(0, gate - mean - cutoff * deviation), with mean and standard
-            deviation of the gates of its row (Gemma 3n). This keeps few gates of a row without sorting them. None:
-            gates stay unchanged.
+        cutoff: before its activation, a gate becomes max(0, gate - mean - cutoff * deviation), with the mean and the
+            standard deviation of the gates of its row (Gemma 3n). Few gates of a row are then above 0, and no sorting
+            is needed. None: gates stay unchanged.
     """
 
     intermediate_size: int
@@ -396,24 +398,23 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """Mixture of experts in place of an MLP (arXiv 2101.03961).
 
-    A router scores all experts and chooses experts_per_token of them. The result for a token is the sum of their
-    results, weighted by their scores.
+    A router scores all experts and chooses experts_per_token of them. A token's result is the sum of the chosen
+    experts' results, weighted by the experts' scores.
 
     Attributes:
-        intermediate_size: size of each expert, which is an MLP.
-        normalizes: divide chosen scores by their sum. With softmax the chosen scores are then a softmax over the chosen
-            experts alone.
+        intermediate_size: intermediate size of each expert, which is an MLP.
+        normalizes: divide the chosen experts' scores by their sum. With softmax, these scores are then a softmax over
+            only the chosen experts.
         has_bias: experts have biases.
         has_router_bias: the router has a bias.
-        scoring: a softmax over the router's products of all experts, or a sigmoid of each product.
+        scoring: softmax over the router's logits of all experts, or sigmoid of each logit.
         scale: factor of the scores after they are normalized.
-        has_score_bias: each expert has a number that is added to its score for choosing experts, not for weighting them
-            (arXiv 2408.15664).
-        group_count: groups of neighbouring experts.
-        groups_per_token: experts are chosen from this many best groups.
-        group_leaders: the score of a group is the sum of this many best scores in it.
-        shared_size: intermediate size of an MLP that every token passes through in addition. 0 means that there is
-            none.
+        has_score_bias: each expert has a bias that is added to its score when experts are chosen, but not when their
+            results are weighted (arXiv 2408.15664).
+        group_count: number of groups into which the experts are divided. A group has consecutive experts.
+        groups_per_token: number of groups with the highest scores. Experts are chosen only from these groups.
+        group_leaders: number of highest expert scores whose sum is the score of a group.
+        shared_size: intermediate size of an additional MLP that computes every token. 0: there is no such MLP.
         has_shared_gate: the result of the shared MLP is multiplied by the sigmoid of a token's product with a vector.
         weighs_inputs: weights multiply the inputs of experts instead of their outputs.
     """
@@ -455,7 +456,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 
 
 class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
-    """Short convolution in place of attention (LFM2), which sees a token and the kernel_size - 1 tokens before it.
+    """Short convolution in place of attention (LFM2). It reads a token and the previous kernel_size - 1 tokens.
 
     A token is projected to b, c and x. The result is out(c * convolved(b * x)). Each channel has its own convolution
     weights.
@@ -497,17 +498,17 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
     """Selective state space in place of attention (Mamba-2, arXiv 2405.21060).
 
     A token is projected to z, x, b, c and time steps. x, b and c are convolved, each channel with its own weights, and
-    pass through silu. Each head keeps a state of [vector_size, head_dim] numbers. A token multiplies the state by
-    exp(time step * rate), where the head's rate is negative, and adds time step * b * x. The output is c * state + skip
-    * x.
+    silu is applied. Each head has a state of [vector_size, head_dim] numbers. For each token, the state is multiplied
+    by exp(time step * rate), where the head's rate is negative, and time step * b * x is added. The output is
+    c * state + skip * x.
 
     Attributes:
-        group_count: heads of a group share b and c, and are normed together.
-        kernel_size: tokens that the convolution sees.
+        group_count: number of groups of heads. The heads of a group share b and c, and are normalized together.
+        kernel_size: number of tokens that the convolution reads.
         has_bias: both projections have biases.
         has_conv_bias: the convolution has a bias.
-        norm: "gated": the output is multiplied by silu(z) and then normed by groups. "ungated": the output is normed
-            and then multiplied. "none": the output is only multiplied.
+        norm: "gated": the output is multiplied by silu(z), then normalized by groups. "ungated": the output is
+            normalized, then multiplied by silu(z). "none": the output is only multiplied by silu(z).
         time_step_min: lower bound of softplus(time step + the head's bias).
         time_step_max: upper bound of softplus(time step + the head's bias).
     """
@@ -567,20 +568,21 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
 class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net"):
     """Gated delta rule in place of attention (arXiv 2412.06464).
 
-    Projections q, k and v of a token are convolved, each channel with its own weights, and pass through silu. q and k
+    Projections q, k and v of a token are convolved, each channel with its own weights, and silu is applied. q and k
     are scaled to length 1, and q is divided by sqrt(vector_size).
 
-    Each head keeps a state S of [vector_size, head_dim] numbers. For each token:
+    Each head has a state S of [vector_size, head_dim] numbers. For each token:
 
     1. S is multiplied by exp(rate * softplus(decay + bias)). decay is a projection of the token. rate (negative) and
     bias belong to the head.
-    2. S is changed so that S^T k moves towards v by a share, which is the sigmoid of another projection.
-    3. The output of the head is S^T q, normed and multiplied by silu(z).
+    2. S is updated: S^T k moves towards v by a fraction of their difference. The fraction is the sigmoid of another
+    projection of the token.
+    3. The output of the head is S^T q, normalized and multiplied by silu(z).
 
     Attributes:
-        head_count: heads of values.
-        group_count: heads of keys and of queries. head_count / group_count heads of values share each of them.
-        has_heads_in_turn: value head i uses key i % group_count. False: neighbouring value heads share one key.
+        head_count: number of value heads.
+        group_count: number of key heads, and of query heads. head_count / group_count value heads share each of them.
+        has_heads_in_turn: value head i uses key head i % group_count. False: consecutive value heads share a key head.
     """
 
     head_count: int
@@ -613,7 +615,7 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
 
     @property
     def projected_size(self) -> int:
-        """Numbers that the layer projects of one token: z, inputs of the convolution, decays and shares."""
+        """Size of the projections of one token: z, inputs of the convolution, decays, and fractions of the update."""
         return self.inner_size + self.convolved_size + 2 * self.head_count
 
     @property
@@ -636,18 +638,18 @@ Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | DeltaNetConfig
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: attention or its replacement, then an MLP or a mixture of experts.
 
-    Each of the two may have a norm before it (input norm) and after it (output norm). Each result is added to the
+    Both may have a norm of their input (input norm) and of their result (output norm). Each result is added to the
     hidden state.
 
     Attributes:
-        mlp: second part of the layer. None: the layer ends after the first sum.
-        is_parallel: the MLP reads the input of attention, and both results are added at once. The MLP then has no norm
-            before it.
+        mlp: MLP or mixture of experts. None: the layer consists only of attention or its replacement.
+        is_parallel: the MLP reads the input of attention, and both results are added in one sum. The MLP then has no
+            input norm.
         residual_scale: factor of each result before it is added.
         beside: a state space that reads the input of attention. Its result is added to the result of attention.
-        laurel_rank: rank of two matrices that add a second path around attention (LAuReL, arXiv 2411.07501). The input
-            of attention and the norm of its product with both matrices are added to the result of attention, and the
-            sum is divided by sqrt(2). 0: there is no such path.
+        laurel_rank: rank of two matrices of an additional path, parallel to attention (LAuReL, arXiv 2411.07501). The
+            input of attention, and the norm of its product with both matrices, are added to the result of attention.
+            The sum is divided by sqrt(2). 0: there is no such path.
     """
 
     attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig | DeltaNetConfig
@@ -676,28 +678,28 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """Part of the layer that keeps a state, in place of attention or beside it."""
+        """Recurrent layer that replaces attention or runs beside it. None if the layer has no state."""
         return self.beside if isinstance(self.attention, KVAttention) else self.attention
 
 
 def check_count(name: str, value: int, largest: int, least: int = 1) -> None:
-    """Check a count of a description.
+    """Check that a number in a model description is in a range.
 
     Args:
-        name: what is counted, for the error text.
-        value: the count.
-        largest: largest allowed count.
-        least: smallest allowed count.
+        name: name of the number, for the error text.
+        value: the number.
+        largest: largest allowed number.
+        least: smallest allowed number.
 
     Raises:
-        ModelLoadError: the count is not allowed.
+        ModelLoadError: the number is not allowed.
     """
     if not least <= value <= largest:
         raise ModelLoadError(f"{name} is {value}, allowed is {least} to {largest}: the checkpoint's config is damaged")
 
 
 def check_positive(name: str, value: float) -> None:
-    """Check that a number of a description is finite and above 0.
+    """Check that a number in a model description is finite and above 0.
 
     Args:
         name: name of the number, for the error text.

@@ -1,4 +1,4 @@
-"""Parts of every model in torch: linear layers, norms, embedding, rotary angles. decoder.py combines them."""
+"""Building blocks of models in torch: linear layers, norms, embedding, rotary angles. decoder.py combines them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 
 
 class RankVocabulary:
-    """Exchanges logits between ranks. All ranks must make the same calls.
+    """Exchanges logits between ranks. All ranks must make the same calls in the same order.
 
     Args:
-        part: the part of the model that this rank has.
+        part: description of this rank's shard of the model.
         vocab_size: tokens of the whole vocabulary.
         collectives: connection to the other ranks.
     """
@@ -64,34 +64,34 @@ class RankVocabulary:
         return torch.cat([logits[:, :count] for logits, (_, count) in zip(gathered, self._runs, strict=True)], -1)
 
     def largest(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the token with the largest logit in each row. Sends less than `logits`.
+        """Find the token with the largest logit in each row. The ranks exchange fewer bytes than for `logits`.
 
         Args:
             own: [n, vocab_count], logits of this rank's tokens.
 
         Returns:
-            The token of each row, int64 [n]: the smallest number if logits are equal. And whether all logits of the row
-            are finite, bool [n].
+            Two tensors. int64 [n] has the token of each row. If several logits are equal, it is the token with the
+            smallest number. bool [n] is True for each row whose logits are all finite.
         """
         best = own.max(-1)
         finite = own.isfinite().all(-1)
-        # float32 represents logits of every dtype exactly, and token numbers below 2**24.
+        # float32 represents logits of every dtype exactly, and also token numbers below 2**24.
         found = torch.stack((best.values.float(), (best.indices + self._first).float(), finite.float()), -1)
         values, ids, are_finite = self._collectives.gather(found).unbind(-1)
         rank = values.argmax(0)
         return ids.gather(0, rank[None])[0].to(torch.int64), are_finite.bool().all(0)
 
 
-# size of the table for contexts of 131,072 tokens, heads of 128 numbers and a 16-bit dtype
+# A table for contexts of 131,072 tokens, heads of 128 numbers and a 16-bit dtype has this size.
 ANGLE_TABLE_BYTES_MAX = 2**26
 
 
 class Linear:
-    """Linear layer y = x W^T + b. Several projections of one input are one product with their outputs side by side.
+    """Linear layer y = x W^T + b. One product computes several projections of an input and concatenates their outputs.
 
-    On an x86 CPU whose oneDNN supports the dtype, W is kept in oneDNN's packed order. A decode step is bound by reading
-    W once, and with packed weights it takes a sixth less time. torch.compile uses the same operators when it freezes
-    weights. If torch lacks them, W stays in plain order.
+    On an x86 CPU whose oneDNN supports the dtype, W is stored in oneDNN's packed order. The time of a decode step is
+    mainly the time of reading W, and packed weights reduce it by a sixth. torch.compile uses the same operators when it
+    freezes weights. If torch does not have these operators, W is stored in plain order.
 
     Args:
         inputs: number of input features.
@@ -99,7 +99,7 @@ class Linear:
         bias: the layer has biases.
         dtype: number format of weights, inputs and outputs.
         device: device of the weights.
-        kernels: kernels that multiply. None is plain torch.
+        kernels: kernels that multiply. None selects the products of torch.
         block_type: block type of all projections in the checkpoint, if W stays in 4 bits, see four_bits.py. None: W has
             the dtype.
     """
@@ -157,7 +157,7 @@ class Linear:
         """Use a tensor as the whole weight.
 
         Args:
-            weight: [out, in], in the layer's dtype and on its device. It must not change afterwards.
+            weight: [out, in], in the layer's dtype and on its device. The caller must not change it afterwards.
         """
         self._packed = _can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
@@ -167,7 +167,7 @@ class Linear:
 
         Args:
             values: [n, in].
-            adapters: rows that use an adapter, whose products are added.
+            adapters: rows that use an adapter. The adapter's product is added to the result of these rows.
 
         Returns:
             [n, out].
@@ -183,7 +183,7 @@ class Linear:
         return outputs
 
     def _fill_blocks(self, block_type: str, name: str, blocks: Tensor) -> None:
-        """Take the blocks of one projection. The weight is complete after the last projection."""
+        """Store the 4-bit blocks of one projection. The weight is complete after the last projection."""
         self._four_bit_parts[name] = weight_of_blocks(block_type, blocks.to(self._device))
         self._missing.discard(name)
         if not self._missing:
@@ -192,14 +192,15 @@ class Linear:
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
         """Copy the rows of one projection. The weight is complete after the last projection.
 
-        Another call after that begins a new weight in place of the old one. Every projection must then come again.
+        A call after the last projection starts to replace the old weight. All projections must then be copied again.
         """
         if not self._missing:
             self._missing = set(self._outputs)
             if self._packed:
-                self._weight = None  # the old weight is packed, and the new one comes in plain order
+                self._weight = None  # The old weight is packed, but the new weight is copied in plain order.
         if self._weight is None:
-            # Allocate late: if the file has a suitable order, only one unpacked weight exists at a time.
+            # The weight is not allocated before its first tensor is read. If the file has the same order of tensors,
+            # only one unpacked weight exists at a time.
             rows = sum(self._outputs.values())
             self._weight = torch.empty(rows, self.inputs, dtype=self._dtype, device=self._device)
         self._weight[first : first + self._outputs[name]].copy_(tensor)
@@ -215,14 +216,14 @@ MakeLinear = Callable[..., Linear]
 
 
 class Embedding:
-    """Embedding table, or a part of it.
+    """Embedding table, or the rows of the table that belong to this rank.
 
     Args:
         rows: number of tokens in the table.
         columns: numbers of one embedding.
         dtype: number format of the table.
         device: device of the table.
-        first: token of the first row, if the table is a part. None: every token has a row.
+        first: token of the first row, if the table has only the rows of this rank. None: every token has a row.
     """
 
     def __init__(
@@ -232,10 +233,10 @@ class Embedding:
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
 
     def slots(self, *, tied: Linear | None) -> Iterator[TensorSlot]:
-        """Yield the slot of the table.
+        """Yield the loading slot of the table.
 
         Args:
-            tied: output projection that uses the same weight.
+            tied: output projection that uses the table as its weight.
         """
 
         def fill(tensor: Tensor) -> None:
@@ -263,12 +264,12 @@ class Embedding:
 
 
 class Norm:
-    """RMS norm, or LayerNorm without a bias, as the model's config says.
+    """RMS norm, or LayerNorm without a bias. The model's config selects one of them.
 
     Args:
         name: name of the weight, without ".weight".
-        size: numbers that are normed together.
-        config: model whose norm kind and epsilon are used.
+        size: number of values that are normalized together.
+        config: model that defines the type of norm and epsilon.
         kernels: kernels that compute the norm.
         dtype: number format of the weight.
         device: device of the weight.
@@ -295,7 +296,7 @@ class Norm:
         yield TensorSlot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Norm each row.
+        """Normalize each row.
 
         Args:
             values: [..., size].
@@ -325,7 +326,7 @@ class Norm:
 class HeadNorms:
     """Norms of queries and keys before they are rotated, of each head or of all heads of a row together.
 
-    Norms of single heads are RMS norms or LayerNorms, as the model's norms are.
+    Norms of single heads have the type of the model's norms: RMS norm or LayerNorm.
 
     Args:
         layer: name of the layer.
@@ -353,7 +354,7 @@ class HeadNorms:
         self._has_weights = attention.qk_norm != "unit"
         self._head_dim, self._query_size = attention.head_dim, attention.query_size
         self._size = attention.query_size + (attention.key_size if attention.kv_from is None else 0)
-        # One weight for each number that is normed, so queries and keys of a head norm need one operation.
+        # Each normalized number has its own weight in this tensor, so one operation scales the queries and the keys.
         self._weights = torch.empty(self._size, dtype=dtype, device=device)
         self._places = {f"{layer}.q_norm.weight": self._weights[: self._query_size]}
         if attention.kv_from is None:
@@ -365,7 +366,7 @@ class HeadNorms:
             yield TensorSlot(name, tuple(rows.shape[-1:]), place.dtype, rows.copy_)
 
     def __call__(self, qkv: Tensor) -> None:
-        """Norm queries and keys in place.
+        """Normalize queries and keys in place.
 
         Args:
             qkv: [T, (H + 2 K) * D] for H query heads and K key heads of D numbers.
@@ -387,7 +388,7 @@ class HeadNorms:
 
 
 class Sinks:
-    """Attention sinks of one layer: a number for each head that takes part in its softmax next to the scores.
+    """Attention sinks of one layer: for each head, a number that is an additional score of the head's softmax.
 
     Args:
         layer: name of the layer.
@@ -406,8 +407,8 @@ class Sinks:
 class RotaryAngles:
     """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the config's scaling.
 
-    They come from a table if it needs little memory. A decode step on a GPU then needs two small kernels instead of
-    eight.
+    If a table of all positions needs little memory, the values are read from this table. A decode step on a GPU then
+    needs two small kernels instead of eight.
 
     Args:
         rotary: rotary config of some layers. None: angles are 0.
@@ -422,8 +423,8 @@ class RotaryAngles:
         head_dim = config.kv_attention.turned_dim
         plain, magnitudes = (torch.from_numpy(part) for part in rotary_frequencies(rotary, head_dim))
         self._dtype = dtype
-        # Both halves of a head rotate by the same angles, the first half with a negated sine: see rotary_ in the
-        # kernels.
+        # The angles of both halves of a head are equal. The sine is negated for the first half, see the kernels'
+        # rotary_.
         self._frequencies = torch.cat((plain, plain)).to(device)
         self._magnitudes = torch.cat((magnitudes, magnitudes)).to(device)
         self._signs = torch.cat((-magnitudes, magnitudes)).to(device)
@@ -448,8 +449,8 @@ class RotaryAngles:
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         if angles.device.type == "cpu":
-            # torch's cosine of a number depends on its place in a vector. numpy's error in float64 is so small that it
-            # disappears when the result is rounded.
+            # torch's cosine of a number depends slightly on the number's position in a vector. numpy computes in
+            # float64, and rounding the result removes such differences.
             exact = angles.numpy().astype(np.float64)
             cos, sin = (torch.from_numpy(function(exact).astype(np.float32)) for function in (np.cos, np.sin))
             return (cos * self._magnitudes).to(self._dtype), (sin * self._signs).to(self._dtype)
@@ -461,13 +462,13 @@ def temperature_factors(positions: Tensor, temperature: Temperature) -> Tensor:
 
     Args:
         positions: int64 [T].
-        temperature: factor's parameters.
+        temperature: parameters of the factor.
 
     Returns:
         float32 [T].
     """
-    # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So rows do
-    # not depend on the batch.
+    # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding removes
+    # this difference, so the result of a row does not depend on the batch.
     steps = ((positions + temperature.first) // temperature.interval).double()
     return (steps.log1p() * temperature.scale + 1.0).float()
 

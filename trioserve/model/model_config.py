@@ -1,6 +1,6 @@
-"""Description of a model, layer by layer, as values that every implementation of the computation reads.
+"""Describes a model layer by layer. All implementations of the computation read this description.
 
-families/ and loading/ make such a description from config.json or from GGUF metadata.
+families/ and loading/ create the description from config.json or from GGUF metadata.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["LAYERS_MAX", "Dtype", "LayerPart", "ModelConfig", "RankPart", "RowFa
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-# A damaged header must not make us build a tuple with a billion layers. The largest models of these families have 126.
+# The limit prevents a huge tuple of layers for a damaged header. The largest models of these families have 126 layers.
 LAYERS_MAX = 1_024
 STREAMS_MAX = 8
 
@@ -41,9 +41,9 @@ class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
     """Factors by which the rows of a tensor are multiplied when it is read from the checkpoint.
 
     Attributes:
-        name: this code's name of the tensor without the layer, such as "q_proj.weight". The factors apply to this
-            tensor in every layer.
-        parts: row count and factor of each run of rows, in the order of the rows.
+        name: name of the tensor without the layer, such as "q_proj.weight". The factors apply to this tensor in every
+            layer.
+        parts: number of rows and factor for each range of rows, in the order of the rows.
     """
 
     name: str
@@ -71,9 +71,9 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
         count: number of streams.
         active: index of the stream that layers compute.
         has_scale: the corrected active stream is multiplied by weights before it gates the layer's inputs.
-        input_size: numbers that each layer has for each token, from an embedding table of its own. They are gated by
-            the active stream and added to all streams except the first.
-        input_vocab_size: tokens in these tables. Other tokens use the row of token 0.
+        input_size: size of a layer's own embedding of a token. Each layer has its own embedding table. The embedding is
+            gated by the active stream, and added to all streams except the first.
+        input_vocab_size: number of tokens in each layer's table. All other tokens use the row of token 0.
     """
 
     count: int
@@ -94,14 +94,14 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a layer that one rank of a group computes.
+    """Describes the shard of a layer that one rank computes.
 
     Attributes:
-        sums_attention: the rank's result of attention is a part, and the sum over all ranks is the result. False: each
-            rank computes the whole result.
-        sums_mlp: the rank's result of the MLP is a part. False: each rank computes the whole result.
+        sums_attention: the rank computes a partial sum of attention's result, and the ranks add their partial sums.
+            False: each rank computes the whole result.
+        sums_mlp: the rank computes a partial sum of the MLP's result. False: each rank computes the whole result.
         first_expert: first expert of a mixture that this rank has.
-        expert_count: number of experts that this rank has. None: it has a part of each expert.
+        expert_count: number of experts that this rank has. None: the rank has a shard of each expert.
     """
 
     sums_attention: bool
@@ -111,14 +111,14 @@ class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a model that one rank of a group computes.
+    """Describes the shard of a model that one rank computes.
 
-    The rank's config describes a whole model with fewer heads and narrower MLPs. This value says how the results of all
-    ranks are combined.
+    The rank's config describes a whole model with fewer heads and smaller MLPs. This class describes how the results of
+    all ranks are combined.
 
     Attributes:
         vocab_first: first token whose row of embedding and head this rank has.
-        vocab_count: number of such rows. vocab_size of the config is that of the whole model.
+        vocab_count: number of these rows. vocab_size of the config is the whole model's.
         layers: one entry per layer.
     """
 
@@ -130,12 +130,12 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that one stage of a pipeline has.
+    """Describes the layers of one stage of a pipeline.
 
-    A stage after the first one receives the hidden state of each row from the stage before it.
+    Each stage except the first receives the hidden state of each row from the previous stage.
 
     Attributes:
-        first_layer: index of the stage's first layer in the whole model. The config has the number of its layers.
+        first_layer: index of the stage's first layer in the whole model. The stage's config has the number of layers.
         has_embedding: True for the first stage.
         has_head: True for the last stage, which also has the last norm.
     """
@@ -153,13 +153,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         norm: "rms", or "layer" for LayerNorm without biases.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits, applied before logit_cap.
-        logit_cap: c bounds logits to c * tanh(logit / c).
-        dtype_name: number format of the checkpoint. For a quantized checkpoint it is the format of its embeddings, and
-            "bfloat16" for a GGUF file.
-        row_factors: factors of tensors when they are read. Loaded weights already contain them.
+        logit_cap: with the cap c, a logit becomes c * tanh(logit / c). None: there is no cap.
+        dtype_name: number format of the checkpoint. For a quantized checkpoint, it is the format of the embeddings. For
+            a GGUF file, it is "bfloat16".
+        row_factors: factors that tensors are multiplied with when they are read.
         streams: streams of the hidden state. None: the hidden state is one vector.
-        part: part of the model that one rank has. None: this is the whole model.
-        stage: layers that one stage has. None: all layers are here.
+        part: shard of the model that one rank has. None: the config describes the whole model.
+        stage: layers that one stage has. None: the config describes all layers.
 
     Raises:
         ModelLoadError: values contradict each other. The message names the field.
@@ -217,7 +217,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
-        """Attentions of all layers, without layers that have a replacement of attention."""
+        """Attention of each layer that has attention. Layers with a replacement of attention are omitted."""
         return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, KVAttention))
 
     @property
@@ -226,23 +226,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_embedding(self) -> bool:
-        """True if rows begin here as embeddings of their tokens, not as the hidden state of another stage."""
+        """True if this stage computes the embeddings of tokens. False if another stage sends hidden states."""
         return self.stage is None or self.stage.has_embedding
 
     @property
     def has_head(self) -> bool:
-        """True if the last norm and the head are here, so that tokens are chosen here."""
+        """True if this stage has the last norm and the head, and therefore samples tokens."""
         return self.stage is None or self.stage.has_head
 
     @property
     def vocab_count(self) -> int:
-        """Tokens whose rows of embedding and head are here."""
+        """Number of tokens whose rows of embedding and head this rank has."""
         if not (self.has_embedding or self.has_head):
             return 0
         return self.vocab_size if self.part is None else self.part.vocab_count
 
     def experts_of(self, index: int) -> range:
-        """Return the experts of a layer that are here.
+        """Return the experts of a layer that this rank has.
 
         Args:
             index: index of a layer with a mixture of experts.
@@ -256,12 +256,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_attention(self) -> bool:
-        """True if the KV cache keeps an entry of each token."""
+        """True if the KV cache contains an entry for each token."""
         return bool(self._attentions)
 
     @property
     def heads(self) -> AttentionConfig:
-        """Attention of the first layer that has one. All layers have heads of its shape.
+        """Attention of the first layer that has attention. Heads have the same shape in all layers.
 
         The model must have attention without latents.
         """
@@ -271,7 +271,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_attention(self) -> AttentionConfig | LatentAttentionConfig:
-        """Attention of the first layer that has one. All layers keep KV entries of its shape.
+        """Attention of the first layer that has attention. KV entries have the same shape in all layers.
 
         The model must have attention.
         """
@@ -281,7 +281,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def kv_entries(self) -> tuple[KVEntry | None, ...]:
         """Shape of a token's KV cache entry for each layer.
 
-        None for a layer that keeps no entry, or that attends to the entries of another layer.
+        The shape is None for a layer without KV entries, and for a layer that uses the entries of another layer.
         """
         mixers = (layer.attention for layer in self.layers)
         return tuple(
@@ -290,9 +290,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """For each layer, the index of the layer whose part of the KV cache it reads.
+        """For each layer, the index of the layer whose KV entries it reads.
 
-        It is the layer itself, except for layers with kv_from.
+        A layer reads its own entries, unless it has kv_from.
         """
         found = (layer.attention.kv_from if isinstance(layer.attention, KVAttention) else None for layer in self.layers)
         return tuple(index if other is None else other for index, other in enumerate(found))
@@ -303,7 +303,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states that layers keep of one sequence, in float32. 0 if no layer keeps a state."""
+        """Bytes of one sequence's states in all layers, in float32. 0 if no layer has a state."""
         return 4 * sum(layer.recurrent.state_size for layer in self.layers if layer.recurrent is not None)
 
     @property
@@ -317,7 +317,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_max(self) -> int | None:
-        """Largest window of any layer, in tokens. None if some layer sees every position."""
+        """Largest window of all layers, in tokens. None if a layer has no window."""
         found = [window for window in self.windows if window is not None]
         return max(found) if found and len(found) == len(self.windows) else None
 
@@ -338,10 +338,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_kv_from(index: int, layer: LayerConfig, layers: tuple[LayerConfig, ...]) -> None:
-    """Check that a layer can share the keys and values of the layer that it names.
+    """Check that a layer can use the keys and values of the layer that its kv_from contains.
 
     Raises:
-        ModelLoadError: the other layer does not come earlier, has no keys and values of its own, or has another window.
+        ModelLoadError: the other layer is not an earlier layer, has no keys and values, or has a different window.
     """
     attention = layer.attention
     if not isinstance(attention, AttentionConfig) or attention.kv_from is None:

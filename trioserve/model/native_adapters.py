@@ -1,4 +1,4 @@
-"""LoRA adapters in the memory of the native kernels, in the order in which a step reads them."""
+"""Stores LoRA adapters for the native kernels. The order in memory is the order in which a step reads the weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["NativeAdapter"]
 
 
 class _Part(NamedTuple):
-    """Position of some outputs of a product, as in the model's own matrix.
+    """Position of one module's outputs among the outputs of a product. The model's matrix has the same positions.
 
     Attributes:
-        pairs_of: see pairs_together. 0: outputs keep their order.
+        pairs_of: size of heads whose halves alternate, see pairs_together. 0: outputs keep their order.
     """
 
     module: str
@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
 
 def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple[_Part, ...]]]:
-    """Yield name, inputs and parts of each product that may have an adapter, in the order of computing."""
+    """Yield name, inputs and parts of each product that may have an adapter, in the order of their computation."""
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, AttentionConfig):
         queries, keys = attention.query_size, attention.key_size
@@ -58,13 +58,13 @@ def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple
         yield "output", queries, (_Part("o_proj", hidden, 0),)
     if isinstance(mlp, MlpConfig):
         middle = mlp.intermediate_size
-        # Blocks of gate and up alternate, as in the model's own matrix.
+        # Blocks of gate and up alternate, as in the model's matrix.
         yield "gate_up", hidden, (_Part("gate_proj", middle, 0, 2), _Part("up_proj", middle, 1, 2))
         yield "down", middle, (_Part("down_proj", hidden, 0),)
 
 
 class NativeAdapter:
-    """One adapter. Its owner closes it when no step uses it.
+    """One adapter in native memory. The owner closes the adapter when no step uses it.
 
     Args:
         weights: matrices in the model's dtype.
@@ -94,14 +94,14 @@ class NativeAdapter:
             [(part, matrix) for part, matrix in parts_of_product if matrix is not None] for parts_of_product in found
         ]
         byte_count = sum(self._bytes(inputs, parts) for (_, _, inputs, _), parts in zip(places, present, strict=True))
-        self._memory = WeightMemory(library, max(1, byte_count))  # a stage may have no part of the adapter
+        self._memory = WeightMemory(library, max(1, byte_count))  # A stage may have no matrices.
         for (index, name, inputs, _), parts in zip(places, present, strict=True):
             if parts:
                 setattr(self._layers[index], name, self._matrix(inputs, parts))
 
     @property
     def layers(self) -> int:
-        """Address of the adapter's description, which a step reads."""
+        """Address of the adapter's description. A step of the native kernels reads the description."""
         return ctypes.addressof(self._layers)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class NativeAdapter:
         return -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
     def _rank(self, matrix: AdapterMatrix) -> int:
-        """Return the rank, padded to a multiple of four bytes, the unit in which kernels multiply."""
+        """Return the rank, rounded up so that a row of the adapter is a multiple of four bytes, as kernels need."""
         unit = 4 // VALUE_BYTES[self._dtype]
         return -(-len(matrix.a) // unit) * unit
 
@@ -145,7 +145,7 @@ class NativeAdapter:
         return struct
 
     def _blocks(self, part: _Part, matrix: AdapterMatrix) -> npt.NDArray[Any]:
-        """Return b in the order that AdapterPart defines: [outputs / 16, rank / unit, 16, unit]."""
+        """Return the factor b in the order that AdapterPart defines: [outputs / 16, rank / unit, 16, unit]."""
         rank, unit = self._rank(matrix), 4 // VALUE_BYTES[self._dtype]
         b: npt.NDArray[Any] = empty_values((part.outputs, rank), self._dtype)
         b[:] = 0

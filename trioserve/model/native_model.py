@@ -1,9 +1,9 @@
-"""Model of any family, computed by the native CPU kernels. One call without the GIL computes a whole step.
+"""Computes models of all families with the native CPU kernels. One call without the GIL computes a whole step.
 
-Weights are packed one by one as they are read, so none is held twice. The computation follows the description, as
-decoder.py does, and only roundings differ. Numbers between two products stay in float32. For a product with a quantized
-weight, inputs are rounded to 8 bits. With AMX and 5 rows or more, the weight is rounded to bfloat16 instead, and in a
-batch-invariant model for any number of rows.
+Each weight is packed as soon as it is read, so no weight is in memory twice. Like decoder.py, the kernels compute the
+model that ModelConfig describes. Only roundings differ: numbers between two products stay in float32. For a product
+with a quantized weight, inputs are rounded to 8 bits. With AMX and at least 5 rows, the weight is rounded to bfloat16
+instead. A batch-invariant model does this for every number of rows.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ from trioserve_kernels.native import (
 
 __all__ = ["NativeModel", "why_not_native"]
 
-CLAIMED_BYTES = 1 << 21  # One large page. It takes 0.2 ms, or 6 ms if a virtual machine must request it from its host.
+# Size of a large page. Allocating a page takes 0.2 ms, or 6 ms if a virtual machine must request it from its host.
+CLAIMED_BYTES = 1 << 21
 
 
 def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
-    """Return why the native kernels cannot compute a model, as a part of a sentence, or None if they can.
+    """Return the reason why the native kernels cannot compute a model, as a phrase, or None if they can compute it.
 
     Args:
         config: model.
@@ -149,7 +150,7 @@ def _intermediate_sizes(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...
 
 
 class NativeModel:
-    """A StepModel with packed weights and its own threads, which close ends.
+    """A StepModel with packed weights and its own threads. `close` ends the threads.
 
     Args:
         config: model.
@@ -160,10 +161,10 @@ class NativeModel:
         quantization: quantization of weights in memory.
         block_types: block types of the checkpoint's quantized matrices, by name.
         batch_invariant: the bits of a row's logits depend only on its tokens and the weights, not on other rows.
-            Without AMX this is always so.
+            Without AMX, models are always batch-invariant.
         kv_format: number format of the KV cache.
-        collectives: connection to the other ranks, if config has a part. The model keeps it, and the caller closes it.
-            All ranks compute the same steps.
+        collectives: connection to the other ranks, if config describes a shard. The model uses the connection, and the
+            caller closes it. All ranks compute the same steps.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class NativeModel:
         self.tapped_layers: tuple[int, ...] = ()
         self._kv_format: KvFormat = kv_format
         self._storage: KVStorage[Values] | None = None
-        # address and bytes of pieces of the KV cache that have no memory yet
+        # Address and size of each piece of the KV cache for which Linux has not allocated memory yet.
         self._unclaimed: Iterator[tuple[int, int]] = iter(())
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
@@ -273,7 +274,7 @@ class NativeModel:
     @property
     def loading_threads(self) -> int:
         assert self._engine is not None, "loading_threads after close"
-        return self._engine.thread_count  # reading and packing run without the GIL
+        return self._engine.thread_count  # Reading and packing run without the GIL.
 
     def slots(self) -> Iterator[Slot]:
         yield from self._weights.slots()
@@ -308,7 +309,7 @@ class NativeModel:
             typed = cast(Values, content) if dtype == "uint8" else values_of(content, dtype)
             return typed.reshape(shape)
 
-        self.release_kv()  # free the old cache first, because both might not fit
+        self.release_kv()  # The old cache is freed first, because there may not be enough memory for both.
         if state_slot_count:
             make_states = functools.partial(made, dtype="float32")
             self._states = StateStorage(self.config, slot_count=state_slot_count, make=make_states)
@@ -333,7 +334,7 @@ class NativeModel:
         return piece is not None and bool(self._library.claim(*piece))
 
     def warm_up(self) -> None:
-        """Do nothing: weights are packed as they are read."""
+        """Do nothing, because weights are already packed when they are read."""
 
     def compute(
         self,
@@ -344,7 +345,7 @@ class NativeModel:
     ) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
         assert self._storage is not None, "compute before allocate_kv"
-        if self._is_alone and is_abandoned():  # ranks agree while they compute
+        if self._is_alone and is_abandoned():  # Several ranks agree on this later.
             return None
         assert all(chunk.states for chunk in chunks) or self._states is None, "a model with states needs them in chunks"
         has_head = self.config.has_head
@@ -415,7 +416,7 @@ class NativeModel:
         )
 
     def _check_callbacks(self) -> None:
-        """Raise the error that a callback between the ranks met, if any."""
+        """Raise the exception of a callback that communicates with other ranks, if there was one."""
         if self._callbacks is not None:
             self._callbacks.check()
 
@@ -492,7 +493,7 @@ def _tapped(tapped: Float32Array, first_rows: Sequence[int], chunks: Sequence[Sc
 def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
     """Yield address and size of each piece of memory, in the order in which blocks are first used.
 
-    The first piece of every layer's buffer comes first, then the second piece of every buffer, and so on.
+    The function first yields the first piece of every layer's buffer, then the second piece of every buffer.
     """
     for start in range(0, max((buffer.nbytes for buffer in pages), default=0), CLAIMED_BYTES):
         for buffer in pages:
@@ -500,7 +501,7 @@ def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
 
 
 def _rounded(number: float, dtype: Dtype) -> float:
-    """Round a number to the dtype, as the reference implementations do before they multiply with it."""
+    """Round a number to the dtype. The reference implementations round a factor before they multiply with it."""
     rounded = empty_values((1,), dtype)
     convert(np.array([number], dtype=np.float32), rounded)
     single = np.empty(1, dtype=np.float32)
@@ -528,13 +529,13 @@ class _Layer:
         self._attention_gate: MatrixStruct | None = None
         self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
         self._streams = None if config.streams is None else NativeLayerStreams(config.streams, hidden)
-        # Keep these structs alive: the layer's struct has their addresses.
+        # These structs must stay alive, because the layer's struct contains their addresses.
         self._laurel_struct: LaurelStruct | None = None
         self._streams_struct: LayerStreamsStruct | None = None
         if isinstance(attention, AttentionConfig):
             self._make_attention(attention, hidden)
         elif isinstance(attention, LatentAttentionConfig):
-            # norms of the latents from which queries, and keys and values, are projected
+            # There are two latents: queries are projected from one, keys and values from the other. Both have a norm.
             self.query_norm = None if attention.query_rank is None else _empty_float32(attention.query_rank)
             self.key_norm = _empty_float32(attention.latent_dim)
         self.attention_norm = _empty_float32(hidden) if layer.has_input_norms else None
@@ -578,7 +579,7 @@ class _Layer:
             self.sinks = _padded(attention.head_count)
 
     def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
-        """Return the kernels' description of the layer. It has addresses of arrays that this object owns.
+        """Return the layer's description for the kernels. It contains addresses of arrays that this object owns.
 
         Args:
             name: name of the layer, such as layers.0.
@@ -656,7 +657,7 @@ class _Layer:
 
     def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
         own = [f"{name}.experts.{expert}" for expert in self._own_experts]
-        # Keep these arrays alive: the struct has their addresses.
+        # These arrays must stay alive, because the struct contains their addresses.
         gate_up, down = self._expert_matrices = tuple(
             (MatrixStruct * len(own))(*(weights.matrix(f"{expert}.{matrix}") for expert in own))
             for matrix in ("gate_up", "down")
@@ -760,7 +761,7 @@ class _Layer:
 
 
 def _padded(count: int) -> Float32Array:
-    """Return zeros, rounded up to whole blocks, because the kernels read whole blocks."""
+    """Return an array of zeros. Its size is rounded up to whole blocks, because the kernels read whole blocks."""
     return np.zeros(-(-count // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, dtype=np.float32)
 
 
@@ -797,10 +798,10 @@ def _empty_float32(count: int) -> Float32Array:
 
 
 class _StepArrays:
-    """A step's chunks as arrays that the kernels read. Rows have the order of the chunks.
+    """A step's chunks as arrays that the kernels read. Rows are in the order of the chunks.
 
     Args:
-        samples: True if rows are sampled here. False for a stage without the head.
+        samples: True if this process samples tokens. False for a stage without the head.
     """
 
     def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int, *, samples: bool) -> None:
@@ -831,8 +832,8 @@ def _spans(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> tuple
     """Return the state spans of a step.
 
     Returns:
-        Index of each chunk's first span, and the number of all spans. Then four numbers for each span: first row, row
-        count, slot to read (-1: none), slot to write.
+        Two arrays. The first has the index of each chunk's first span, then the number of all spans. The second has
+        four numbers for each span: first row, number of rows, slot to read (-1: none), slot to write.
     """
     firsts: list[int] = [0]
     spans: list[int] = []

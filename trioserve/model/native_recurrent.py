@@ -1,7 +1,7 @@
-"""Layers that keep states, streams and Laurel paths, as the native kernels read them.
+"""Stores the weights of recurrent layers, streams and LAuReL paths in the format that the native kernels read.
 
 See StreamsConfig and LayerConfig.laurel_rank. Vectors and small matrices are float32, which represents the numbers of
-every dtype exactly. PackedWeights has the other matrices.
+every dtype exactly. PackedWeights stores all large matrices.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 
 def why_not_recurrent(layer: Recurrent) -> str | None:
-    """Return why the native kernels cannot compute a layer, as a part of a sentence, or None if they can.
+    """Return the reason why the native kernels cannot compute a recurrent layer, as a phrase, or None if they can.
 
     Args:
-        layer: part of a layer that keeps a state.
+        layer: description of the recurrent layer.
     """
     sizes = [("a convolution's number of channels", layer.convolved_size)]
     if isinstance(layer, StateSpaceConfig):
@@ -58,13 +58,13 @@ def why_not_recurrent(layer: Recurrent) -> str | None:
 
 
 class NativeRecurrent:
-    """Vectors of one layer that keeps a state."""
+    """Vectors of one recurrent layer."""
 
     def __init__(self, layer: Recurrent, hidden: int) -> None:
         self._layer = layer
         has_conv_bias = layer.has_bias if isinstance(layer, ShortConvConfig) else layer.has_conv_bias
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
-        # biases of both projections; zeros pad the first one to a whole block
+        # Biases of both projections. Zeros pad the bias of the first projection to a whole block.
         self._input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
         self._output_bias = _empty_float32(hidden) if layer.has_bias else None
         self._conv_weights = _empty_float32(layer.kernel_size, layer.convolved_size)
@@ -102,7 +102,7 @@ class NativeRecurrent:
             self._struct.is_delta, self._struct.in_turn = True, layer.has_heads_in_turn
 
     def struct(self, name: str, weights: PackedWeights) -> RecurrentStruct:
-        """Return the kernels' description. It is valid as long as this object.
+        """Return the layer's description for the kernels. It is valid as long as this object exists.
 
         Args:
             name: name of the layer, such as layers.0.
@@ -112,7 +112,7 @@ class NativeRecurrent:
         return self._struct
 
     def slots(self, name: str) -> Iterator[Slot]:
-        """Yield the slots of these vectors.
+        """Yield the loading slots of these vectors.
 
         Args:
             name: name of the layer, such as layers.0.
@@ -128,7 +128,8 @@ class NativeRecurrent:
             **{f"state.{kind}": self._vectors.get(kind) for kind in ("rates", "skips", "time_step_bias")},
         }
         for tensor, place in places.items():
-            if place is not None:  # the delta rule has one norm for all heads, which is copied for each head
+            # All heads of the delta rule share one norm, whose weights are copied for each head.
+            if place is not None:
                 yield Slot(f"{name}.{tensor}", place.shape[-1:], "float32", functools.partial(_fill, place))
 
 
@@ -141,13 +142,13 @@ def _empty_float32(*shape: int) -> Float32Array:
 
 
 def why_not_streams(config: ModelConfig) -> str | None:
-    """Return why the native kernels cannot compute a model's streams and Laurel paths, or None if they can.
+    """Return the reason why the native kernels cannot compute a model's streams and LAuReL paths.
 
     Args:
         config: model.
 
     Returns:
-        Part of a sentence.
+        A phrase, or None if the kernels can compute the model.
     """
     sizes = [("laurel_rank", layer.laurel_rank) for layer in config.layers]
     if config.streams is not None:
@@ -159,13 +160,13 @@ def why_not_streams(config: ModelConfig) -> str | None:
 
 
 class NativeStreams:
-    """Weights of the model's streams. `struct` has addresses of arrays that this object owns.
+    """Weights of the model's streams. `struct` contains addresses of arrays that this object owns.
 
     Args:
         config: model.
         streams: streams of the model.
         weights: matrices of the model.
-        table_scale: factor of the rows in the table of the layers' inputs.
+        table_scale: factor of the rows in the embedding table of the layers' inputs.
     """
 
     def __init__(self, config: ModelConfig, streams: StreamsConfig, weights: PackedWeights, table_scale: float) -> None:
@@ -236,7 +237,7 @@ class NativeLayerStreams:
 
 
 class NativeLaurel:
-    """Weights of one layer's Laurel path."""
+    """Weights of one layer's LAuReL path."""
 
     def __init__(self, rank: int, hidden: int) -> None:
         self._rank, self._norm = rank, _empty_float32(hidden)

@@ -1,4 +1,4 @@
-"""Sampling parameters of each sampled row as the native kernels read them, and the tokens that the kernels chose."""
+"""Passes the sampling parameters of each sampled row to the native kernels, and reads the tokens that they choose."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NativeSamplings:
     Args:
         chunks: one for each sampled row, see sampled_rows.
         vocab_size: tokens in the vocabulary.
-        masks: masks of chunks with a mask_row. This object keeps them until the kernels have chosen.
+        masks: token masks of chunks with a mask_row. This object keeps them alive until the kernels have finished.
     """
 
     def __init__(self, chunks: Sequence[ScheduledChunk], vocab_size: int, masks: TokenMasks | None = None) -> None:
@@ -73,7 +73,7 @@ class NativeSamplings:
         """Write addresses of this object's arrays into a step.
 
         Args:
-            step: description that the kernels read. This object must exist until the step has ended.
+            step: description that the kernels read. NativeSamplings must exist until the step has ended.
         """
         step.samplings = ctypes.addressof(self._structs)
         step.sampling_ids, step.sampling_biases = start_of(self._id_array), start_of(self._bias_array)
@@ -143,7 +143,7 @@ def token_logprob(token_id: int, logprobs: list[float], top_ids: list[int]) -> T
 
     Args:
         token_id: chosen token.
-        logprobs: logprob of the chosen token, then of each of top_ids. Further numbers are ignored.
-        top_ids: most probable tokens, best first.
+        logprobs: logprob of the chosen token, then of each token in top_ids. Later numbers are ignored.
+        top_ids: most probable tokens, most probable first.
     """
     return TokenLogprob(token_id, logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=False)))

@@ -1,6 +1,4 @@
-"""Number formats of values and of the KV cache: their names, their sizes, their numpy arrays, and conversion between
-them.
-"""
+"""Number formats of weights and of the KV cache: names, sizes, numpy arrays, and conversion between formats."""
 
 from __future__ import annotations
 
@@ -94,8 +92,8 @@ def _as_float32(values: Values) -> Float32Array:
 
 def _round_to_bfloat16(singles: Float32Array, result: npt.NDArray[np.uint16]) -> None:
     bits = np.ascontiguousarray(singles).view(np.uint32)
-    # Round half to even: add half of the last kept bit, or just less if the kept bits are even. The sum carries into
-    # the exponent, up to infinity, as it should. A NaN may overflow, so NaNs are written separately.
+    # Round half to even: add half of the last kept bit, or slightly less if the kept bits are even. A carry into the
+    # exponent is correct, even if the result is infinity. A NaN may overflow, so NaNs are written separately.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF
@@ -121,10 +119,10 @@ def kv_format_of(settings: ModelSettings) -> KvFormat:
 
 
 def head_width(head_dim: int, kv_format: KvFormat) -> int:
-    """Return the number of elements that one head of one token takes: numbers, or bytes for 8-bit formats.
+    """Return the number of array elements for one head of one token: numbers, or bytes for 8-bit formats.
 
     Args:
-        head_dim: numbers of one head.
+        head_dim: size of one head.
         kv_format: number format of the KV cache.
     """
     return head_dim if kv_format == "plain" else head_dim + KV_SCALE_BYTES

@@ -1,6 +1,6 @@
-"""Matrices of a model in the memory of the native kernels: their formats, their order, and their loading.
+"""Stores a model's matrices for the native kernels: formats, order in memory, and loading.
 
-The quantization in memory is chosen from the settings and the checkpoint, before any weight is read.
+The quantization in memory depends on the settings and the checkpoint, and is chosen before any weight is read.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Quantization = Literal["none", "file", "int8", "int4"]
 def settle_quantization(requested: QuantizationName, block_types: Mapping[str, str], *, dtype: str) -> Quantization:
     """Return the quantization that the native kernels use.
 
-    auto keeps the blocks of a quantized file, unless float32 is requested. These blocks are the exact weights, which
-    bfloat16 would round. A decode step then reads a third of the bytes, and loading is faster. The cost is described in
-    docs/explanation/kernels.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as in llama.cpp. With AMX
-    only steps of up to 4 rows have them.
+    "auto" keeps the blocks of a quantized file, unless float32 is requested. These blocks are the exact weights, which
+    bfloat16 would round. A decode step then reads a third of the bytes, and loading is faster.
+    docs/explanation/kernels.md describes the disadvantage: inputs are rounded to 8 bits, which raises the default
+    model's perplexity by 0.6 %, as in llama.cpp. With AMX, only steps of up to 4 rows round inputs to 8 bits.
 
     Args:
         requested: value of --quantization.
@@ -78,11 +78,11 @@ def settle_quantization(requested: QuantizationName, block_types: Mapping[str, s
 
 
 def weight_format(quantization: Quantization, name: str, block_type: str | None) -> WeightFormat:
-    """Return the format in which a matrix is kept in memory.
+    """Return the format in which a matrix is stored in memory.
 
-    Blocks that already have the requested number of bits are kept unchanged. For int4, blocks of fewer bits are kept,
-    too. The output layer has at least 8 bits. With 4 bits the default model chose another token than float32 in 15 of
-    100 cases, and with 8 bits in 4 of 100.
+    Blocks that already have the requested number of bits stay unchanged. For int4, blocks with fewer bits also stay
+    unchanged. The output layer has at least 8 bits, because fewer bits change too many tokens: compared with float32,
+    the default model chose a different token in 15 of 100 cases with 4 bits, and in 4 of 100 cases with 8 bits.
 
     Args:
         quantization: result of settle_quantization.
@@ -103,7 +103,9 @@ HEAD = "head"
 
 
 def has_pairs_together(attention: AttentionConfig | LatentAttentionConfig) -> bool:
-    """Return True if queries and keys can be rotated as soon as a part of a head is computed.
+    """Return True if the rows of rotated pairs are stored close together, see pairs_together.
+
+    Kernels can then rotate queries and keys before a whole head is computed.
 
     Args:
         attention: attention of one layer.
@@ -114,9 +116,9 @@ def has_pairs_together(attention: AttentionConfig | LatentAttentionConfig) -> bo
 
 
 def pairs_together(heads: npt.NDArray[Any], dim: int) -> npt.NDArray[Any]:
-    """View rows in the checkpoint's order that are stored with rotated pairs close together.
+    """Return a view, in the checkpoint's order, of rows that are stored with rotated pairs close together.
 
-    Stored rows of a head alternate: 16 rows of its first half, then 16 rows of its second half.
+    The stored rows of a head alternate: 16 rows of the head's first half, then 16 rows of its second half.
 
     Args:
         heads: [heads * dim, ...], in stored order.
@@ -148,7 +150,7 @@ class _Part:
 
 
 class PackedWeights:
-    """All matrices that a step reads, in one range of memory. The owner closes it when no step is running.
+    """All matrices that a step reads, in one range of memory. The owner calls `close` when no step is running.
 
     Args:
         config: model.
@@ -180,7 +182,7 @@ class PackedWeights:
         self._places = {part: self._memory.take(size) for part, size in sizes.items()}
 
     def matrix(self, name: str) -> MatrixStruct:
-        """Return the kernels' description of a matrix. It is empty if another stage has the matrix.
+        """Return a matrix's description for the kernels. The description is empty if another stage has the matrix.
 
         Args:
             name: HEAD, or a name such as layers.0.qkv, with the names of LayerStruct.
@@ -215,7 +217,7 @@ class PackedWeights:
         return self._library.quantized_bytes(part.outputs, part.columns, part.format)
 
     def _slot(self, name: str, part: _Part, place: int, index: int) -> Slot:
-        """Return the slot of one of the part's matrices."""
+        """Return the loading slot of one of the part's matrices."""
         rows_at_once = part.pairs_of or BLOCK_OUTPUTS
 
         def rows_of(first_row: int, row_count: int) -> Slot:
@@ -259,10 +261,10 @@ class PackedWeights:
 
 
 def _share_of_step(config: ModelConfig, part: _Part) -> float:
-    """Return the share of a part's bytes that a step of one token reads on average."""
+    """Return the fraction of a part's bytes that a step of one token reads on average."""
     path = part.names[0].split(".")
     if path[:2] == ["layer_inputs", "embed"] or (path[0] == "embed" and not config.has_head):
-        return 0.0  # a step reads only one row of an embedding table
+        return 0.0  # A step of one token reads only one row of an embedding table.
     if path[2:3] != ["experts"]:
         return 1.0
     mlp = config.layers[int(path[1])].mlp
@@ -275,11 +277,11 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
 
     def part(rows: int, columns: int, *names: str, pairs_of: int = 0) -> _Part:
         formats = {format_of(name) for name in names}
-        # Alternating matrices need one format. If a file has two formats for them, both become dense.
+        # Alternating matrices must have the same format. If the file uses two formats, both matrices become dense.
         return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE, pairs_of)
 
     def gated(name: str, middle: int) -> None:
-        # Blocks of gate and up alternate, so both results are available where they are multiplied.
+        # Blocks of gate and up alternate, so a kernel can multiply both results immediately.
         matrices[f"{name}.gate_up"] = (part(middle, hidden, f"{name}.gate_proj.weight", f"{name}.up_proj.weight"),)
         matrices[f"{name}.down"] = (part(hidden, middle, f"{name}.down_proj.weight"),)
 
@@ -290,7 +292,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             first = part(rank, hidden, f"{layer}.q_a_proj.weight")
             matrices[f"{layer}.query_up"] = (part(queries, rank, f"{layer}.q_b_proj.weight"),)
         matrices[f"{layer}.qkv"] = (first, part(attention.entry_dim, hidden, f"{layer}.kv_a_proj.weight"))
-        # Each head has its own matrix, one after the other.
+        # Each head has its own matrix. The matrices of all heads are consecutive.
         rows = attention.head_count * attention.latent_dim
         key_up = _Part((f"{layer}.k_b_proj.weight",), rows, attention.plain_dim, WeightFormat.DENSE)
         value_up = _Part((f"{layer}.v_b_proj.weight",), attention.value_size, attention.latent_dim, WeightFormat.DENSE)
@@ -328,7 +330,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
                 matrices[f"{layer}.input"] = (
                     part(recurrent.inner_size, hidden, f"{layer}.delta_gate.weight"),
                     part(recurrent.convolved_size, hidden, f"{layer}.delta_qkv.weight"),
-                    # Weights that decide how fast a state decays are not rounded further.
+                    # Weights that define the decay of a state are not quantized.
                     *(
                         _Part((f"{layer}.{name}.weight",), recurrent.head_count, hidden, WeightFormat.DENSE)
                         for name in ("delta_decay", "delta_share")
@@ -348,7 +350,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             gated(layer, mlp.intermediate_size)
         if not isinstance(mlp, ExpertsConfig):
             continue
-        # The router's weights are not rounded further.
+        # The router's weights are not quantized.
         router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)
         matrices[f"{layer}.router"] = (router,)
         for expert in config.experts_of(index):

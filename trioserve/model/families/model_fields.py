@@ -383,8 +383,9 @@ class ModelFields(Fields):
         """Return the sliding window of each layer, None for layers with full attention.
 
         Args:
-            window: tokens that a sliding layer attends to. None makes all layers full.
-            pattern: returns True for the index of a sliding layer. It counts only if the file has no layer_types.
+            window: tokens that a layer with a sliding window attends to. None gives all layers full attention.
+            pattern: returns True for the index of a layer with a sliding window. Only used if the file has no
+                layer_types.
         """
         layer_types = self.layer_types()
         if window is None:
@@ -394,12 +395,12 @@ class ModelFields(Fields):
         return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
     def attending_layers(self, other: str, indexes: Sequence[int]) -> list[bool]:
-        """Return for each layer whether it has attention.
+        """Return True for each layer that has attention, and False for each other layer.
 
-        The config's layer_types or layers_block_type decides. Without such a list, `indexes` decides.
+        The config's list layer_types or layers_block_type defines these layers. Without a list, `indexes` defines them.
 
         Args:
-            other: name of layers without attention. "mamba" is allowed as well.
+            other: name that the list uses for layers without attention. The list may also use "mamba".
             indexes: indexes of the layers with attention, for files without a list.
         """
         types = self.strings_or("layer_types", None) or self.strings_or("layers_block_type", None)
@@ -419,7 +420,7 @@ class ModelFields(Fields):
         return [allowed[name] for name in types]
 
     def state_space(self, inner_size: int | None = None, norm: StateNorm = "gated") -> StateSpaceConfig:
-        """Build the description of a state-space layer, by the field names of hybrids of attention and Mamba-2.
+        """Build the description of a state-space layer, from the fields of models that combine attention and Mamba-2.
 
         Args:
             inner_size: channels of all heads. None is mamba_expand times the hidden size.

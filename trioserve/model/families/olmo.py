@@ -1,7 +1,7 @@
 """OLMo 2 and 3 have norms after attention and MLP instead of before. Queries and keys are normalized over all heads.
 
-In OLMo 3 three of four layers have a sliding window, and only the others have scaled positions. OLMoE is a Llama with
-the same norms of queries and keys, and with mixtures of experts.
+In OLMo 3, three of four layers have a sliding window, and only the fourth layer has scaled positions. OLMoE is a Llama
+with mixtures of experts. It normalizes queries and keys like OLMo 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["OLMO2", "OLMO3", "OLMOE"]
 
 
 def _describe_olmo2(fields: ModelFields) -> ModelConfig:
-    # llama.cpp writes an OLMo 3 as an OLMo 2 with a sliding window.
+    # In llama.cpp's files, an OLMo 3 has the architecture "olmo2" and a sliding window.
     return _described(fields, "olmo2", fields.whole_or("sliding_window", None))
 
 

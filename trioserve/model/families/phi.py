@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: a Llama with one tensor for q, k, v and one for gate, up. Phi-4-mini rotates a part of each head."""
+"""Phi-3 and Phi-4: a Llama with one tensor for q, k, v and one for gate, up. Phi-4-mini rotates not all of a head."""
 
 from __future__ import annotations
 

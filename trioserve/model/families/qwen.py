@@ -1,6 +1,6 @@
 """Qwen2 and 2.5: a Llama with biases. Qwen3: norms on query and key heads. Both may have sliding windows or experts.
 
-In a Qwen2 with experts every token also passes through a shared expert.
+In a Qwen2 with experts, a shared expert also computes every token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The supported model families. A new family is one file in this folder and one line here."""
+"""Lists the supported model families. To add a family, write one file in this folder and one line in this list."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def family_of_class(name: str, text_type: str | None = None) -> Family:
 
     Args:
         name: an entry of config.json's `architectures`.
-        text_type: `model_type` of the language model of a vision model. It selects among several possible families.
-            If it matches none of them, the first family counts.
+        text_type: `model_type` of the language model of a vision model. It selects one of several possible families.
+            If it matches none of these families, the result is the first family.
 
     Raises:
         ModelLoadError: the class is not supported.
@@ -122,7 +122,7 @@ def family_of_model_type(name: str | None) -> Family:
 
 
 def family_of_gguf(name: str | None) -> Family:
-    """Return the first family of an architecture of llama.cpp.
+    """Return the first family in the list that uses an architecture of llama.cpp.
 
     Args:
         name: the file's general.architecture, or None if it is missing.

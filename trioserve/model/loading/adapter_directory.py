@@ -1,7 +1,8 @@
-"""LoRA adapter as peft saves it, checked against its config and the model.
+"""Reads a LoRA adapter that peft saved, and compares it with its config and the model.
 
-adapter_config.json describes the adapter, and adapter_model.safetensors has two factors for each matrix. A field that
-would require another computation is refused by name. Files are untrusted until they are compared with the model.
+adapter_config.json describes the adapter, and adapter_model.safetensors has two factors for each matrix. If a field
+requires a computation that is not supported, the error names the field. Files are untrusted until they are compared
+with the model.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "allowed_directory", "read_adapter"]
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_BYTES = 16
-PATTERNS_MAX = 4096  # limit of keys in rank_pattern and alpha_pattern; real ones have one for each matrix
+PATTERNS_MAX = 4096  # Limit of keys in rank_pattern and alpha_pattern. Real files have one key for each matrix.
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_PROJECTIONS)
 
-# Fields that may change the computation, with the values that do not.
+# Fields that may change the computation, each with the values that do not change it.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -45,11 +46,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
-    # Other values change the model's own weights at the start of training. peft writes true after it has undone that
-    # change.
+    # With other values, training begins by changing the model's own weights. When peft has reverted this change, it
+    # writes true.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-# Fields that are read below, or that only describe the training.
+# Fields that this module reads, and fields that only describe the training.
 NOTES = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode", "task_type"),
@@ -63,7 +64,7 @@ _PLAIN_KEY = re.compile(r"\^?[\w.]+\$?")
 
 
 class _Factors(NamedTuple):
-    """Factors of one matrix.
+    """The two LoRA factors of one matrix.
 
     Attributes:
         a: [rank, inputs].
@@ -120,7 +121,7 @@ def allowed_directory(directory: Path, allowed: Sequence[Path]) -> Path:
 
     Args:
         directory: directory from a request.
-        allowed: the directory must lie in one of these. Empty: any directory is allowed.
+        allowed: directories of which one must contain the directory. Empty: any directory is allowed.
 
     Raises:
         ModelLoadError: the directory does not exist or is not allowed.
@@ -200,7 +201,7 @@ def _pattern(fields: Fields, name: str) -> dict[str, float]:
 
 
 def _key_of(module: str, pattern: Mapping[str, float]) -> str:
-    """Return the first key that is the module's name, or the end of it, or ""."""
+    """Return the key that is the module's name, else the first key with which the name ends, else ""."""
     if module in pattern:
         return module
     return next((key for key in pattern if module.endswith(f".{key}")), "")
@@ -236,7 +237,7 @@ def _matched(factors: Mapping[str, _Factors], modules: Mapping[str, tuple[int, .
     taken: set[str] = set()
     for written, pair in factors.items():
         module = next(written.removeprefix(prefix) for prefix in _PREFIXES if written.startswith(prefix))
-        if module not in modules:  # a model that reads images has another prefix before the layers
+        if module not in modules:  # In a model that reads images, names of layers have a different prefix.
             match = _LAYERS.fullmatch(module)
             is_elsewhere = re.search(r"vision|visual|image|audio", module) is not None
             module = by_layer.get(match["layer"], module) if match and not is_elsewhere else module
@@ -289,7 +290,7 @@ def _check_complete(
 
 
 def _can_be_adapted(name: str, model: ModelConfig) -> bool:
-    """Return True if the tensor with our name `name` can have an adapter."""
+    """Return True if the tensor `name`, which is a name of loading/names.py, can have an adapter."""
     layers, index, *path = name.split(".")
     if layers != "layers" or len(path) != 2 or path[0] not in PROJECTIONS:
         return False
@@ -298,7 +299,7 @@ def _can_be_adapted(name: str, model: ModelConfig) -> bool:
 
 
 def _read(pair: _Factors, place: TensorPlace, scale: float, dtype: Dtype) -> AdapterMatrix:
-    """Read the factors. b contains the scale, and its rows have the order of the model's matrix."""
+    """Read the factors. In the result, the scale is a part of b, and b's rows have the order of the model's matrix."""
     rows = place.shape[0]
     part = pair.b.part(place.first_row, (rows, pair.rank))
     read = cast(Float32Array, read_plain(part.path, part.offset, part.shape, part.dtype, "float32"))

@@ -1,7 +1,7 @@
-"""Uniform view of a checkpoint of any file format: config, tensors by the names of this code, and place of the
-tokenizer.
+"""Common interface of checkpoints in all file formats: config, tensors by the names of loading/names.py, and the path
+of the tokenizer.
 
-Opening reads only headers. A tensor is read when it is requested. Neither needs torch.
+Opening a checkpoint reads only headers. A tensor is read when it is requested. Opening and reading do not need torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Checkpoint(Protocol):
 
     Attributes:
         config: description of the model.
-        files: files that hold the weights.
-        weight_bytes: size of all tensors together.
+        files: files that contain the weights.
+        weight_bytes: size of all tensors in total.
         tokenizer_directory: directory with the tokenizer's files. None if gguf_metadata has the tokenizer.
         gguf_metadata: metadata of a GGUF file. None for other formats.
-        vision: image encoder of the model. None if it has none, or if its images are not supported.
+        vision: image encoder of the model. None if the model has no image encoder, or one that is not supported.
         sampling_defaults: sampling parameters that the model's authors recommend, with the names of SamplingParams.
     """
 
@@ -48,14 +48,14 @@ class Checkpoint(Protocol):
     def vision(self) -> VisionPart | None: ...
     @property
     def continues_texts(self) -> bool:
-        """True if the model has a head. Without a head it only turns texts into vectors."""
+        """True if the model has an output head. A model without a head can only compute embeddings of texts."""
         ...
 
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]: ...
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Yield every tensor of the model in the order of computing. Tensors are not read yet."""
+        """Yield every tensor of the model, in the order in which a forward pass uses them, without reading it."""
         ...
 
 
@@ -64,14 +64,14 @@ def open_checkpoint(path: Path, *, context_tokens: int | None = None, uses_furth
 
     Args:
         path: directory or file.
-        context_tokens: longest context to be served, in tokens. It decides between longrope's factors for short and for
-            long contexts. None is the model's limit.
-        uses_further_layers: the caller uses the layers after the model's own for draft tokens. False: a log line says
-            that they are not used.
+        context_tokens: longest context to be served, in tokens. It selects longrope's factors for short or for long
+            contexts. None is the model's limit.
+        uses_further_layers: the caller uses the prediction layers after the model's layers for draft tokens. False: a
+            log line reports that these layers are not used.
 
     Raises:
-        ModelLoadError: there is no such checkpoint, or it is damaged. The message is one sentence that begins with the
-            path.
+        ModelLoadError: the path has no checkpoint, or the checkpoint is damaged. The message is one sentence that
+            begins with the path.
     """
     try:
         return _opened(path, context_tokens, uses_further_layers)

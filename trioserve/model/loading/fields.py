@@ -1,7 +1,7 @@
-"""Typed reading of a checkpoint's description (config.json, GGUF metadata). Its content is untrusted.
+"""Reads typed fields of a checkpoint's description (config.json, GGUF metadata), whose content is untrusted.
 
-Fields that no code reads are named in the log. Without this, a misspelled field, or a field that is newer than this
-code, would be ignored silently.
+A log line names the fields that no code reads. Without this line, nobody would notice a misspelled field, or a field
+that is newer than this code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["Fields", "check_apart", "one_line", "IMAGE_NOTES", "unread_names", "warn_of_unread"]
 
-MESSAGE_CHARACTERS_MAX = 600  # the longest message of this code has about 300 characters
+MESSAGE_CHARACTERS_MAX = 600  # The longest message of this code has about 300 characters.
 _INFINITY = {"__float__": "Infinity"}
-WHOLES_MAX = 65_536  # numbers in one field; real fields have one for each layer or each end token
+WHOLES_MAX = 65_536  # Limit of numbers in one field. Real fields have one number for each layer or end token.
 
 T = TypeVar("T")
 
@@ -27,12 +27,13 @@ T = TypeVar("T")
 class Fields:
     """Named values of one file.
 
-    A missing field and null are equal: they give the default, or ModelLoadError if there is no default.
+    A field with the value null counts as missing. For a missing field, the methods return the default. Without a
+    default, they raise ModelLoadError.
 
     Args:
         values: fields of the file.
         source: name of the file or group, for messages.
-        spellings: name in the file for a requested name. Names that are not listed are spelled alike.
+        spellings: names in the file, by requested name. A name that is not listed is equal in the file.
     """
 
     def __init__(self, values: Mapping[str, object], source: str, spellings: Mapping[str, str] | None = None) -> None:
@@ -62,7 +63,7 @@ class Fields:
     def unread(self) -> dict[str, object]:
         """Return fields that have a value and were not requested.
 
-        The names are those of the file. A name in a group follows the group's name and a dot. An object that was
+        Names are spelled as in the file. A field in a group has a name such as group.field. An object that was
         requested as a whole counts as read.
         """
         read = {self.spelling(name) for name in self._asked}
@@ -82,11 +83,11 @@ class Fields:
         return key in self._values and self._values[key] is None
 
     def is_one_of(self, name: str, values: tuple[object, ...]) -> bool:
-        """Return True if the field has one of some values.
+        """Return True if the field has one of the given values.
 
         Args:
             name: requested name.
-            values: the type must be equal, too: 1 is not true.
+            values: values to compare with. Types must also be equal: 1 is not equal to true.
         """
         value = self._value(name)
         return any(value == other and type(value) is type(other) for other in values)
@@ -173,7 +174,7 @@ class Fields:
         return tuple(items)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a list of numbers. The field must exist. transformers writes infinity as an object.
+        """Return a list of numbers. The field must exist. A number may be an object, as transformers writes infinity.
 
         Args:
             name: requested name.
@@ -224,7 +225,7 @@ class Fields:
 
         Args:
             name: requested name.
-            wanted: allowed values, the end of a sentence.
+            wanted: allowed values, as the last words of the error's sentence.
         """
         return ModelLoadError(f"{self.spelling(name)} in {self._source} is {self.shown(name)}, but it must be {wanted}")
 
@@ -244,8 +245,9 @@ class Fields:
 
 
 def one_line(message: str) -> str:
-    """Make a message printable on one line, and limit its length. It may quote a damaged file with line breaks, control
-    characters or surrogates.
+    """Make a message printable on one line, and limit its length.
+
+    The message may quote line breaks, control characters or surrogates from a damaged file.
 
     Args:
         message: message of an error.
@@ -258,7 +260,7 @@ def check_apart(file_name: str, places: Iterable[tuple[int, int, str]]) -> None:
 
     Args:
         file_name: name for messages.
-        places: of each tensor, its first byte, the byte after its last one, and its name.
+        places: for each tensor, the offset of its first byte, the offset after its last byte, and its name.
 
     Raises:
         ModelLoadError: two tensors share bytes.
@@ -278,7 +280,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    # JSON numbers have no limit, and 10**400 would break the first division.
+    # JSON numbers have no limit, and a number such as 10**400 cannot be converted to a float.
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
@@ -289,7 +291,7 @@ NAME_CHARACTERS_MAX = 80
 
 NOTES = frozenset(
     {
-        # files and libraries
+        # Fields about files and libraries.
         *("architectures", "attn_implementation", "auto_map", "custom_pipelines", "dtype", "for_llm_compressor"),
         *("language", "license", "model_type", "name_or_path", "quantization_config", "sentence_transformers"),
         *("task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config"),
@@ -297,13 +299,13 @@ NOTES = frozenset(
         # tokens
         *("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id", "pad_token"),
         *("pad_token_id", "prefix", "sep_token_id", "unk_token_id"),
-        # return values of a model in Python, and its savings of time and memory
+        # Options of transformers that select return values, or save time and memory.
         *("cache_implementation", "chunk_size", "chunk_size_feed_forward", "mamba_chunk_size", "num_logits_to_keep"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "return_dict"),
         *("use_bfloat16", "use_cache", "use_flash_attn", "use_mamba_kernels", "use_return_dict"),
-        # layers after the model's own, which predict further tokens; further fields begin with mtp_
+        # Fields about prediction layers (MTP). Names of all other fields about them begin with mtp_.
         *("num_mtp_modules", "num_nextn_predict_layers", "use_mtp"),
-        # training; NOTE_ENDINGS has the dropout rates
+        # Fields about training. NOTE_ENDINGS lists those about dropout rates.
         *("aux_loss_alpha", "aux_loss_coef", "ep_size", "gradient_checkpointing", "init_method"),
         *(
             "initializer_cutoff_factor",
@@ -313,18 +315,18 @@ NOTES = frozenset(
             "rescale_prenorm_residual",
         ),
         *("router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "z_loss_coefficient"),
-        # heads that are not computed, and other kinds of models, as transformers writes them into every config
+        # Fields about other types of models and output heads. transformers writes them into every config.
         *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "id2label", "is_decoder"),
         *("is_encoder_decoder", "label2id", "num_labels", "problem_type", "pruned_heads", "tf_legacy_loss"),
         "tie_encoder_decoder",
-        # sampling parameters, from before generation_config.json existed
+        # Sampling parameters. Before generation_config.json existed, config.json contained them.
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
         *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
         *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
         *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p"),
         "typical_p",
-        # fields that only models with dense layers or scaled positions need
+        # Fields that only models with dense layers or scaled positions need.
         *("intermediate_size", "original_max_position_embeddings"),
     }
 )
@@ -354,7 +356,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 
 NOTE_ENDINGS = ("_dropout", "_dropout_prob", "_dropout_rate", "_pdrop")
 ROPE_NAMES = ("rope_parameters", "rope_scaling")
-# Some kinds of scaling ignore some of these. The last two fields place images.
+# Not every type of rope scaling uses all of these fields. The last two fields define positions of images.
 ROPE_NOTES = frozenset(
     {
         *("attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor", "long_factor"),
@@ -363,9 +365,9 @@ ROPE_NOTES = frozenset(
         *("mrope_interleaved", "mrope_section"),
     }
 )
-ROPE_LAYERS = ("full_attention", "sliding_attention")  # a model may have only one kind of layer
+ROPE_LAYERS = ("full_attention", "sliding_attention")  # A model may have only one of these types.
 
-# fields outside of text_config in models that read images
+# Fields outside of text_config, in configs of models that read images.
 IMAGE_NOTES = ("scale_factor", "text_config", "tie_word_embeddings", "use_reentrant_checkpointing", "vocab_size")
 IMAGE_PREFIXES = (
     *("audio_", "boa_", "boi_", "eoa_", "eoi_", "image_", "mm_", "multimodal_", "projector_", "spatial_"),
@@ -374,15 +376,15 @@ IMAGE_PREFIXES = (
 
 
 def unread_names(fields: Fields, notes: Collection[str] = (), *, with_images: bool = False) -> list[str]:
-    """List fields that have a value, were not requested, and are not known to change nothing.
+    """List the fields that have a value and were not requested. Fields that do not change the computation are omitted.
 
     Args:
         fields: fields of a config.
-        notes: further fields that change nothing.
-        with_images: the fields lie outside of text_config, and fields of other parts are ignored.
+        notes: additional fields that do not change the computation.
+        with_images: the fields are outside of text_config. Fields of image and audio encoders are then omitted.
 
     Returns:
-        Names, sorted. A name in a group follows the group's name and a dot.
+        Sorted names. A field in a group has a name such as group.field.
     """
     unread = fields.unread().items()
     return sorted(name for name, value in unread if name not in notes and not _is_note(name, value, with_images))

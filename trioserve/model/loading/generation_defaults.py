@@ -1,4 +1,4 @@
-"""Sampling defaults of requests: from the checkpoint, from a directory or neutral, with overrides."""
+"""Determines the sampling defaults of requests: from the checkpoint, from a directory, or neutral, with overrides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     """Defaults of requests.
 
     Attributes:
-        sampling: values for everything that a request does not set.
-        named: values that the checkpoint or the operator has set explicitly, by field.
+        sampling: values of all sampling parameters that a request does not set.
+        named: values that the checkpoint or the operator has set explicitly, by field name.
         eos_token_ids: tokens that end a response.
     """
 
@@ -30,7 +30,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
     def with_ends(self, token_ids: tuple[int, ...], *, vocab_size: int) -> GenerationDefaults:
-        """Add end tokens that the tokenizer names after those of the configs, and drop ids that the model lacks.
+        """Append the tokenizer's end tokens to the configs' end tokens, and drop ids outside of the vocabulary.
 
         Args:
             token_ids: end tokens of the tokenizer.
@@ -46,7 +46,7 @@ def generation_defaults(
     *,
     recommended: Mapping[str, float | int] | None = None,
 ) -> GenerationDefaults:
-    """Determine the defaults of requests. This may read a file.
+    """Determine the sampling defaults of requests. The function may read a file.
 
     Args:
         checkpoint: opened model.

@@ -1,10 +1,10 @@
-"""Header of a GGUF file: metadata as plain Python values, and the place of each tensor.
+"""Reads the header of a GGUF file: metadata as Python values, and the offset of each tensor.
 
-Format: GGUF versions 2 and 3 as specified in ggml's docs/gguf.md, little-endian. The reader of the gguf package takes
-two seconds for a vocabulary of 50,000 tokens, because it makes a numpy array of each string. This one makes strings.
+The format is GGUF, versions 2 and 3, little-endian, as specified in ggml's docs/gguf.md. The gguf package is not used,
+because it creates a numpy array for each string and needs two seconds for a vocabulary of 50,000 tokens.
 
-The file is untrusted until its header is compared with its size. Values made from the header take at most about ten
-times its bytes: arrays of numbers stay arrays, and nested arrays are counted.
+The file is untrusted until its header is compared with its size. The values of a header need at most about ten times
+the header's size, because arrays of numbers stay compact and the number of nested arrays is limited.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import check_apart
 
-if TYPE_CHECKING:  # readers of metadata need no numpy
+if TYPE_CHECKING:  # Code that reads only metadata does not need numpy.
     from trioserve.model.loading.names import Shape, TensorPlace
 
 __all__ = ["GgufFile", "GgufTensor", "StorageType", "STORAGE_TYPES", "read_float32s", "read_gguf"]
 
-METADATA_ENTRIES_MAX = 65_536  # real files have about fifty
-TENSORS_MAX = 65_536  # the largest models have about two thousand
-DIMENSIONS_MAX = 4  # ggml's own limit
+METADATA_ENTRIES_MAX = 65_536  # Real files have about fifty metadata entries.
+TENSORS_MAX = 65_536  # The largest models have about two thousand tensors.
+DIMENSIONS_MAX = 4  # ggml has the same limit.
 ALIGNMENT_MAX = 2**20
 ALIGNMENT_DEFAULT = 32
-ARRAY_DEPTH_MAX = 4  # the format allows nested arrays, which no known file uses
-NESTED_ARRAYS_MAX = 65_536  # even an empty one takes 80 bytes and a microsecond
-NAME_BYTES_MAX = 65_535  # limit of a metadata key in the specification
+ARRAY_DEPTH_MAX = 4  # The format allows nested arrays, but no known file contains them.
+NESTED_ARRAYS_MAX = 65_536  # Even an empty nested array needs 80 bytes and a microsecond.
+NAME_BYTES_MAX = 65_535  # The specification has this limit for metadata keys.
 
 _NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -69,10 +69,10 @@ STORAGE_TYPES = {
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """Place of a tensor in a file.
+    """Shape, storage and offset of a tensor in a file.
 
     Attributes:
-        shape: rows first, as in torch.
+        shape: number of rows first, as in torch.
         offset: position in bytes from the start of the file.
     """
 
@@ -84,10 +84,10 @@ class GgufTensor(msgspec.Struct, frozen=True):
     value_count: int
 
     def part(self, place: TensorPlace) -> GgufTensor:
-        """Return some rows.
+        """Return some rows of the tensor.
 
         Args:
-            place: rows of this tensor.
+            place: describes the rows of this tensor.
         """
         if place.rows_shape == self.shape:
             return self
@@ -105,8 +105,8 @@ class GgufFile(msgspec.Struct, frozen=True):
     """Header of a file.
 
     Attributes:
-        metadata: numbers, bools, strings, lists of bools or strings, and arrays of numbers.
-        tensors: by their names in the file.
+        metadata: values by key: numbers, bools, strings, lists of bools or strings, and arrays of numbers.
+        tensors: tensors by their names in the file.
     """
 
     path: Path
@@ -135,7 +135,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Position in the file that only moves forward. Every move checks the end of the file first."""
+    """Reader of a header. Its position only moves forward, and each read first checks that the file is long enough."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
@@ -270,7 +270,7 @@ class _Header:
         return taken
 
     def _number(self, number_format: str) -> int:
-        # float for "f" and "d", which only occur as metadata
+        # With the formats "f" and "d", which only metadata uses, the result is a float.
         number: int = struct.unpack("<" + number_format, self._bytes(struct.calcsize(number_format)))[0]
         return number
 
@@ -278,7 +278,7 @@ class _Header:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # One loop without calls: a vocabulary and its merges have 100,000 to 500,000 strings.
+        # The loop calls no method for speed, because a vocabulary and its merges have 100,000 to 500,000 strings.
         buffer, size, position = self._buffer, self._size, self._position
         strings: list[str] = []
         try:
@@ -313,7 +313,7 @@ def read_float32s(tensor: GgufTensor, path: Path) -> tuple[float, ...]:
     """Read a small F32 tensor that belongs to the configuration.
 
     Args:
-        tensor: place in the file.
+        tensor: shape and offset of the tensor.
         path: file.
     """
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""GGUF file as a checkpoint: tensors by our names, dequantized on request, with their rows in our order."""
+"""Reads a GGUF file as a checkpoint. Tensors get the names and the row order of this project."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ _PLAIN_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "
 
 
 def dequantize(storage_name: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Dequantize blocks with the gguf package, which makes several temporary copies.
+    """Dequantize blocks with the gguf package, which creates several temporary copies.
 
     Args:
         storage_name: a quantized type, as in gguf.STORAGE_TYPES.
-        blocks: uint8 [blocks, bytes of a block], contiguous. Pass at most as many as the CPU's caches hold.
+        blocks: uint8 [blocks, bytes of a block], contiguous. For speed, the blocks should fit in the CPU's caches.
 
     Returns:
-        The values of all blocks in order. Scales that are not finite give values that are not finite.
+        The values of all blocks in order. If a scale is not finite, its values are not finite.
     """
-    import gguf.constants  # only quantized files need the package
+    import gguf.constants  # Only quantized files need this package.
     import gguf.quants
 
     with np.errstate(invalid="ignore", over="ignore"):
-        # Pass one row: the package processes rows in groups of 16, and many short rows would cost ten times as much.
+        # Pass all blocks as one row. The package computes rows in groups of 16, so many short rows would be ten times
+        # slower.
         kind = gguf.constants.GGMLQuantizationType[storage_name]
         values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks.reshape(1, -1), kind)
     return values
@@ -63,7 +64,7 @@ class GgufCheckpoint:
         context_tokens: see open_checkpoint.
 
     Raises:
-        ModelLoadError: the file does not contain a complete model of a known family.
+        ModelLoadError: the file does not contain a complete model of a supported family.
     """
 
     def __init__(self, path: Path, context_tokens: int | None = None) -> None:
@@ -74,7 +75,7 @@ class GgufCheckpoint:
         further = FurtherLayers(self.config, GGUF, further_layers(file))
 
         def is_ignored(name: str) -> bool:
-            # Some files have the projections of latents both as one joint tensor and as two.
+            # Some files contain the projections of latents twice: as one joint tensor, and as two tensors.
             is_joint = self.config.has_latents and name.endswith(f".{GGUF.joint}.weight")
             return is_joint or name in ROPE_FACTORS_NAMES or further.has(name)
 
@@ -129,4 +130,4 @@ class GgufCheckpoint:
     def _read_blocks(self, tensor: GgufTensor, place: TensorPlace) -> Bytes:
         rows = tensor.shape[0]
         blocks = read_bytes(self.files[0], tensor.offset, (rows, tensor.byte_count // rows))
-        return place.ordered(blocks)  # whole rows are reordered, so their blocks can be reordered
+        return place.ordered(blocks)  # Blocks can be reordered like values, because only whole rows move.

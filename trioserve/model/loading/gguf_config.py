@@ -1,4 +1,4 @@
-"""Description of a model from the metadata and tensors of a GGUF file. Keys are those of ggml's docs/gguf.md."""
+"""Creates a model's description from the metadata and tensors of a GGUF file. See ggml's docs/gguf.md for the keys."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe":
 
 
 def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) -> dict[str, object]:
-    """Return kinds of layers and sizes for architectures whose layers without attention have 0 key/value heads.
+    """Return layer types and sizes for architectures in which 0 key/value heads mean that a layer has no attention.
 
     Args:
         fields: metadata of the file.
-        architecture: architecture of the file. Empty result for any other architecture.
+        architecture: architecture of the file. The result is empty for any other architecture.
         hidden_size: hidden size of the model.
 
     Raises:
@@ -55,9 +55,9 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
         "layer_types": ["full_attention" if count else _OTHER_LAYERS[architecture] for count in counts],
     }
     if architecture == "lfm2":
-        return {**values, "block_auto_adjust_ff_dim": False}  # the size in the file is already adjusted
+        return {**values, "block_auto_adjust_ff_dim": False}  # The size in the file is already adjusted.
     if architecture == "lfm2moe":
-        return {**values, "norm_topk_prob": True}  # the metadata has no key for it
+        return {**values, "norm_topk_prob": True}  # The metadata has no key for this field.
     if fields.flag_or(f"{architecture}.rope.scaling.finetuned", False):
         raise ModelLoadError(
             "the file has rotary attention, as Bamba has, which is supported from safetensors only: use these"
@@ -81,11 +81,11 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
 
 
 def falcon_h1_values(fields: Fields, architecture: str | None, tensors: Container[str]) -> dict[str, object]:
-    """Return values of Falcon-H1 that have no key. Its multipliers are already applied to the file's tensors.
+    """Return fields of Falcon-H1 that have no metadata key. The file's tensors already include its multipliers.
 
     Args:
         fields: metadata of the file.
-        architecture: architecture of the file. Empty result for any other architecture.
+        architecture: architecture of the file. The result is empty for any other architecture.
         tensors: names of the file's tensors.
 
     Raises:
@@ -107,11 +107,11 @@ def falcon_h1_values(fields: Fields, architecture: str | None, tensors: Containe
 def mamba2_values(
     fields: Fields, architecture: str | None, hidden_size: int, tensors: Container[str]
 ) -> dict[str, object]:
-    """Return values of Mamba-2 that have no key.
+    """Return fields of Mamba-2 that have no metadata key.
 
     Args:
         fields: metadata of the file.
-        architecture: architecture of the file. Empty result for any other architecture.
+        architecture: architecture of the file. The result is empty for any other architecture.
         hidden_size: hidden size of the model.
         tensors: names of the file's tensors.
 
@@ -136,11 +136,11 @@ def mamba2_values(
 
 
 def delta_values(fields: Fields, architecture: str | None) -> dict[str, object]:
-    """Return values of models with a gated delta rule that have no key.
+    """Return fields that have no metadata key, for models with a gated delta rule.
 
     Args:
         fields: metadata of the file.
-        architecture: architecture of the file. Empty result for any other architecture.
+        architecture: architecture of the file. The result is empty for any other architecture.
 
     Raises:
         ModelLoadError: the metadata is damaged.
@@ -155,9 +155,9 @@ def delta_values(fields: Fields, architecture: str | None) -> dict[str, object]:
         )
     values: dict[str, object] = {
         "linear_value_head_dim": inner_size // head_count,
-        # llama.cpp reorders heads of the other architectures, so that it can repeat all keys as a whole
+        # Except for qwen3next, llama.cpp reorders heads, so that it can repeat the keys of all heads as one block.
         "has_heads_in_turn": architecture != "qwen3next",
-        "norm_topk_prob": True,  # the metadata has no key for it
+        "norm_topk_prob": True,  # The metadata has no key for this field.
     }
     is_recurrent = fields.flags_or(f"{architecture}.attention.recurrent_layers", None)
     if is_recurrent is not None:
@@ -171,9 +171,9 @@ ROPE_FACTORS_NAME = "rope_freqs.weight"
 LONG_FACTORS_NAME, SHORT_FACTORS_NAME = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_FACTORS_NAMES = (ROPE_FACTORS_NAME, LONG_FACTORS_NAME, SHORT_FACTORS_NAME)
 """Tensors that are not weights: divisors of inverse frequencies."""
-FREQUENCY_FACTORS_MAX = 2**16  # limit of head_dim / 2, which is read before head_dim is checked
+FREQUENCY_FACTORS_MAX = 2**16  # Limit of head_dim / 2, because these factors are read before head_dim is checked.
 
-# Metadata keys without the prefix of the architecture, by the names of config.json.
+# Metadata keys, without the architecture's prefix, by the names of fields in config.json.
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -250,22 +250,22 @@ _NOTES = (
     *("attention.layer_norm_rms_epsilon", "attention.sliding_window_pattern", "attention.recurrent_layers"),
     *("attention.head_count_kv", "feed_forward_length", "context_length", "altup.num_inputs", "altup.active_idx"),
 )
-_SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
+_SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp defines these numbers.
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Further tokens that end a response, by architecture. No key names the end of a tool call.
+# Additional tokens that end a response, by architecture. No metadata key contains the token that ends a tool call.
 _END_TOKENS = {"gpt-oss": ("<|return|>", "<|call|>")}
 
 
 def streams_values(fields: Fields, architecture: str | None, tensors: Mapping[str, GgufTensor]) -> dict[str, object]:
-    """Read values of models with several hidden streams (Gemma 3n) that have no key, from shapes of tensors.
+    """Return fields of models with several hidden streams (Gemma 3n) that have no metadata key, from tensor shapes.
 
     Args:
         fields: metadata of the file.
-        architecture: architecture of the file. Empty result for any other than gemma3n.
-        tensors: by name.
+        architecture: architecture of the file. The result is empty if it is not gemma3n.
+        tensors: tensors by name.
 
     Returns:
-        Values by key. Sizes of MLPs are a list, because they may differ from layer to layer.
+        Values by key. Sizes of MLPs are a list, because the layers' sizes may differ.
 
     Raises:
         ModelLoadError: a key has a wrong type.
@@ -279,14 +279,14 @@ def streams_values(fields: Fields, architecture: str | None, tensors: Mapping[st
 
 
 def model_config_from(file: GgufFile, context_tokens: int | None = None) -> ModelConfig:
-    """Read the description of a model: sizes from metadata, and biases and tied matrices from the list of tensors.
+    """Create a model's description. Sizes come from metadata, biases and tied matrices from the list of tensors.
 
     Args:
         file: header of the file.
         context_tokens: see open_checkpoint.
 
     Raises:
-        ModelLoadError: no supported family has such a model, or the file is damaged.
+        ModelLoadError: no supported family includes this model, or the file is damaged.
     """
     raw = Fields(file.metadata, SOURCE)
     name = raw.text_or("general.architecture", None)
@@ -294,7 +294,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     is_latent = f"{name}.attention.kv_lora_rank" in raw
     expert_count = raw.whole_or(f"{name}.expert_count", 0)
     if name == "llama" and expert_count > 0:
-        family = family_named("mixtral")  # llama.cpp writes Mixtral as a Llama with experts
+        family = family_named("mixtral")  # In llama.cpp's files, a Mixtral is a Llama with experts.
     gating = raw.whole_or(f"{name}.expert_gating_func", None)
     if name == "deepseek2" and gating is not None and _SCORINGS.get(gating) == "sigmoid":
         family = family_named("deepseek_v3")
@@ -332,7 +332,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     if gating is not None:
         values["scoring_func"] = _SCORINGS.get(gating, f"llama.cpp's number {gating}")
     for key in ("expert_group_count", "expert_group_used_count"):
-        if raw.whole_or(f"{name}.{key}", None) == 0:  # llama.cpp's "none"
+        if raw.whole_or(f"{name}.{key}", None) == 0:  # llama.cpp writes 0 for "none".
             values[f"{name}.{key}"] = None
     if family.name == "deepseek_v2" and raw.whole_or(f"{name}.expert_group_count", 1) > 1:
         values["topk_method"] = "group_limited_greedy"
@@ -370,7 +370,7 @@ def notes_of(architecture: str) -> frozenset[str]:
 
 
 def further_layers(file: GgufFile) -> int:
-    """Return the number of layers after the model's own, which predict further tokens.
+    """Return the number of prediction layers (MTP), which follow the model's layers.
 
     Args:
         file: header of the file.
@@ -401,7 +401,7 @@ def sampling_defaults_from(metadata: dict[str, object]) -> dict[str, float | int
 
 
 def _same_for_all_layers(fields: Fields, key: str) -> int | None:
-    """Return the value of a key that has one number, or an equal number for each layer."""
+    """Return the value of a key whose value is one number, or a list with the same number for each layer."""
     values = set(fields.wholes(key))
     if len(values) > 1:
         raise ModelLoadError(f"{key} differs from layer to layer, which is not supported")
@@ -410,7 +410,7 @@ def _same_for_all_layers(fields: Fields, key: str) -> int | None:
 
 def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
     """Return True if the model has a norm of queries and keys, for families in which some models have none."""
-    # Its norm has no weights. llama.cpp also distinguishes these models by their number of experts.
+    # In Llama 4 the norm has no weights, so the number of experts identifies models with the norm, as in llama.cpp.
     if architecture == "llama4":
         return expert_count != 128
     if architecture == "minimax-m2":
@@ -419,10 +419,10 @@ def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
 
 
 def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:
-    """Return the numbers of a head, and how many of them are rotated.
+    """Return the size of a head, and the number of its rotated dimensions.
 
     Args:
-        default: numbers of a head if the file does not say.
+        default: size of a head if the file does not contain it.
     """
     head_dim = fields.whole_or(f"{architecture}.attention.key_length", default)
     rotated = fields.whole_or(f"{architecture}.rope.dimension_count", None)
@@ -437,8 +437,8 @@ def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int
 def _latent_dims(fields: Fields, architecture: str) -> dict[str, object]:
     """Return the sizes of a head with latent attention.
 
-    Files with separate tensors for projections of keys and of values use other keys for them. The usual keys then
-    describe the latents.
+    If a file has separate tensors for the projections of keys and of values, metadata keys ending with "_mla" contain
+    these sizes. The usual metadata keys then describe the latents.
     """
     key = f"{architecture}.attention"
     turned = fields.whole(f"{architecture}.rope.dimension_count")
@@ -485,7 +485,7 @@ def _rope(
     theta: float,
 ) -> tuple[float, RopeScaling | None]:
     if layer_type == "sliding_attention":
-        # Only in Gemma 3 and 3n theta differs between kinds of layers, and llama.cpp has their values built in.
+        # Only in Gemma 3 and 3n does theta differ between layer types. Their values are constants in llama.cpp.
         if architecture not in ("gemma3", "gemma3n"):
             theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
         return fields.number_or(f"{architecture}.rope.freq_base_swa", theta), None
@@ -524,7 +524,7 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         return RopeScaling(kind="llama3", factor=max(factors), frequency_factors=factors)
     factor = fields.number_or(f"{key}.factor", None)
     if kind == "none":
-        # Files from before the key `type` existed have only this key.
+        # Old files have only the key scale_linear, because the key `type` did not exist.
         linear_factor = fields.number_or(f"{architecture}.rope.scale_linear", 1.0)
         if linear_factor == 1.0:
             return None
@@ -537,12 +537,12 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         raise ModelLoadError(f"the model's rope scaling is {kind!r}; supported are none, linear and yarn")
     attention_factor = fields.number_or(f"{key}.attn_factor", None)
     if attention_factor is None and f"{key}.yarn_log_multiplier" in fields:
-        # here scores get this factor instead
+        # In these files, the factor of scores already includes the attention factor, so it is divided out.
         attention_factor = 1.0 / (0.1 * math.log(factor) + 1.0) if factor > 1.0 else 1.0
     if own_factor != 1.0:
         attention_factor = own_factor * (1.0 if attention_factor is None else attention_factor)
     if attention_factor is not None and factor > 1.0:
-        # ggml multiplies it by YaRN's own factor, and ModelConfig holds the product.
+        # ggml multiplies this factor by YaRN's factor. ModelConfig contains the product.
         attention_factor *= 0.1 * math.log(factor) + 1.0
     return RopeScaling(
         kind="yarn",
@@ -551,12 +551,12 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         attention_factor=attention_factor,
         beta_fast=fields.number_or(f"{key}.yarn_beta_fast", 32.0),
         beta_slow=fields.number_or(f"{key}.yarn_beta_slow", 1.0),
-        rounds_ends=architecture != "gpt-oss",  # gpt-oss does not round these ends
+        rounds_ends=architecture != "gpt-oss",  # gpt-oss does not round the limits of the blended range.
     )
 
 
 def _frequency_factors(file: GgufFile, name: str) -> tuple[float, ...] | None:
-    """Return the divisors of inverse frequencies for llama3 or longrope scaling, which are stored as a tensor."""
+    """Return the divisors of inverse frequencies (llama3 or longrope scaling). The file stores them as a tensor."""
     tensor = file.tensors.get(name)
     if tensor is None:
         return None

@@ -1,4 +1,4 @@
-"""Reading of config.json and generation_config.json, with the field names of transformers 4 and 5."""
+"""Reads config.json and generation_config.json, with the field names of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = [
     "sees_images",
 ]
 
-JSON_BYTES_MAX = 64 * 2**20  # the index of the largest known checkpoint has 15 MB
-# limit of commas and opening brackets, so of values; a value takes 100 bytes. The index of the largest known checkpoint
-# has 150,000.
+JSON_BYTES_MAX = 64 * 2**20  # The index of the largest known checkpoint has 15 MB.
+# Limit of commas and opening brackets. It limits the number of values, of which each needs about 100 bytes. The index
+# of the largest known checkpoint has 150,000 values.
 JSON_MARKS_MAX = 2**20
 
 
@@ -87,18 +87,18 @@ def model_config_from(
     context_tokens: int | None = None,
     also_read: Collection[str] = (),
 ) -> ModelConfig:
-    """Read the description of a model. A warning names fields that are not read and not known to be harmless.
+    """Create a model's description. A warning names unread fields, except those that do not change the computation.
 
     Args:
         config: content of config.json.
-        generation_config: content of generation_config.json. End tokens of both files count, because chat models often
-            name them in only one file.
-        dtype_name: number format of the weights, which the config does not reliably name.
+        generation_config: content of generation_config.json. End tokens of both files are used, because in chat models
+            often only one of the files contains them.
+        dtype_name: number format of the weights. The config's number format is not reliable.
         context_tokens: see open_checkpoint.
-        also_read: fields that the caller reads itself.
+        also_read: fields that the caller reads.
 
     Raises:
-        ModelLoadError: no supported family has such a model.
+        ModelLoadError: no supported family includes this model.
     """
     outer = Fields(config, "config.json")
     family, is_with_images = _family(outer)
@@ -131,13 +131,13 @@ def model_config_from(
 
 
 def _check_windows(fields: Fields) -> None:
-    """Raise ModelLoadError for windows that transformers does not compute, and that families would read as no
-    window.
+    """Raise ModelLoadError for sliding windows that transformers cannot compute. The family's code would otherwise
+    ignore such a window.
     """
     sizes = {"chunked_attention": "attention_chunk_size"}
     if not fields.is_null("use_sliding_window") and fields.flag_or("use_sliding_window", True):
         sizes["sliding_attention"] = "sliding_window"
-        # transformers reads 0 as a window in which a token does not even see itself.
+        # In transformers, a window of 0 means that a token does not even attend to itself.
         if fields.is_one_of("sliding_window", (0,)):
             raise fields.wrong("sliding_window", "at least 1, or null for none")
     layer_types = fields.strings_or("layer_types", [])
@@ -157,7 +157,7 @@ def named_class(config: dict[str, object]) -> str | None:
 
 
 def has_head(config: dict[str, object]) -> bool:
-    """Return False if config.json names a class without a head, which only turns texts into vectors.
+    """Return False if config.json names a class without an output head, which computes only embeddings of texts.
 
     Args:
         config: content of config.json.
@@ -167,13 +167,13 @@ def has_head(config: dict[str, object]) -> bool:
 
 
 def sees_images(config: dict[str, object]) -> bool:
-    """Return True if config.json describes a model with a text part and an image part.
+    """Return True if config.json describes a language model with an image encoder.
 
     Args:
         config: content of config.json.
 
     Raises:
-        ModelLoadError: the family is unknown.
+        ModelLoadError: the family is not supported.
     """
     return _family(Fields(config, "config.json"))[1]
 
@@ -190,7 +190,8 @@ def _family(fields: Fields) -> tuple[Family, bool]:
 
 def _text_config(fields: Fields, family: Family) -> dict[str, object]:
     described = fields.object_or_none("text_config")
-    if described is None:  # without it, Idefics 3 and SmolVLM have a Llama with another epsilon
+    # Without text_config, Idefics 3 and SmolVLM use a Llama with a different epsilon.
+    if described is None:
         described = {"rms_norm_eps": 1e-5} if family.model_type == "llama" else {}
     model_type = Fields(described, "text_config in config.json").text_or("model_type", family.model_type)
     if model_type != family.model_type:
@@ -204,7 +205,7 @@ def _text_config(fields: Fields, family: Family) -> dict[str, object]:
 def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:
     """Return recommended sampling parameters, with the names of SamplingParams.
 
-    max_tokens is also the upper limit of every request.
+    The result's max_tokens is also the upper limit for every request.
 
     Args:
         generation_config: content of generation_config.json.
@@ -229,10 +230,10 @@ def end_token_ids_from(generation_config: dict[str, object]) -> tuple[int, ...]:
 def _rope(
     served_tokens: int | None, fields: ModelFields, layer_type: str | None, theta: float
 ) -> tuple[float, RopeScaling | None]:
-    """Read theta and scaling of one kind of layer.
+    """Read theta and scaling for one layer type.
 
-    transformers 5 keeps everything in rope_parameters, with one entry per kind of layer if there are several.
-    transformers 4 has rope_theta and rope_scaling, which do not apply to layers with a window.
+    transformers 5 writes all parameters into rope_parameters, with one entry per layer type if there are several types.
+    transformers 4 writes rope_theta and rope_scaling, which do not apply to layers with a window.
     """
     context_tokens = fields.whole("max_position_embeddings")
     rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling") or Fields({}, "config.json")
@@ -246,8 +247,8 @@ def _rope(
         return rope.number_or("rope_theta", theta), None
     theta = rope.number_or("rope_theta", theta)
     kind = rope.text_or("rope_type", None) or rope.text_or("type", None) or "default"
-    # dynamic: frequencies depend on the text's length only beyond the context of the config, which is never exceeded
-    # here.
+    # With "dynamic", frequencies only depend on the length of a text that exceeds the config's context length. This
+    # server accepts no such text.
     if kind in ("default", "dynamic"):
         return theta, None
     original_name = "original_max_position_embeddings"
@@ -262,7 +263,8 @@ def _rope(
             high_freq_factor=rope.number_or("high_freq_factor", 4.0),
             original_context_tokens=original,
         )
-    if kind in ("longrope", "su") or "long_factor" in rope:  # longrope was once called yarn
+    # Some old configs contain the name "yarn" for longrope, so the field long_factor is checked.
+    if kind in ("longrope", "su") or "long_factor" in rope:
         original = fields.whole_or(original_name, original)
         return theta, _longrope(rope, original, context_tokens, served_tokens)
     if kind == "yarn":
@@ -295,7 +297,8 @@ def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:
     if mscale_all_dim is not None and mscale_all_dim < 0:
         raise rope.wrong("mscale_all_dim", "at least 0")
     if attention_factor is None and mscale and mscale_all_dim and factor > 1.0:
-        # DeepSeek's notation: the scale for values is divided by the scale for all dimensions.
+        # DeepSeek's configs contain two scales. The factor is the scale with mscale, divided by that with
+        # mscale_all_dim.
         attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all_dim * math.log(factor) + 1.0)
     return RopeScaling(
         kind="yarn",

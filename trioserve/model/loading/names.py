@@ -1,11 +1,11 @@
-"""Names, shapes and places of a model's tensors in files, and their names in this code.
+"""Maps the names of a model's tensors in this project to their names, shapes and positions in files.
 
-"Our name" is the name in this code: "embed.weight", "layers.{i}.{module}.weight" or ".bias", "norm.weight",
-"lm_head.weight" (absent if it is tied to the embedding). A few tensors have a name without these endings, such as
-"layers.{i}.router.score_bias". A format lists such a name as a whole among its modules.
+"Our name" is the name of a tensor in this project: "embed.weight", "layers.{i}.{module}.weight" or ".bias",
+"norm.weight", "lm_head.weight" (missing if the embedding is also the head). The names of a few tensors, such as
+"layers.{i}.router.score_bias", end differently. A format lists these names completely among its modules.
 
-Matrices are [out, in]. Rotary positions pair index j with j + head_dim / 2, as in transformers. If only a part of a
-head is rotated, the first indexes of both halves are paired.
+Matrices are [out, in]. Rotary embeddings pair dimension j with j + head_dim / 2, as in transformers. If not all
+dimensions of a head are rotated, the first dimensions of both halves are paired.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FURTHER_LAYERS = "mtp."  # prefix of such layers in some families, whatever the config says
+FURTHER_LAYERS = "mtp."  # In some families, names of prediction layers have this prefix.
 Shape = tuple[int, ...]
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Naming of tensors in one kind of file.
+    """Naming of tensors in one file format.
 
     Attributes:
-        modules: usual name of each module, by our name.
+        modules: usual name of each module in the files, by our name.
         layers: prefix before the index of a layer.
-        naming_of: returns the differences of a family, given ModelConfig.family.
-        joint: tensor that holds both k_b_proj and v_b_proj, head by head, in some files.
+        naming_of: function that returns the unusual names of a family, given ModelConfig.family.
+        joint: name of a tensor that, in some files, contains both k_b_proj and v_b_proj, head by head.
         has_log_rates: rates of state spaces are stored as the logarithm of their absolute values.
     """
 
@@ -79,16 +79,16 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Place of one tensor's values in a file.
+    """Describes where a file contains the values of one tensor, and how they are converted.
 
     Attributes:
         name: name of the tensor in the file.
         shape: shape of the values after they are read.
-        stored_shape: shape of the stored rows that contain the values. None: the same as shape.
-        first_row: first of these rows in the file's tensor.
-        is_transposed: the stored rows are transposed: their columns are the rows of the result.
+        stored_shape: shape of the stored rows that contain the values. None: equal to `shape`.
+        first_row: index of the first stored row in the file's tensor.
+        is_transposed: the columns of the stored matrix are the rows of the result.
         order: int64, row i of the result is row order[i] of the stored rows. None keeps the order.
-        transposed_count: the rows are this many consecutive matrices, and each is transposed. 0: none is transposed.
+        transposed_count: the rows consist of this number of matrices, and each is transposed. 0: none is transposed.
         offset: number that is added to the values.
         is_log: the result is -exp of the stored values.
         factors: float32, factor of each row of the result.
@@ -107,7 +107,7 @@ class TensorPlace:
 
     @property
     def has_whole_rows(self) -> bool:
-        """True if rows of the result are rows of the file, so that quantized blocks can be used unchanged."""
+        """True if rows of the result are unchanged rows of the file. Quantized blocks can then be used unchanged."""
         return not self.is_transposed and self.transposed_count == 0 and self.factors is None
 
     @property
@@ -117,20 +117,20 @@ class TensorPlace:
 
     @property
     def is_changed(self) -> bool:
-        """True if values differ from those in the file."""
+        """True if the result's values differ from the file's values."""
         return bool(self.offset) or self.is_log or self.factors is not None
 
     @property
     def has_parts(self) -> bool:
-        """True if the place is a matrix whose rows lie in the file in the right order and unchanged."""
+        """True for a matrix whose rows are consecutive in the file, in the right order and unchanged."""
         is_moved = self.stored_shape is not None or self.order is not None or not self.has_whole_rows
         return len(self.shape) == 2 and not is_moved and not self.is_changed
 
     def part(self, first_row: int, row_count: int) -> TensorPlace:
-        """Return the place of some rows. The place must have parts.
+        """Return the description of some rows. `has_parts` must be True.
 
         Args:
-            first_row: first row, counted from this place's first row.
+            first_row: index of the first row in this tensor.
             row_count: number of rows.
         """
         assert self.has_parts, "single rows of this tensor cannot be read"
@@ -140,7 +140,7 @@ class TensorPlace:
         """Return the values of the tensor.
 
         Args:
-            read: returns the stored rows in a given number format.
+            read: function that returns the stored rows in a given number format.
             wanted: number format of the result.
         """
         if not self.is_changed:
@@ -318,12 +318,12 @@ GGUF = Format(
 
 
 class FurtherLayers:
-    """Layers after a model's own layers, which predict further tokens.
+    """Prediction layers (MTP) that follow a model's layers in a checkpoint.
 
     Args:
         config: model.
         format: naming of tensors in the files.
-        count: number of such layers that the file names. 0: none.
+        count: number of prediction layers in the file's description. 0: none.
     """
 
     def __init__(self, config: ModelConfig, format: Format, count: int) -> None:
@@ -334,11 +334,11 @@ class FurtherLayers:
 
     @property
     def first_prefix(self) -> str | None:
-        """Prefix, in the file, of the tensors of the first further layer. None: there is no such layer."""
+        """Prefix of the first prediction layer's tensors in the file. None: there is no prediction layer."""
         return self._prefixes[0] if self._prefixes else None
 
     def has(self, name: str) -> bool:
-        """Return True if a tensor belongs to a further layer, and count the tensor for the log line.
+        """Return True if a tensor belongs to a prediction layer, and count the tensor for the log line.
 
         Args:
             name: name in the file.
@@ -348,16 +348,16 @@ class FurtherLayers:
         return is_theirs
 
     def log_unused(self) -> None:
-        """Log the number of tensors of further layers, if there are any."""
+        """Log the number of prediction layers' tensors, unless it is 0."""
         if self._tensor_count:
             logger.info("layers that predict further tokens are not used tensors=%d", self._tensor_count)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of a model, by our name, in the order of computing.
+    """Return the shape of every tensor of a model, by our name, in the order in which a forward pass uses them.
 
     Args:
-        config: model, or a part of a model.
+        config: whole model, or the model of one rank or stage.
     """
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab_count, hidden)}
@@ -383,7 +383,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape]]:
-    """Return the shapes of one layer's tensors for its streams."""
+    """Return the shapes of one layer's tensors that combine the streams of the hidden state."""
     return [
         ("stream_router_norm.weight", (hidden,)),
         ("stream_router.weight", (streams.count, hidden)),
@@ -484,7 +484,7 @@ def _latent_matrices(attention: LatentAttentionConfig, hidden: int) -> Iterator[
         yield "q_a_proj", rank, hidden, False
         yield "q_b_proj", queries, rank, False
     yield "kv_a_proj", attention.entry_dim, hidden, False
-    # matrices of each head from its queries to the latents, and from the latents to its values
+    # Each head has two matrices: one projects its queries to the latents, one the latents to its values.
     yield "k_b_proj", attention.head_count * attention.latent_dim, attention.plain_dim, False
     yield "v_b_proj", attention.value_size, attention.latent_dim, False
     yield "o_proj", hidden, attention.value_size, False
@@ -517,7 +517,7 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
         name: our name.
         family: family of the model.
         format: naming of tensors in the files.
-        is_joint: return the name of the joint tensor that contains it, see Format.
+        is_joint: return the name of the joint tensor that contains the tensor, see Format.
     """
     *path, kind = name.split(".")
     naming = format.naming_of(family)
@@ -534,10 +534,10 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
 
 
 def _module(path: list[str]) -> str:
-    """Return the module of a tensor, without layer index and index of an expert or a stream.
+    """Return the module of a tensor, without the indexes of a layer, an expert or a stream.
 
     Args:
-        path: our name without its last part, split at dots.
+        path: components of our name, which are separated by dots, without the last one.
     """
     path = path[2:] if path[0] == "layers" else path
     return ".".join(path[:1] + path[2:] if path[0] in ("experts", "streams") else path)
@@ -546,19 +546,20 @@ def _module(path: list[str]) -> str:
 def tensor_places(
     config: ModelConfig, format: Format, found: Collection[str] = ()
 ) -> tuple[dict[str, TensorPlace], dict[str, Shape]]:
-    """Return where files have every tensor of a model.
+    """Return a TensorPlace for every tensor of a model.
 
     Args:
         config: model.
         format: naming of tensors in the files.
-        found: names in the files, for tensors that may be stored in several ways.
+        found: names of the files' tensors. They are needed for tensors that can be stored in several layouts.
 
     Returns:
-        Places by our names, and shapes of the files' tensors by the files' names.
+        Places by our names, and the expected shapes of the files' tensors by the files' names.
     """
     places: dict[str, TensorPlace] = {}
     shapes: dict[str, Shape] = {}
-    # our names of tensors that share one tensor of the file, by the file's name and the module's group
+    # For each tensor of the file that contains several tensors, our names of these tensors. The key is the file's name
+    # and the module's group.
     shared: dict[str, list[str]] = {}
     for name, shape in tensor_shapes(config).items():
         outside = outside_name(name, config.family, format)
@@ -582,17 +583,17 @@ def tensor_places(
 def match_tensors(
     config: ModelConfig, found: Mapping[str, Shape], format: Format, *, ignored: Callable[[str], bool]
 ) -> dict[str, TensorPlace]:
-    """Return the place of every tensor of a model, by our name.
+    """Return the TensorPlace of every tensor of a model, by our name, and check the files' tensors.
 
     Args:
         config: model.
         found: shapes of the files' tensors, by the files' names.
         format: naming of tensors in the files.
-        ignored: returns True for a superfluous tensor that does no harm.
+        ignored: function that returns True for a tensor that is not needed and can be ignored.
 
     Raises:
-        ModelLoadError: a tensor is missing, has another shape than the config says, or is unknown. If an unknown tensor
-            were ignored, the model would probably compute nonsense.
+        ModelLoadError: a tensor is missing or unknown, or its shape does not match the config. Unknown tensors are not
+            ignored, because the model would probably compute wrong results.
     """
     places, shapes = tensor_places(config, format, found)
     missing = [name for name in shapes if name not in found]
@@ -618,8 +619,8 @@ def match_tensors(
 
 
 def _unread(config: ModelConfig, format: Format) -> set[str]:
-    """Return names of key and value tensors that some files have for layers that share another layer's keys and
-    values.
+    """Return names of unused tensors: some files have key and value tensors for layers that use another layer's keys
+    and values.
     """
     layers = [index for index, other in enumerate(config.kv_layers) if index != other]
     modules = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
@@ -629,13 +630,13 @@ def _unread(config: ModelConfig, format: Format) -> set[str]:
 def _mixed_place(
     config: ModelConfig, name: str, shape: Shape, format: Format, found: Collection[str]
 ) -> TensorPlace | None:
-    """Return the place of a tensor whose rows are mixed with another tensor's rows, head by head or group by group.
+    """Return the TensorPlace of a tensor whose rows alternate with those of another one, by head or group of heads.
 
     Args:
         found: see tensor_places.
 
     Returns:
-        The place, or None if the tensor is not mixed with another one.
+        The TensorPlace, or None if the tensor's rows do not alternate with another tensor's rows.
     """
     module = name.split(".")[-2]
     outside, naming = outside_name(name, config.family, format), format.naming_of(config.family)
@@ -660,9 +661,9 @@ def _mixed_place(
 
 
 def _part_of_groups(config: ModelConfig, module: str, place: TensorPlace) -> TensorPlace:
-    """Return the place of a tensor in a joint tensor that is ordered by groups of heads.
+    """Return the TensorPlace of a tensor in a joint tensor that is ordered by groups of heads.
 
-    For each group, the joint tensor has the rows of q, k, v and z, or the rows of shares and decays.
+    For each group, the joint tensor has the rows of q, k, v and z, or the rows of delta_share and delta_decay.
 
     Args:
         place: name and shape of the tensor.
@@ -681,8 +682,8 @@ def _part_of_groups(config: ModelConfig, module: str, place: TensorPlace) -> Ten
 
 
 def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format) -> TensorPlace:
-    """Return the place of k_b_proj or v_b_proj in their joint tensor, which has rows for keys and then rows for values
-    of each head.
+    """Return the TensorPlace of k_b_proj or v_b_proj in their joint tensor. For each head, this tensor has the rows for
+    keys, then the rows for values.
     """
     attention = config.layers[int(name.split(".")[1])].attention
     assert isinstance(attention, LatentAttentionConfig), "only latent attention has such tensors"
@@ -699,10 +700,10 @@ def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format)
 
 
 def _holds(found: Shape, wanted: Shape) -> bool:
-    """Return True if a stored shape can hold a wanted shape.
+    """Return True if a tensor with a stored shape can be read as a tensor with the wanted shape.
 
-    Tensors of all experts may be one tensor with one more dimension. A matrix of one row may be a vector. A vector with
-    a part for each head may be a matrix.
+    Matrices of all experts may be stored as one tensor with an additional dimension. A matrix with one row may be
+    stored as a vector. A vector that consists of one vector per head may be stored as a matrix.
     """
     is_same = found == wanted or wanted[-1:] == found[-1:] or len(wanted) == 1
     return math.prod(found) == math.prod(wanted) and is_same
@@ -738,7 +739,7 @@ def _is_rearranged(name: str, naming: Naming) -> bool:
 
 
 def _rearranged(names: list[str], places: Mapping[str, TensorPlace], naming: Naming) -> dict[str, TensorPlace]:
-    """Return the places of tensors that share one tensor of the file, one after the other or with alternating rows.
+    """Return the TensorPlaces of tensors that are stored in one tensor, consecutively or with alternating rows.
 
     Args:
         names: our names.
@@ -762,8 +763,8 @@ def _rearranged(names: list[str], places: Mapping[str, TensorPlace], naming: Nam
 def _order(
     attention: AttentionConfig | LatentAttentionConfig, module: str, pairs_adjacent: bool
 ) -> npt.NDArray[np.int64] | None:
-    """Return the order of rows, of one head or of all rows, in which rotated pairs lie half of the rotated part
-    apart.
+    """Return the order of rows in which the rows of rotated pairs are half a head apart. The order is that of one
+    head, or of all rows.
     """
     if isinstance(attention, AttentionConfig):
         return _head_order(attention.rotary, attention.head_dim, pairs_adjacent)
@@ -775,13 +776,13 @@ def _order(
 
 
 def _head_order(rotary: RotaryConfig | None, head_dim: int, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:
-    """Return the order of a head's numbers in which rotated pairs lie half a head apart, rotated pairs first in each
-    half.
+    """Return the order of a head's dimensions in which rotated pairs are half a head apart, and are the first
+    dimensions of both halves.
 
     Returns:
-        int64 [head_dim], or None if the order stays.
+        int64 [head_dim], or None if the order does not change.
     """
-    # Without rotation any order is right, if queries and keys have the same order.
+    # Without rotation, every order is correct, as long as queries and keys have the same order.
     rotated = head_dim if rotary is None else rotary.rotated_dims
     pairs, half = rotated // 2, head_dim // 2
     if not pairs_adjacent and pairs == half:

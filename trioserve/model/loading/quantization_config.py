@@ -1,8 +1,7 @@
-"""Storage of the weights of a quantized safetensors checkpoint, from quantization_config in config.json.
+"""Reads how a quantized safetensors checkpoint stores its weights, from quantization_config in config.json.
 
-Supported methods are awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and mxfp4. This module does not decide which
-matrices are quantized: a file holds either a plain matrix or the parts of a quantized one. The config's lists of
-excluded modules repeat this and are ignored.
+Supported methods are awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and mxfp4. The names of the stored tensors show
+which matrices are quantized. The config's lists of excluded modules contain the same information, and are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["StorageScheme", "storage_scheme"]
 
 Layout = Literal["awq", "gptq", "packed", "bytes", "mxfp4"]
 
-GROUP_SIZE_MAX = 2**20  # no matrix has so many inputs; a damaged field must not cause a loop of a billion steps
+GROUP_SIZE_MAX = 2**20  # No matrix has so many inputs. A damaged field must not cause a loop of a billion steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +33,11 @@ class StorageScheme:
     Attributes:
         is_float: numbers are FP8 e4m3.
         bits: bits of a number.
-        group_size: inputs of an output that share one scale. None: all inputs.
+        group_size: number of inputs of an output that share one scale. None: all inputs.
         is_symmetric: zero points are 2**(bits - 1).
-        has_order: the group of each input is stored with the matrix.
+        has_order: the matrix has an additional tensor with the group of each input.
         zero_offset: number that is added to stored zero points.
-        blocks: outputs and inputs that share one FP8 scale. None: scales do not belong to blocks.
+        blocks: number of outputs and inputs that share one FP8 scale. None: there are no such blocks.
     """
 
     layout: Layout
@@ -178,7 +177,7 @@ _METHODS: dict[str | None, Callable[[Fields], StorageScheme]] = {
 
 
 def _expect(fields: Fields, name: str, allowed: tuple[object, ...], **default: object) -> None:
-    """Check that a field has an allowed value. It may be missing only if a default is given."""
+    """Check that a field has an allowed value. The field may be missing only if a default is given."""
     if name not in fields and "default" in default:
         return
     if not fields.is_one_of(name, allowed):

@@ -1,11 +1,12 @@
-"""Matrix in several tensors of a quantized safetensors checkpoint: numbers of 4 or 8 bits, scales, zero points.
+"""Reads a quantized matrix, which a safetensors checkpoint stores as several tensors: 4-bit or 8-bit codes, scales and
+zero points.
 
-It can be read as numbers, or as blocks of 32 numbers that the native kernels keep. A number is (code - zero point) *
-scale, or an FP8 number * scale, in float32. The layouts are those of AutoAWQ (gemm), GPTQModel, compressed-tensors, and
-of DeepSeek's and AutoFP8's files.
+A matrix can be read as numbers, or as blocks of 32 numbers for the native kernels. A number is (code - zero point) *
+scale, or an FP8 number * scale, in float32. The supported layouts are those of AutoAWQ (gemm), GPTQModel,
+compressed-tensors, DeepSeek and AutoFP8.
 
-Experts of gpt-oss are in MXFP4 (OCP Microscaling Formats 1.0). Each 32 inputs have 16 bytes with two FP4 numbers (e2m1)
-each, and one byte with a power of 2.
+gpt-oss stores its experts in MXFP4 (OCP Microscaling Formats 1.0). For 32 inputs, there are 16 bytes with two FP4
+numbers (e2m1) each, and one byte with a power of 2.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Mxfp4Matrix:
         scales: powers of 2.
 
     Attributes:
-        shape: [experts, inputs, outputs], the shape of a plain tensor, whose matrices are transposed.
+        shape: [experts, inputs, outputs], the shape of an unquantized tensor, whose matrices are transposed.
 
     Raises:
         ModelLoadError: a part has a wrong shape or type.
@@ -101,11 +102,11 @@ class Mxfp4Matrix:
         self.shape: Shape = (experts, self._block_count * BLOCK_VALUES, self._outputs)
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """Return the rows of one expert that a place describes.
+        """Return some rows of one expert as a tensor of the model.
 
         Args:
-            name: our name of the part.
-            place: rows of the plain tensor.
+            name: our name of the result.
+            place: describes the rows in an unquantized tensor.
         """
         assert place.is_transposed, "the plain tensor is transposed"
         expert = place.first_row // self.shape[1]
@@ -115,7 +116,7 @@ class Mxfp4Matrix:
         return StoredTensor(name, place.shape, "float32", read, sample, "MXFP4", read_blocks)
 
     def _rows(self, expert: int, place: TensorPlace) -> tuple[Bytes, Bytes]:
-        """Return the bytes of the numbers, [rows, blocks, BLOCK_BYTES], and of the scales, [rows, blocks]."""
+        """Return the bytes of the numbers [rows, blocks, BLOCK_BYTES], and those of the scales [rows, blocks]."""
         shape = (self._outputs, self._block_count)
         blocks = self._blocks.part(expert, (1, *shape, BLOCK_BYTES)).bytes().reshape(*shape, BLOCK_BYTES)
         scales = self._scales.part(expert, (1, *shape)).bytes().reshape(shape)
@@ -134,9 +135,9 @@ class Mxfp4Matrix:
         return result
 
     def _read_blocks(self, expert: int, place: TensorPlace) -> Bytes:
-        """Return ggml's blocks, uint8 [rows, bytes of a row].
+        """Return blocks in ggml's format, uint8 [rows, bytes of a row].
 
-        A block has a byte with the scale, and then 16 bytes. Byte i of these holds the numbers i and i + 16.
+        A block has one byte with the scale, then 16 bytes with two numbers each: byte i has the numbers i and i + 16.
         """
         blocks, scales = self._rows(expert, place)
         codes = _codes(blocks)
@@ -146,15 +147,15 @@ class Mxfp4Matrix:
 
 
 def _codes(blocks: Bytes) -> Bytes:
-    """Return the 4 bits of each number, [..., BLOCK_VALUES], from bytes [..., BLOCK_BYTES]."""
+    """Unpack two 4-bit codes from each byte. Converts [..., BLOCK_BYTES] to [..., BLOCK_VALUES]."""
     return np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:-1], BLOCK_VALUES)
 
 
 BLOCK_VALUES = 32
 WORD_BITS = 32
 SIGN = np.uint8(0x80)
-AWQ_OUTPUTS = 8  # outputs in a word
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each 4 bits of a word, from the lowest bits on
+AWQ_OUTPUTS = 8  # number of outputs that one 32-bit word contains
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # index of the output in each 4 bits of a word, lowest bits first
 
 _MAIN_PARTS = {"awq": "qweight", "gptq": "qweight", "packed": "weight_packed", "bytes": "weight"}
 _OTHER_PARTS = {
@@ -164,7 +165,7 @@ _OTHER_PARTS = {
     "bytes": ("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
 }
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
-# Scales for rounding of inputs and keys, which are not rounded here.
+# These scales would be needed to quantize inputs and keys. This project does not quantize them with stored scales.
 _UNUSED = (
     "input_scale",
     "input_zero_point",
@@ -222,10 +223,10 @@ class _Rows:
     """Some rows of a matrix.
 
     Attributes:
-        codes: returns codes from a first row up to a last row, uint8 [rows, inputs].
+        codes: function that returns the codes of a range of rows, uint8 [rows, inputs].
         scales: float32 [rows, groups].
-        zeros: float32 [rows, groups].
-        group_of: int64 [inputs], group of each input. None: groups are consecutive inputs.
+        zeros: zero points, float32 [rows, groups].
+        group_of: int64 [inputs], group of each input. None: a group consists of consecutive inputs.
     """
 
     codes: Callable[[int, int], Bytes]
@@ -238,8 +239,8 @@ class QuantizedMatrix:
     """A quantized matrix.
 
     Args:
-        module: name in the files, without the part's name.
-        parts: tensors of the matrix, by the part's name.
+        module: name of the matrix in the files, without the suffix of a tensor such as ".scales".
+        parts: tensors of the matrix, by suffix.
         scheme: storage of quantized matrices.
 
     Attributes:
@@ -268,7 +269,7 @@ class QuantizedMatrix:
             "bytes": (rows, columns),
         }[scheme.layout]
         self._inputs = self.shape[1]
-        # outputs and inputs that share one scale
+        # Numbers of outputs and inputs that share one scale.
         self._scale_outputs, group = scheme.blocks or (1, scheme.group_size or self._inputs)
         self._group = min(group, self._inputs)
         self._group_count = -(-self._inputs // self._group)
@@ -276,11 +277,11 @@ class QuantizedMatrix:
         self._check_parts()
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """Return the part of this matrix that a place describes.
+        """Return some rows of this matrix as a tensor of the model.
 
         Args:
-            name: our name of the part.
-            place: rows of the matrix.
+            name: our name of the result.
+            place: describes the rows of the matrix.
         """
         first, count = place.first_row, place.rows_shape[0]
         read = functools.partial(place.read, functools.partial(self._read, first, place.rows_shape))
@@ -292,7 +293,7 @@ class QuantizedMatrix:
 
     @property
     def _block_type(self) -> str | None:
-        """Block type of native.BLOCK_FORMATS that holds the matrix without loss, or None."""
+        """Block type in native.BLOCK_FORMATS that can store the matrix without loss, or None."""
         if self._is_float or self._scheme.has_order or self._inputs % BLOCK_VALUES or self._group % BLOCK_VALUES:
             return None
         is_half = self._scheme.is_symmetric and self._scales.storage == "F16"
@@ -316,7 +317,7 @@ class QuantizedMatrix:
         return result
 
     def _repeated_for_inputs(self, rows: _Rows, groups: Float32Array) -> Float32Array:
-        """Repeat numbers of groups [rows, groups] for each input, [rows, inputs]."""
+        """Repeat the number of each group for each input of the group: [rows, groups] becomes [rows, inputs]."""
         if rows.group_of is not None:
             return groups[:, rows.group_of]
         return np.repeat(groups, self._group, axis=1)[:, : self._inputs]
@@ -350,13 +351,13 @@ class QuantizedMatrix:
         return place.ordered(blocks.reshape(count, -1))
 
     def _bytes_for_blocks(self, groups: npt.NDArray[np.float16] | Float32Array) -> Bytes:
-        """Return the bytes of each block's number, [rows, blocks, bytes], from numbers of groups [rows, groups]."""
+        """Repeat the number of each group for each of its blocks: [rows, groups] becomes [rows, blocks, bytes]."""
         repeated = np.repeat(groups, self._group // BLOCK_VALUES, axis=1)[:, : self._inputs // BLOCK_VALUES]
         return np.ascontiguousarray(repeated)[..., None].view(np.uint8)
 
     def _slices(self, row_count: int) -> list[tuple[int, int]]:
-        """Return ranges of rows that fit in the CPU's caches. They consist of whole AWQ words if the first row begins a
-        word.
+        """Return ranges of rows that fit in the CPU's caches. If the first row begins an AWQ word, each range consists
+        of whole words.
         """
         at_once = max(AWQ_OUTPUTS, SLICE_VALUES // self._inputs // AWQ_OUTPUTS * AWQ_OUTPUTS)
         return [(start, min(start + at_once, row_count)) for start in range(0, row_count, at_once)]
@@ -418,7 +419,8 @@ class QuantizedMatrix:
         if layout == "awq":
             return _awq_unpacked(words).T
         if layout == "gptq":
-            # Add to a whole word, carries included, as GPTQModel does: it writes a zero point of 0 in this way.
+            # Add to the whole 32-bit word, including carries between its fields, as GPTQModel does. GPTQModel stores
+            # a zero point of 0 as a field that overflows in this addition.
             ones = sum(1 << place for place in range(0, WORD_BITS, bits))
             words = words + np.uint32(self._scheme.zero_offset * ones)
             return _unpacked(words.view(np.uint8), bits)[:, : self.shape[0]].T
@@ -456,7 +458,7 @@ class QuantizedMatrix:
         if scales.storage not in PLAIN_DTYPES:
             raise self._wrong(name, f"stored as {', '.join(PLAIN_DTYPES)}")
         if self._scheme.layout == "bytes" and math.prod(scales.shape) == 1 and self._scheme.blocks is None:
-            self._scale_outputs = self.shape[0]  # one scale for the whole matrix
+            self._scale_outputs = self.shape[0]  # The whole matrix has one scale.
         allowed = [self._scales_shape]
         if 1 in self._scales_shape and self._scheme.layout == "bytes":
             allowed += [(math.prod(self._scales_shape),), ()]
@@ -511,12 +513,12 @@ class QuantizedMatrix:
 
 
 def _transposed_bytes(words: Words) -> Bytes:
-    """Transpose words [n, m], and return the bytes of [m, n]."""
+    """Transpose words [n, m], and return the transposed words as bytes."""
     return np.ascontiguousarray(words.T).view(np.uint8)
 
 
 def _unpacked(packed: Bytes, bits: int) -> Bytes:
-    """Return the numbers in each row's bytes, from the lowest bits on."""
+    """Unpack the numbers in the bytes of each row, lowest bits first."""
     if bits == 8:
         return packed
     codes = np.empty((len(packed), packed.shape[1], 2), dtype=np.uint8)
@@ -526,7 +528,7 @@ def _unpacked(packed: Bytes, bits: int) -> Bytes:
 
 
 def _awq_unpacked(words: Words) -> Bytes:
-    """Return the numbers in words [n, m], uint8 [n, 8 * m]."""
+    """Unpack the numbers of words [n, m] to uint8 [n, 8 * m]."""
     codes = np.empty((*words.shape, AWQ_OUTPUTS), dtype=np.uint8)
     for place, output in enumerate(AWQ_ORDER):
         codes[..., output] = words >> (4 * place) & 15
@@ -534,7 +536,7 @@ def _awq_unpacked(words: Words) -> Bytes:
 
 
 def _fp8_numbers() -> Float32Array:
-    """Return the number of each byte in e4m3: a sign, 4 bits of exponent, 3 bits of mantissa, no infinities.
+    """Return the number that each byte encodes in e4m3: a sign, 4 bits of exponent, 3 bits of mantissa, no infinities.
 
     Source: https://arxiv.org/abs/2209.05433
     """

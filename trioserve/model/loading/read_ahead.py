@@ -1,6 +1,6 @@
-"""Reading of a model's files into the page cache while other work runs, so that loading need not wait for the disk.
+"""Reads a model's files into the page cache while other work runs. Loading then does not wait for the disk.
 
-It only needs the standard library, because it starts before anything else is imported.
+The module imports only the standard library, because reading starts before all other modules are imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["start_reading_ahead", "weight_files"]
 
 THREAD = "trioserve-read-ahead"
-AT_ONCE_BYTES = 2**30  # per call; another thread that holds the GIL cannot interrupt a call
+AT_ONCE_BYTES = 2**30  # Limit per call, because a running call cannot be interrupted.
 
 
 def start_reading_ahead(model: str) -> threading.Thread | None:
@@ -35,7 +35,7 @@ def start_reading_ahead(model: str) -> threading.Thread | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that probably hold a model's weights, or none if that is unclear.
+    """Return the files that probably contain a model's weights. The result is empty if this is not clear.
 
     Args:
         path: directory or file of the model.
@@ -50,7 +50,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _read(files: list[Path]) -> None:
-    # Loading reports files that cannot be read.
+    # An unreadable file is ignored now. Loading the model reports it later.
     with contextlib.suppress(OSError), open(os.devnull, "wb", buffering=0) as nowhere:
         for path in files:
             with path.open("rb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""Checkpoint directory as transformers saves it: files and places of all tensors, checked against the config.
+"""Opens a checkpoint directory that transformers saved, and compares the tensors in its files with the config.
 
-This code reads the headers itself: the safetensors package gives numpy no bfloat16, and does not report where a tensor
-lies. Format: https://huggingface.co/docs/safetensors. A file is untrusted until its header is compared with its size.
+The safetensors package is not used, because it cannot return bfloat16 to numpy, and does not report the offset of a
+tensor. Format: https://huggingface.co/docs/safetensors. A file is untrusted until its header is compared with its size.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 FurtherTensor: TypeAlias = FileTensor | QuantizedMatrix | Mxfp4Matrix
 
-# Prefixes of the text part in models that read images, in transformers 5 and before, and the prefix of a plain text
-# model.
+# Prefixes of the language model's tensors in models that read images, in transformers 4 and 5. The second name is the
+# prefix of the same tensors in a model that reads only texts.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
@@ -57,10 +57,10 @@ _TEXT_PREFIXES = (
 )
 EMBEDDING_NAME = "model.embed_tokens.weight"
 INDEX_NAME = "model.safetensors.index.json"
-HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors package
-HEADER_COMMAS_MAX = 2**19  # six per tensor; the largest models have about two thousand tensors
+HEADER_BYTES_MAX = 100_000_000  # The safetensors package has the same limit.
+HEADER_COMMAS_MAX = 2**19  # A header has six commas per tensor. The largest models have about two thousand tensors.
 POSITION_IDS = ("embeddings.position_ids", "embeddings.token_type_ids")
-DIMENSIONS_MAX = 8  # no tensor of a model has more than 2
+DIMENSIONS_MAX = 8  # Real tensors have far fewer dimensions.
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -70,7 +70,7 @@ class _Entry(msgspec.Struct, frozen=True):
     """Header entry of one tensor.
 
     Attributes:
-        data_offsets: its first byte and the byte after its last one, counted from the end of the header.
+        data_offsets: offset of the tensor's first byte, and offset after its last byte, from the end of the header.
     """
 
     dtype: str
@@ -87,7 +87,7 @@ class SafetensorsCheckpoint:
         uses_further_layers: see open_checkpoint.
 
     Raises:
-        ModelLoadError: the directory does not contain a complete model of a known family.
+        ModelLoadError: the directory does not contain a complete model of a supported family.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class SafetensorsCheckpoint:
         whole = stored
         if sees_images(config):
             stored = _text_tensors(stored)
-        if "embed_tokens.weight" in stored:  # saved without a head, as a model that turns texts into vectors
+        # Models that compute embeddings are saved without a head, and their names have no prefix.
+        if "embed_tokens.weight" in stored:
             stored = {name if name == "lm_head.weight" else f"model.{name}": at for name, at in stored.items()}
         self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
         generation_path = directory / "generation_config.json"
@@ -121,7 +122,7 @@ class SafetensorsCheckpoint:
         )
         self.continues_texts: bool = has_head(config)
         if not self.continues_texts and "lm_head.weight" not in stored:
-            # The embedding replaces the missing head. check_can_generate refuses requests for its logits.
+            # The embedding replaces the missing head. check_can_generate rejects requests that would need logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
         self.vision: VisionPart | None = None
         if sees_images(config):
@@ -156,10 +157,10 @@ class SafetensorsCheckpoint:
             yield self._stored[place.name].stored(name, place)
 
     def further_tensors(self) -> dict[str, FurtherTensor]:
-        """Return the tensors of the first layer after the model's own, by their names without the layer's prefix.
+        """Return the tensors of the first prediction layer (MTP), by their names without the layer's prefix.
 
         Returns:
-            Empty if there is no such layer.
+            Tensors by name. Empty if there is no prediction layer.
         """
         prefix = self._further.first_prefix
         if prefix is None:
@@ -168,10 +169,12 @@ class SafetensorsCheckpoint:
         return {name.removeprefix(prefix): self._stored[name] for name in names}
 
     def _ignored(self, name: str) -> bool:
-        # Old checkpoints store rotary frequencies, which follow from the config. Some store a tied matrix twice.
+        # Old checkpoints store rotary frequencies, which are computed from the config. Some checkpoints store a tied
+        # matrix twice.
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
             return True
-        if self._further.has(name) or 0 in self._stored[name].shape:  # a shared expert without channels has such shapes
+        # Tensors with a dimension of 0 belong to a shared expert without channels.
+        if self._further.has(name) or 0 in self._stored[name].shape:
             return True
         if name.endswith(".shared_expert_gate.weight") and not self._has_shared_experts:
             return True
@@ -184,13 +187,13 @@ class SafetensorsCheckpoint:
 
 
 def _quantization(fields: Fields) -> dict[str, object] | None:
-    """Return quantization_config. A model that reads images may have it inside or outside of text_config."""
+    """Return quantization_config. In a model that reads images, it may be inside or outside of text_config."""
     texts = fields.group_or_none("text_config") or Fields({}, "config.json")
     return fields.object_or_none("quantization_config") or texts.object_or_none("quantization_config")
 
 
 def _text_tensors(stored: dict[str, FileTensor]) -> dict[str, FileTensor]:
-    """Return the tensors of the text part, with the names of a plain text model."""
+    """Return the tensors of the language model, with the names that they have in a model that reads only texts."""
     found: dict[str, FileTensor] = {}
     for name, tensor in stored.items():
         for prefix, usual in _TEXT_PREFIXES:
@@ -208,7 +211,7 @@ def stored_tensors(directory: Path, storages: Collection[str] = tuple(PLAIN_DTYP
         storages: allowed storage types.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or has another storage type.
+        ModelLoadError: a file is missing or damaged, or its storage type is not allowed.
     """
     index_path = directory / INDEX_NAME
     single = directory / "model.safetensors"
@@ -259,10 +262,10 @@ def tensors_in_file(path: Path, storages: Collection[str]) -> dict[str, FileTens
         storages: allowed storage types.
 
     Raises:
-        ModelLoadError: the file is damaged, or has another storage type.
+        ModelLoadError: the file is damaged, or its storage type is not allowed.
     """
-    # The file has eight bytes with the length of a JSON object, that object, and then the tensors at the places that
-    # the object lists.
+    # The file begins with eight bytes that contain the length of a JSON object. The object follows. It lists the
+    # offsets of the tensors, which are the rest of the file.
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -275,7 +278,7 @@ def tensors_in_file(path: Path, storages: Collection[str]) -> dict[str, FileTens
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        # Old encoders store position ids, which follow from their sizes.
+        # Old encoders store position ids, which are not needed because they are consecutive numbers.
         entries = {name: entry for name, entry in entries.items() if not name.endswith(POSITION_IDS)}
         described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,5 +1,5 @@
-"""Checked settings of loading: sampling defaults (--generation-config, --override-generation-config) and adapters that
-are loaded at the start (--lora-modules).
+"""Checks the options for sampling defaults (--generation-config, --override-generation-config) and for adapters that
+are loaded at start (--lora-modules).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         is_neutral: ignore the checkpoint's recommendations.
-        directory: directory whose generation_config.json replaces the checkpoint's. None: use the checkpoint's.
-        override: values that replace the others, with the names of SamplingParams.
+        directory: directory whose generation_config.json replaces the checkpoint's. None: use the checkpoint's file.
+        override: values that replace values from files, with the names of SamplingParams.
     """
 
     is_neutral: bool = False
@@ -46,12 +46,12 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraModule(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapter that is loaded at the start.
+    """Adapter that is loaded at start.
 
     Attributes:
         name: name that requests use.
         path: directory of the adapter.
-        base_model_name: name of its model, for people.
+        base_model_name: name of the adapter's model, which is only shown to users.
     """
 
     name: str
@@ -63,7 +63,7 @@ def lora_modules(given: Iterable[str]) -> tuple[LoraModule, ...]:
     """Parse the values of --lora-modules.
 
     Args:
-        given: each is "name=path", or JSON with the fields of LoraModule.
+        given: values, of which each is "name=path", or JSON with the fields of LoraModule.
 
     Raises:
         StartupError: a value is wrong, or a name occurs twice.
@@ -91,7 +91,7 @@ def generation_settings(source: str, override: str | Mapping[str, Any] | None) -
 
     Args:
         source: auto, vllm or a directory.
-        override: JSON text, its content, or None.
+        override: JSON string, its decoded value, or None.
 
     Raises:
         StartupError: a value is wrong.

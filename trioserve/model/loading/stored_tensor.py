@@ -1,8 +1,6 @@
-"""Tensor of a checkpoint before it is read, and conversion of file bytes to values.
+"""Defines a tensor of a checkpoint that is not read yet, and converts the bytes of files to values.
 
-Bytes are converted slice by slice, so they stay in the CPU's caches and need no memory besides the result.
-
-A FileTensor is a tensor in a safetensors file.
+Bytes are converted in small slices. A slice stays in the CPU's caches, and the only large allocation is the result.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ __all__ = [
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-SLICE_VALUES = 2**17  # numbers in one slice; half a MiB in float32
+SLICE_VALUES = 2**17  # Numbers in one slice, which has half a MiB in float32.
 SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2048
 
 
@@ -47,7 +45,7 @@ class FileRows(NamedTuple):
     Attributes:
         offset: position of the first row in the file, in bytes.
         row_bytes: size of one row.
-        part: returns a tensor of some of the rows, given first row and row count.
+        part: function of a first row and a row count. It returns a tensor with these rows.
     """
 
     path: Path
@@ -62,14 +60,14 @@ class StoredTensor(NamedTuple):
     Attributes:
         name: our name, see names.py.
         dtype: number format in the checkpoint. float32 for a quantized tensor.
-        read: returns the values in a given format, in new memory. Several threads may read at the same time. It raises
-            ModelLoadError if the file cannot be read.
-        sample: returns some bytes from all over the tensor's place in the file.
+        read: function that returns the values in a given number format, in new memory. Several threads may call it at
+            the same time. It raises ModelLoadError if the file cannot be read.
+        sample: function that returns evenly distributed bytes of the tensor in the file.
         block_type: ggml's name for the type of a quantized matrix. None for a tensor that is not quantized.
-        read_blocks: returns the blocks of a quantized matrix unchanged, uint8 [rows, bytes of a row]. It may be called
-            like read.
-        rows: place of a matrix whose rows lie in the file in the right order, in `dtype` or in blocks of block_type.
-            None: the tensor can only be read as a whole.
+        read_blocks: function that returns the blocks of a quantized matrix unchanged, uint8 [rows, bytes of a row].
+            Like `read`, it may be called by several threads.
+        rows: position of a matrix whose rows are consecutive in the file, in `dtype` or in blocks of block_type. None:
+            the tensor can only be read as a whole.
     """
 
     name: str
@@ -93,7 +91,7 @@ def read_bytes(path: Path, offset: int, shape: Shape) -> Bytes:
     Args:
         path: file.
         offset: position of the first byte.
-        shape: shape of the result, which decides how many bytes are read.
+        shape: shape of the result, which defines the number of bytes.
 
     Returns:
         uint8 array.
@@ -115,8 +113,8 @@ def read_bytes(path: Path, offset: int, shape: Shape) -> Bytes:
 
 
 def read_sample(path: Path, offset: int, byte_count: int) -> bytes:
-    """Read evenly spread bytes from a range of a file, including its first and last bytes. A small range is read
-    completely.
+    """Read evenly distributed bytes from a range of a file, including the first and last bytes of the range. A small
+    range is read completely.
 
     Args:
         path: file.
@@ -230,8 +228,8 @@ class FileTensor(msgspec.Struct, frozen=True):
         """Return some rows of the tensor.
 
         Args:
-            first_row: first row of the part.
-            shape: shape of the part.
+            first_row: index of the first row.
+            shape: shape of the result.
         """
         if shape == self.shape:
             return self
@@ -243,19 +241,19 @@ class FileTensor(msgspec.Struct, frozen=True):
         return read_sample(self.path, self.offset, self.byte_count)
 
     def bytes(self) -> Bytes:
-        """Read all bytes of the tensor, one-dimensional.
+        """Read all bytes of the tensor into a one-dimensional array.
 
         Raises:
-            ModelLoadError: the file cannot be read, or has become shorter.
+            ModelLoadError: the file cannot be read, or has become too short.
         """
         return read_bytes(self.path, self.offset, (self.byte_count,))
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """Return the part of a plain tensor that a place describes.
+        """Return some rows of an unquantized tensor as a tensor of the model.
 
         Args:
-            name: our name of the part.
-            place: rows of this tensor.
+            name: our name of the result.
+            place: describes the rows of this tensor.
         """
         part = self.part(place.first_row, place.rows_shape)
         read = functools.partial(read_plain, part.path, part.offset, part.shape, part.dtype)

@@ -1,8 +1,8 @@
-"""Image part of a checkpoint: its config, its preparation of images, and its tensors. The text part is read like any
-other model.
+"""Reads the image encoder of a checkpoint: its config, its preparation of images, and its tensors. The checkpoint's
+language model is read like any other model.
 
-The vision part is a transformer over the patches of a tile, and a projection of its output to rows of the size of the
-text model.
+An image encoder is a transformer over the patches of a tile. A projection converts its output to rows with the hidden
+size of the language model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ __all__ = ["VisionConfig", "VISION_CLASSES", "VisionPart"]
 
 DIMENSION_MAX = 2**16
 IMAGE_SIZE_MAX = 4096
-TILE_PATCHES_MAX = 2**14  # attention takes memory in proportion to their square; real models have up to 5,184
+# Patches per tile. Memory of attention grows with the square of this number. Real models have up to 5,184 patches.
+TILE_PATCHES_MAX = 2**14
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """SigLIP (arXiv 2303.15343) without its head, and the pixel shuffle of Idefics 3 (arXiv 2408.12637).
+    """Config of SigLIP (arXiv 2303.15343) without its head, and of Idefics 3's pixel shuffle (arXiv 2408.12637).
 
     Attributes:
         image_size: width and height in pixels of the images for which the model has position embeddings.
         patch_size: width and height of a patch in pixels.
-        scale_factor: a square of this many patches per side becomes one row.
-        output_size: hidden_size of the text model.
+        scale_factor: side of a square, in patches, that becomes one row.
+        output_size: hidden_size of the language model.
 
     Raises:
         ModelLoadError: values contradict each other. The message names the field.
@@ -87,13 +88,13 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.image_size // self.patch_size
 
     def tile_tokens(self, tile_size: int) -> int:
-        """Return the number of rows that one tile becomes.
+        """Return the number of rows that the encoder computes for one tile.
 
         Args:
             tile_size: width and height of the tile in pixels.
 
         Raises:
-            ModelLoadError: the tile is not a whole number of rows, or has too many patches.
+            ModelLoadError: the number of rows is not whole, or the tile has too many patches.
         """
         patches, left = divmod(tile_size, self.patch_size)
         if left or patches % self.scale_factor or patches < 1:
@@ -114,19 +115,19 @@ VISION_CLASSES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGene
 """Classes in config.json whose image part is supported. Of other classes only the text part is served."""
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the second one since transformers 5
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # transformers 5 writes the second file.
 _PREFIXES = ("model.", "")
 _LAYERS = "vision_model.encoder.layers."
-_NOTES = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # the processor's fields replace these
+_NOTES = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # The processor's fields replace these.
 
 
 class VisionPart:
-    """Opened image part of a checkpoint. Opening reads only small files.
+    """Opened image encoder of a checkpoint. Opening reads only small files.
 
     Args:
         directory: checkpoint directory.
-        config: all of config.json.
-        texts: config of the text part.
+        config: content of config.json.
+        texts: config of the language model.
         stored: every tensor of the checkpoint, by its name in the files.
 
     Raises:
@@ -157,10 +158,10 @@ class VisionPart:
 
 
 def vision_shapes(config: VisionConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of an image part, by its name in the files without a prefix.
+    """Return the shape of every tensor of an image encoder, by its name in the files without a prefix.
 
     Args:
-        config: image part.
+        config: image encoder.
     """
     hidden, middle = config.hidden_size, config.intermediate_size
     shapes: dict[str, Shape] = {
@@ -200,7 +201,7 @@ def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> di
 
 
 def _check_layers(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> None:
-    """Raise ModelLoadError for a layer after those of the config. Other superfluous tensors do no harm."""
+    """Raise ModelLoadError if the files have more layers than the config. All other unused tensors are ignored."""
     for name in stored:
         for prefix in _PREFIXES:
             inner = name.removeprefix(prefix)
@@ -221,7 +222,7 @@ def _vision_config(outer: Fields, texts: ModelConfig) -> VisionConfig:
     if fields.whole_or("num_channels", 3) != 3:
         raise fields.wrong("num_channels", "3")
     config = VisionConfig(
-        # Missing fields have the defaults of transformers' classes.
+        # Fields that are missing have the defaults of transformers' classes.
         hidden_size=fields.whole_or("hidden_size", 1152),
         intermediate_size=fields.whole_or("intermediate_size", 3072),
         layer_count=fields.whole_or("num_hidden_layers", 12),

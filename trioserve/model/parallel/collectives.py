@@ -1,4 +1,4 @@
-"""Collective operations of ranks within a step: sum and gather. All ranks make the same calls in the same order."""
+"""Collective operations of ranks during a step: sum and gather. All ranks make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Collectives", "Lonely", "RankSums"]
 class Collectives(Protocol):
     """Connection of one rank to the other ranks. Only the thread that computes uses it.
 
-    If another rank is lost, a call may block for ever or raise. The process that started the ranks ends all of them in
-    that case.
+    If another rank is lost, a call may block forever or raise an exception. The process that started the ranks then
+    ends all of them.
 
     Attributes:
         rank: number of this rank.
         size: number of ranks.
-        native: address of a CollectivesStruct, through which native kernels make the same calls without Python. It is
-            valid as long as this object. None: kernels need NativeCallbacks.
+        native: address of a CollectivesStruct, with which native kernels make the same calls without Python. The
+            address is valid as long as this object exists. None: kernels need NativeCallbacks.
     """
 
     rank: int
@@ -35,12 +35,12 @@ class Collectives(Protocol):
         """Replace values by the sum over all ranks, with the same bits in every rank.
 
         Args:
-            values: contiguous numpy array or torch tensor, with the same shape and dtype in every rank. It is summed in
-                the order of the ranks.
-            is_abandoned: this rank wants to abandon the step.
+            values: contiguous numpy array or torch tensor, with the same shape and dtype in every rank. The values of
+                the ranks are added in the order of the ranks.
+            is_abandoned: True if this rank wants to abandon the step.
 
         Returns:
-            True if any rank passed is_abandoned. Every rank gets the same answer.
+            True if at least one rank passed is_abandoned. Every rank gets the same result.
         """
         ...
 
@@ -77,11 +77,12 @@ class Lonely:
 
 
 class RankSums:
-    """Sums over all ranks during one step of one rank, and their agreement on abandoning the step.
+    """Computes sums over all ranks during one step. With each sum, the ranks agree whether the step is abandoned.
 
     Args:
         collectives: connection to the other ranks.
-        is_abandoned: this rank's own view. Either all ranks pass `never_abandoned`, which exchanges no votes, or none.
+        is_abandoned: returns True if this rank wants to abandon the step. If one rank passes `never_abandoned`, all
+            ranks must pass it. The ranks then exchange no votes.
     """
 
     def __init__(self, collectives: Collectives, is_abandoned: IsAbandoned) -> None:
@@ -91,14 +92,14 @@ class RankSums:
 
     @property
     def is_over(self) -> bool:
-        """True once the step is abandoned. Between two sums every rank has the same answer."""
+        """True after the step was abandoned. Between two sums, the value is equal in all ranks."""
         return self._is_over or (self._collectives.size == 1 and self._is_abandoned())
 
     def add_(self, part: Any) -> None:
-        """Replace a part by the sum of all ranks' parts.
+        """Replace a partial sum by the sum over all ranks.
 
         Args:
-            part: as in `Collectives.sum_`.
+            part: this rank's partial sum, see `Collectives.sum_`.
         """
         if self._is_abandoned is never_abandoned:
             self._collectives.sum_(part)

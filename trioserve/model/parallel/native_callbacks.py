@@ -1,4 +1,4 @@
-"""Let native kernels call Collectives that are written in Python. Used if ranks are on several hosts."""
+"""Allows native kernels to call Collectives that are written in Python. Used if ranks are on several hosts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["NativeCallbacks"]
 
 
 class NativeCallbacks:
-    """C functions that call a Collectives. Keep the object as long as a step may run.
+    """C functions that call the methods of Collectives. The object must exist as long as a step may run.
 
-    Each call takes the GIL, in the thread that computes.
+    Each call acquires the GIL, in the thread that computes.
 
     Args:
         collectives: the object to call.
@@ -38,10 +38,10 @@ class NativeCallbacks:
         return ctypes.addressof(self._struct)
 
     def check(self) -> None:
-        """Raise the exception of a call since the last check, if there was one.
+        """If a call has raised an exception since the last check, raise the exception.
 
-        After that exception, further calls sent nothing. They reported the step as abandoned, so its results are
-        meaningless.
+        After an exception, later calls send nothing and report that the step is abandoned. The results of the step are
+        then invalid.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -54,7 +54,7 @@ class NativeCallbacks:
             values = _floats(total, count)
             values[:] = _floats(own, count)
             return self._collectives.sum_(values, bool(is_abandoned))
-        except BaseException as error:  # exceptions cannot pass through C, so check raises it
+        except BaseException as error:  # Exceptions cannot pass through C code, so `check` raises this one later.
             self._error = error
             return True
 
@@ -65,12 +65,12 @@ class NativeCallbacks:
             found = self._collectives.gather(_bytes(own, byte_count))
             if everything is not None:
                 _bytes(everything, self._collectives.size * byte_count)[:] = found.reshape(-1)
-        except BaseException as error:  # same as in _sum
+        except BaseException as error:  # `check` raises the exception, as in _sum.
             self._error = error
 
 
 def _floats(address: int | None, count: int) -> np.ndarray:
-    """Return float32 numbers at an address, as a view."""
+    """Return a view of the float32 numbers at an address."""
     if address is None or count == 0:
         return np.empty(0, dtype=np.float32)
     return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))

@@ -1,7 +1,7 @@
-"""The shards of a checkpoint that one rank has. Tensors keep their names, so a model loads them as usual.
+"""Reads the shards of a checkpoint that one rank has. Shards keep the names of tensors, so a model loads them as usual.
 
-Consecutive rows are read from the file alone. For columns, a few rows are read at a time and cut. Quantized blocks are
-kept, unless a cut goes through a block: then the matrix is dequantized.
+If a shard consists of consecutive rows, only these rows are read. For a shard of columns, whole rows are read, a few at
+a time, and cut. Quantized blocks stay unchanged, unless a cut divides a block. The matrix is then dequantized.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trioserve.model.parallel.shares import Cut, Cuts, Run, Runs, divide, head_r
 
 __all__ = ["RankCheckpoint"]
 
-SLICE_VALUES = 2**20  # values that are read at a time to cut columns
-BLOCK_VALUES = 32  # per block, in block types that are not from ggml
+SLICE_VALUES = 2**20  # number of values that are read at a time when columns are cut
+BLOCK_VALUES = 32  # numbers per block, in block types that ggml does not define
 _BLOCK_VALUES = {storage.name: storage.block_values for storage in STORAGE_TYPES.values()}
 
 
 class RankCheckpoint:
-    """The Checkpoint of one rank. Everything except the weights is that of the whole model, such as vision.
+    """The Checkpoint of one rank. Only its weights and config differ from the whole model's Checkpoint.
 
     Args:
         checkpoint: the whole model, or a stage of it.
@@ -57,7 +57,7 @@ class RankCheckpoint:
 
     @property
     def kv_heads(self) -> Run:
-        """The KV heads of this rank, numbered as in the whole model."""
+        """KV heads of this rank, with their numbers in the whole model."""
         whole, own = self.whole.config.kv_attention, self.config.kv_attention.kv_entry.head_count
         count = whole.kv_entry.head_count
         runs = None if own == count else head_runs(whole.head_count, count, *self._place)
@@ -67,7 +67,7 @@ class RankCheckpoint:
         return self.part_of(self.whole.tensors())
 
     def part_of(self, tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-        """Select this rank's shards from another whole model of this shape.
+        """Yield this rank's shards of the tensors of another whole model. Both models must have equal shapes.
 
         Args:
             tensors: tensors of the whole model.
@@ -78,7 +78,7 @@ class RankCheckpoint:
                 yield _cut_tensor(tensor, cut)
 
     def cut_of(self, name: str) -> Cut | None:
-        """Return the part of a tensor that this rank has. None: it has no part.
+        """Return the rows or columns of a tensor that this rank has. None: the rank has no shard of the tensor.
 
         Args:
             name: name of the tensor.
