@@ -1,8 +1,8 @@
-"""Checkpoints with real shapes and random weights, as transformers saves them, or as one GGUF file for a comparison
-with llama.cpp.
+"""Writes checkpoints with real shapes and random weights, as transformers saves them, or as one GGUF file for a
+comparison with llama.cpp.
 
-A step's reads and computations depend only on the shapes. So such a checkpoint measures the speed of a real model that
-is unavailable.
+The time of a step depends only on the shapes. Therefore, such a checkpoint can measure the speed of a real model whose
+weights are not available.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = [
 ]
 
 DTYPE: Dtype = "bfloat16"
-DEVIATION = 0.02  # standard deviation with which these models are initialised for training, too
-SHARD_BYTES_MAX = 5 * 10**9  # size limit of transformers' files
-PIECE_VALUES = 2**22  # numbers that are drawn, rounded and written at a time
+DEVIATION = 0.02  # Training of the real models also starts with this standard deviation.
+SHARD_BYTES_MAX = 5 * 10**9  # transformers has the same size limit for a file.
+PIECE_VALUES = 2**22  # number of values that are drawn, rounded and written at a time
 
 
 def transformers_config(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's fields of config.json, with the names of transformers.
+    """Return the fields of config.json for a model, with the names of transformers.
 
     Args:
-        config: model of SHAPES, or one that differs only in numbers.
+        config: model of SHAPES, or a model that differs only in numbers.
     """
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
@@ -122,7 +122,7 @@ def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: 
         config: model.
         directory: destination.
         seed: seed of the random numbers.
-        progress: called repeatedly with bytes_done and bytes_total. An exception from it ends the writing.
+        progress: called repeatedly with bytes_done and bytes_total. An exception ends the writing.
     """
     shards = list(_shards(tensor_shapes(config)))
     total, done = checkpoint_bytes(config), 0
@@ -191,7 +191,7 @@ def drawn_values(name: str, count: int, generator: np.random.Generator) -> Float
     """Return the next values of a tensor.
 
     Args:
-        name: name of the tensor, in this code or in the file.
+        name: name of the tensor, in this project or in the file.
         count: number of values.
         generator: source of random numbers.
     """
@@ -208,7 +208,7 @@ GGUF_TYPES: dict[GgufType, gguf.GGMLQuantizationType] = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
-SPACE = "\u0120"  # byte-level BPE writes a space as this character
+SPACE = "\u0120"  # Byte-level BPE represents a space by this character.
 PLAIN = gguf.GGMLQuantizationType.F32
 
 
@@ -230,8 +230,8 @@ def write_gguf(
         config: model.
         path: destination.
         matrix_type: type of matrices.
-        tokens: vocabulary of byte-level BPE, whose last token ends a text. It must contain two spaces: they are the
-            only merged token, because a file must have one.
+        tokens: vocabulary of byte-level BPE, whose last token ends a text. It must contain the token of two spaces,
+            which is the only merged token. A file must have a merged token.
         seed: seed of the random numbers.
         progress: see random_checkpoint.write_weights.
     """
@@ -284,7 +284,7 @@ def write_gguf(
 
 
 def _stored_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shapes of tensors by their names in the file, in which all experts of a layer are one tensor."""
+    """Return the shapes of tensors by their names in the file. In the file, all experts of a layer are one tensor."""
     shapes_by_name: dict[str, list[Shape]] = {}
     for name, shape in tensor_shapes(config).items():
         shapes_by_name.setdefault(outside_name(name, config.family, GGUF), []).append(shape)
@@ -336,7 +336,7 @@ def _add_tokenizer(writer: Any, tokens: list[str]) -> None:
 
 
 def _frequency_factors(config: ModelConfig) -> np.ndarray[Any, Any] | None:
-    """Return the numbers by which llama.cpp divides inverse frequencies. It has no Llama 3 scaling of its own."""
+    """Return the divisors of inverse frequencies for llama.cpp, which does not compute Llama 3 scaling itself."""
     rotary = config.heads.rotary
     if rotary is None or rotary.scaling is None:
         return None

@@ -1,4 +1,4 @@
-"""Models with real shapes, without weights. A step's reads and computations depend only on the shapes."""
+"""Descriptions of real models, without weights. The time of a step depends only on a model's shapes."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _shape(
     )
 
 
-TINY = "tiny"  # a small shape for experiments, of no real model
-# source: config.json of each model
+TINY = "tiny"  # A small shape for experiments, which is not a real model's.
+# The numbers come from the config.json of each model.
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _shape(
         "llama",

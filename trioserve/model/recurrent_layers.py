@@ -1,12 +1,13 @@
-"""Layers in torch that keep a state of a whole sequence, in place of attention.
+"""Recurrent layers in torch, which replace attention and have a state that summarizes a sequence.
 
-Chunks of one token are computed together. A longer chunk is computed span by span, and a state space processes a span
-in pieces. Within a piece every token reads the tokens before it through products, and the state passes from piece to
-piece (the chunked scan of Mamba-2, arXiv 2405.21060). Numbers that depend on earlier tokens are float32.
+Chunks of one token are computed together. A longer chunk is computed span by span, and a state space divides a span
+into pieces. Within a piece, matrix products combine each token with all previous tokens of the piece. The state is
+passed from one piece to the next (the chunked scan of Mamba-2, arXiv 2405.21060). Numbers that depend on earlier tokens
+are float32.
 
-The gated delta rule (arXiv 2412.06464, see DeltaNetConfig) also computes longer chunks in pieces. Within a piece, the
-change that each token makes to the state of a head depends on the changes by the tokens before it. These changes are
-the solution of a triangular system of equations.
+The gated delta rule (arXiv 2412.06464, see DeltaNetConfig) also divides longer chunks into pieces. Within a piece, each
+token's change of a head's state depends on the changes of all previous tokens. The changes of a piece are the solution
+of a triangular system of equations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from trioserve.model.torch_formats import TensorSlot
 
 __all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "DeltaNet"]
 
-PIECE_TOKENS = 64  # in longer pieces the products of a token with all earlier ones cost more than the state
+# In longer pieces, the products of each token with all previous tokens would cost more than updating the state.
+PIECE_TOKENS = 64
 
 
 class Convolution:
@@ -34,7 +36,7 @@ class Convolution:
     Args:
         name: name of the weights.
         channels: number of channels.
-        kernel_size: tokens that the convolution sees.
+        kernel_size: number of tokens that the convolution reads.
         has_bias: add a bias to each channel.
         device: device of the weights.
     """
@@ -60,7 +62,7 @@ class Convolution:
         Args:
             inputs: float32 [T, channels].
             steps: state slots that the step reads and writes.
-            memory: float32 [slots, state_size], last inputs of each sequence.
+            memory: float32 [slots, state_size], which contains the last inputs of each sequence.
 
         Returns:
             float32 [T, channels].
@@ -239,7 +241,7 @@ def _scanned_states(x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, state: T
     """
     sums = exponents.cumsum(0).T  # [heads, t]
     x, b, c = (numbers.transpose(0, 1) for numbers in (x, b, c))
-    # decay from an earlier token to a later one, 0 above the diagonal
+    # Decay between each token (row) and each previous token (column). Numbers above the diagonal are 0.
     left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
     found = ((c @ b.transpose(1, 2)) * left) @ x + (c @ state) * sums.exp()[..., None]
     last = sums[:, -1:]
@@ -251,7 +253,7 @@ def _linear(name: str, inputs: int, outputs: int, has_bias: bool, dtype: torch.d
     return Linear(inputs, {name: outputs}, bias=has_bias, dtype=dtype, device=device)
 
 
-LEAST_LENGTH_SQUARE = 1e-6  # added to the squared length of queries and keys
+LEAST_LENGTH_SQUARE = 1e-6  # This number is added to the squared length of queries and keys.
 
 
 class DeltaNet:
@@ -319,7 +321,7 @@ class DeltaNet:
         return self._output((found.flatten(1) * functional.silu(gate)).to(normed.dtype))
 
     def _unit_vectors(self, vectors: Tensor) -> Tensor:
-        """Scale vectors to length 1 and repeat them for each value head: [T, heads, vector_size]."""
+        """Scale vectors to length 1, and repeat them for each value head. Returns [T, heads, vector_size]."""
         layer = self._layer
         groups = vectors.reshape(-1, layer.group_count, layer.vector_size)
         groups = groups * torch.rsqrt(groups.square().sum(-1, keepdim=True) + LEAST_LENGTH_SQUARE)
@@ -343,7 +345,7 @@ class DeltaNet:
             keys: [T, heads, vector_size].
             values: [T, heads, head_dim].
             exponents: [T, heads], logarithm of each token's decay.
-            shares: [T, heads].
+            shares: [T, heads], fraction of each token's update.
             states: [slots, heads, vector_size, head_dim].
 
         Returns:
@@ -389,10 +391,11 @@ def _scanned_deltas(
     sums = exponents.cumsum(0).T  # [heads, t]
     queries, keys, values = (numbers.transpose(0, 1) for numbers in (queries, keys, values))
     shares = shares.T[..., None]
-    # decay from an earlier token to a later one, 0 above the diagonal
+    # Decay between each token (row) and each previous token (column). Numbers above the diagonal are 0.
     left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
     since = sums.exp()[..., None]
-    system = (keys @ keys.transpose(1, 2)) * left * shares  # unitriangular=True reads its diagonal as ones
+    # With unitriangular=True, the solver ignores the diagonal of the system and uses ones.
+    system = (keys @ keys.transpose(1, 2)) * left * shares
     wanted = (values - (keys @ state) * since) * shares
     added: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     found = ((queries @ keys.transpose(1, 2)) * left) @ added + (queries @ state) * since

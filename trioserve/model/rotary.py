@@ -1,4 +1,4 @@
-"""Rotary frequencies of each pair of a head's numbers, with the config's scaling. Kernels do the rotation."""
+"""Computes the rotary frequency of each pair of a head's dimensions, with the config's scaling. Kernels rotate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Floa
 
     Args:
         rotary: rotary config. None: no pair is rotated.
-        head_dim: numbers of one head.
+        head_dim: size of one head.
 
     Returns:
         Frequencies in radians per token, and factors of cosine and sine. Each is float32 [head_dim / 2]. Pairs that are
@@ -45,7 +45,7 @@ def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Floa
 
 
 def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64Array:
-    """Scale frequencies as in Meta's Llama 3.1: stretch slow ones, keep fast ones, blend linearly between them."""
+    """Scale frequencies as in Llama 3.1: divide low ones by the factor, keep high ones, and blend linearly between."""
     if scaling.frequency_factors is not None:
         return plain / np.array(scaling.frequency_factors, dtype=np.float64)
     turns = scaling.original_context_tokens * plain / (2 * math.pi)
@@ -64,14 +64,14 @@ def _longrope_frequencies(plain: _Float64Array, scaling: RopeScaling) -> tuple[_
 
 
 def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, rotary: RotaryConfig) -> tuple[_Float64Array, float]:
-    """Scale frequencies as in YaRN (arXiv 2309.00071): like llama3, but with a blend that is linear in the index.
+    """Scale frequencies as in YaRN (arXiv 2309.00071): like Llama 3.1, but the blend is linear in the pair's index.
 
     Returns:
         Frequencies, and the factor of cosine and sine.
     """
 
     def index_of(turns: float) -> float:
-        """Return the index (not rounded) of the pair that makes this many turns over the original context."""
+        """Return the index (not rounded) of the pair that rotates this number of times over the original context."""
         wavelength = scaling.original_context_tokens / (turns * 2 * math.pi)
         return rotary.rotated_dims * math.log(wavelength) / (2 * math.log(rotary.theta))
 

@@ -1,4 +1,4 @@
-"""Model runner: the executor that turns a StepPlan into token ids. A fault of one request ends that request alone."""
+"""Model runner: the executor that computes a StepPlan and returns token ids. An invalid request ends only itself."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ FIXED_BY_IMAGES = "the model reads images, and encoded images would remain those
 class ModelRunner:
     """One model with its KV cache.
 
-    It is an Executor, and a LaunchingExecutor if the model launches steps. Call load, then allocate_kv, then optionally
-    warm_up, then execute step after step. Make all calls in one thread: torch keeps a team of compute threads for each
-    thread that uses it, and two teams slow each other down. torch is imported only where it computes: on a GPU, or in
-    place of the native kernels.
+    The class is an Executor, and a LaunchingExecutor if the model launches steps. Call load, then allocate_kv, then
+    optionally warm_up, then execute for each step. Make all calls in one thread: torch creates a team of compute
+    threads for each calling thread, and two teams slow each other down. torch is imported only if it computes: on a
+    GPU, or if the native kernels are not used.
 
     Args:
-        model: model with its weights loaded.
-        settings: how the model is computed.
+        model: model whose weights are loaded.
+        settings: settings of the model.
         draft: draft model that proposes tokens after each step. None: no draft tokens.
-        vision: encoder that turns images into embedding rows. None: images are not supported.
-        handover: connection to the neighbour stages, if the model is one of several stages.
+        vision: encoder that converts images to embedding rows. None: images are not supported.
+        handover: connection to the previous and the next stage, if the model is a stage.
 
     Raises:
-        StartupError: the remaining memory does not fit even one KV block. The caller must then close the models.
+        StartupError: the remaining memory is too small for one KV block. The caller must then close the models.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class ModelRunner:
         """True if a step uses all CPUs of this process."""
         self._batch_invariant = settings.batch_invariant
         self._kv_format = kv_format_of(settings)
-        self._previous: BegunStep | None = None  # most recently begun step
-        self._tapped: dict[RequestId, Any] = {}  # inputs of the tapped layers in the last step
+        self._previous: BegunStep | None = None  # The step that was begun last.
+        self._tapped: dict[RequestId, Any] = {}  # Inputs of the tapped layers in the last step.
 
     @classmethod
     def load(
@@ -133,24 +133,24 @@ class ModelRunner:
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
-        """Load the weights, part by part, in the target number format. Computing happens in the calling thread alone.
+        """Load the weights piece by piece, and convert them to the model's number format. The calling thread computes.
 
         Args:
             checkpoint: weights and config.
-            settings: how the model is computed.
-            draft: draft model to load before the model.
-            collectives: connection to the ranks that have the rest of the model, if the checkpoint is a RankCheckpoint.
-                Every rank must execute the same plans in the same order, and only the first may draft. The caller
-                closes it.
-            handover: connection to the stages before and after this one, if the checkpoint is that of a stage. Every
-                stage must execute the same plans. Only the last stage has results, and no stage drafts.
-            progress: called repeatedly with bytes_done and bytes_total. An exception from it ends the loading.
+            settings: settings of the model.
+            draft: draft model that is loaded before the model.
+            collectives: connection to the other ranks, if the checkpoint is a RankCheckpoint. Every rank must execute
+                the same plans in the same order, and only the first rank may use a draft model. The caller closes the
+                connection.
+            handover: connection to the previous and the next stage, if the checkpoint is a StageCheckpoint. Every stage
+                must execute the same plans. Only the last stage has results, and no stage uses a draft model.
+            progress: called repeatedly with bytes_done and bytes_total. An exception ends the loading.
             on_compile: called every second with a sentence and the elapsed seconds while kernels are compiled. An
-                exception from it ends the loading.
+                exception ends the loading.
 
         Raises:
             ModelLoadError: tensors and config do not match.
-            StartupError: the device is missing, or the draft model has another vocabulary.
+            StartupError: the device is missing, or the draft model has a different vocabulary.
         """
         draft_model = None
         if draft is not None:
@@ -165,7 +165,7 @@ class ModelRunner:
                     draft_model = _loaded_head(draft, draft.checkpoint, whole, model, settings.block_size)
                 if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
                     draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
-                # Load the vision encoder before the KV cache is sized, because it reduces the memory that is left.
+                # The vision encoder is loaded before the size of the KV cache is computed, because it needs memory.
                 vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
                 return cls(model, settings, draft_model, vision, handover)
             except BaseException:
@@ -178,13 +178,13 @@ class ModelRunner:
 
     @property
     def computed_by(self) -> str:
-        """Device and kernels that compute the steps, in a few words for people."""
+        """Short description of the device and the kernels that compute, for users."""
         assert self._model is not None, "computed_by after close"
         return self._model.computed_by
 
     @property
     def arithmetic(self) -> str:
-        """Description of the arithmetic that decides the bits of a result, see StepModel."""
+        """Description of the arithmetic that determines the bits of a result, see StepModel."""
         assert self._model is not None, "arithmetic after close"
         return with_images(self._model.arithmetic, self.dtype, None if self.vision is None else self.vision.dtype)
 
@@ -196,7 +196,7 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of block_count KV blocks, those of the draft model included."""
+        """Bytes of all KV blocks, including the draft model's blocks."""
         block_bytes = kv_block_bytes(self.config, self.block_size, self.dtype, self._kv_format)
         if self._draft is None:
             return self.block_count * block_bytes
@@ -210,7 +210,7 @@ class ModelRunner:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads, however few tokens it has."""
+        """Bytes of weights that every decode step reads, independent of the number of tokens."""
         assert self._model is not None, "step_weight_bytes after close"
         return self._model.step_weight_bytes
 
@@ -221,9 +221,7 @@ class ModelRunner:
 
     @property
     def attended_token_flops(self) -> int:
-        """Floating-point operations of attention in all layers for one pair of tokens, of which one attends to the
-        other.
-        """
+        """Floating-point operations of attention in all layers, for one token and one token that it attends to."""
         return attended_token_flops(self.config)
 
     @property
@@ -233,12 +231,12 @@ class ModelRunner:
 
     @property
     def states(self) -> StateStorage[Any] | None:
-        """States that layers keep of sequences. None before allocate_kv, and for a model without such layers."""
+        """States of sequences in recurrent layers. None before allocate_kv, and without recurrent layers."""
         return None if self._model is None else self._model.states
 
     @property
     def why_fixed(self) -> str | None:
-        """Reason why the weights cannot be replaced while the model runs, as a sentence's end. None if they can."""
+        """Reason why the weights cannot be replaced while the model runs, as the end of a sentence. None: they can."""
         assert self._model is not None, "why_fixed after close"
         if self.vision is not None:
             return FIXED_BY_IMAGES
@@ -251,12 +249,12 @@ class ModelRunner:
 
     @property
     def loading_threads(self) -> int:
-        """Number of threads that may fill the model's slots at the same time."""
+        """Number of threads that may fill the model's loading slots at the same time."""
         assert self._model is not None, "loading_threads after close"
         return self._model.loading_threads
 
     def slots(self) -> Iterator[Slot]:
-        """Yield the destination of each weight. Fill them in the computing thread, between two steps."""
+        """Yield the loading slot of each weight. Fill slots in the computing thread, between two steps."""
         assert self._model is not None, "slots after close"
         return self._model.slots()
 
@@ -265,18 +263,18 @@ class ModelRunner:
         assert self._model is not None, "the model was closed"
 
     def kv_pages(self, model_name: str) -> KVPages:
-        """Return the KV cache as bytes. Call it after allocate_kv.
+        """Return an object that reads and writes the bytes of the KV cache. Call this method after allocate_kv.
 
         Args:
-            model_name: engines exchange KV if this name is equal. For a batch-invariant model the layout's name also
-                has the arithmetic and the program version. KV of another arithmetic would give other bits, and so might
-                KV files of another version of the kernels.
+            model_name: name of the weights. Engines exchange KV only if they use equal names. For a batch-invariant
+                model, the layout's name also contains the arithmetic and the program version, because KV of different
+                arithmetic or kernels could change the bits of results.
         """
         assert self.storage is not None, "kv_pages before allocate_kv"
         return make_kv_pages(self.kv_layout(model_name), self.storage, self.device)
 
     def kv_layout(self, model_name: str) -> KVLayout:
-        """Return the layout of kv_pages, which covers only layers that keep KV entries.
+        """Return the layout of kv_pages, which contains only layers with KV entries.
 
         Args:
             model_name: see kv_pages.
@@ -294,13 +292,13 @@ class ModelRunner:
         )
 
     def allocate_kv(self, block_count: int, memory: KVMemory | None = None) -> None:
-        """Make the KV cache. The content of an earlier KV cache is lost.
+        """Create the KV cache. The content of an earlier KV cache is lost.
 
-        The operating system provides memory when blocks are first written, or earlier through claim_memory.
+        The operating system allocates memory when a block is first written, or earlier in claim_memory.
 
         Args:
             block_count: number of KV blocks.
-            memory: buffers to use on a CPU. None allocates them.
+            memory: buffers to use on a CPU. None allocates new buffers.
         """
         assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
@@ -311,26 +309,26 @@ class ModelRunner:
 
     @property
     def why_kept(self) -> str | None:
-        """Reason why release_kv cannot be called, as the beginning of a sentence. None if it can."""
+        """Reason why release_kv cannot be called, as the beginning of a sentence. None if it can be called."""
         if self._draft is not None:
             return "the draft model's KV cache cannot be released alone"
         return None if self.device == "cpu" else "the KV cache of a GPU cannot be released alone"
 
     def release_kv(self) -> None:
-        """Free the KV cache and keep the weights. Other code must not hold the buffers. allocate_kv makes a new KV
-        cache.
+        """Free the KV cache and keep the weights. Other code must not use the buffers any more. allocate_kv creates a
+        new KV cache.
         """
         assert self._model is not None, "release_kv after close"
         assert self.why_kept is None, self.why_kept
         self._model.release_kv()
 
     def claim_memory(self) -> bool:
-        """Make the operating system provide a small part of the KV cache's memory before it is used.
+        """Make the operating system allocate a small piece of the KV cache's memory before it is used.
 
-        Call it while there is nothing to compute.
+        Call this method while there is nothing to compute.
 
         Returns:
-            False if all memory is already provided.
+            False if all memory is already allocated.
         """
         assert self._model is not None, "claim_memory after close"
         return self._model.claim_memory() or (self._draft is not None and self._draft.model.claim_memory())
@@ -338,11 +336,11 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compute a few steps, so that libraries choose and cache their kernels before the first request.
 
-        If kernels are compiled at their first launch, the steps have every shape that compiles one. Otherwise they have
-        common shapes. If nothing is chosen or compiled, one step of one token is computed, which claims the first
-        memory. A stage warms up without the other stages.
+        If kernels are compiled at their first launch, the steps have every shape for which a kernel is compiled.
+        Otherwise, they have common shapes. If kernels are neither chosen nor compiled at run time, one step with one
+        token is computed, so that the operating system allocates memory. A stage warms up without the other stages.
 
-        The steps write KV blocks, so call it before the first request.
+        The steps write KV blocks, so call this method before the first request.
         """
         handover = self._handover
         self._handover = None if handover is None else NoNeighbours()
@@ -375,10 +373,10 @@ class ModelRunner:
 
         Args:
             id: name of the adapter.
-            weights: its matrices, which are copied.
+            weights: matrices of the adapter, which are copied.
 
         Raises:
-            MemoryError: there is not enough memory. Nothing was added.
+            MemoryError: there is not enough memory. The adapter was not added.
         """
         assert self._model is not None, "add_adapter after close"
         self._model.add_adapter(id, weights)
@@ -411,14 +409,14 @@ class ModelRunner:
         """Compute a step, see Executor.
 
         A request gets an error if its token ids or logit_bias ids are outside the vocabulary, or if its logits are not
-        finite. The rest of the plan is computed.
+        finite. All other requests of the plan are computed.
 
         Args:
             plan: chunks to compute.
             is_abandoned: polled during the forward pass. True abandons the step.
 
         Returns:
-            Results of the step, or None if it was abandoned.
+            Results of the step, or None if the step was abandoned.
         """
         if self._draft is None:
             return self.launch(plan, is_abandoned)()
@@ -434,7 +432,7 @@ class ModelRunner:
         """Begin a step, see LaunchingExecutor.
 
         Args:
-            plan: chunks to compute. If plan.is_ahead, it was made before the result of the previous step was known.
+            plan: chunks to compute. plan.is_ahead means that the plan was made before the previous step had ended.
             is_abandoned: polled during the forward pass. True abandons the step.
 
         Returns:
@@ -452,8 +450,8 @@ class ModelRunner:
         model = self._model
         assert model is not None, "launch after close"
         rows_before = {} if before is None else before.chosen_rows
-        # Several ranks decide together, during the computation, if they abandon a step. So only a single rank checks
-        # here. A launched step is never abandoned.
+        # A single rank checks now if the step is abandoned, because a launched step is never abandoned. Several ranks
+        # do not check now, because they must agree during the computation.
         is_abandoned_already = self._is_alone and is_abandoned()
         if not model.launches or is_abandoned_already or (plan.is_ahead and rows_before is None):
             return None
@@ -461,7 +459,7 @@ class ModelRunner:
         known = (
             (index, chunk)
             for index, chunk in enumerate(plan.chunks)
-            # leave out requests that failed in the step before
+            # Requests that failed in the previous step are omitted.
             if not chunk.awaits_token or chunk.request.id in rows_before
         )
         step = _Step(plan, known, self.config.vocab_size, model.has_adapter)
@@ -502,11 +500,11 @@ class ModelRunner:
     def _computed(
         self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, plan: StepPlan
     ) -> ComputedStep | None:
-        """Compute chunks, and exchange hidden states with neighbour stages.
+        """Compute chunks, and exchange hidden states with the previous and the next stage.
 
         Returns:
-            Results, or None if the step was abandoned here or in an earlier stage. The next stage is notified of an
-            abandoned step only by this result, so each stage receives exactly as often as the one before it sends.
+            Results, or None if this stage or an earlier stage abandoned the step. For an abandoned step, None is sent
+            to the next stage, so a stage receives as many messages as the previous stage sends.
         """
         model, handover = self._model, self._handover
         assert model is not None, "execute after close"
@@ -562,8 +560,8 @@ def _loaded_draft(
 def _loaded_head(
     draft: DraftSource, eagle: EagleCheckpoint, checkpoint: Checkpoint, model: StepModel, block_size: int
 ) -> DraftModel:
-    """Load an EAGLE-3 head. It gets its own copy of the model's embedding, because the model may pack or quantize its
-    own.
+    """Load an EAGLE-3 head. The head gets a copy of the model's embedding, because the model may pack or quantize its
+    embedding.
     """
     torch = torch_now("an EAGLE-3 head")
     from trioserve.model.drafts.heads import EagleHead
@@ -622,7 +620,7 @@ class _Step:
     """Chunks of a plan that can be computed, and the conversion of their results into a StepResult.
 
     Args:
-        chunks: each chunk with its index in the plan. A chunk with a fault is left out, and its request gets an error.
+        chunks: chunks with their indexes in the plan. An invalid chunk is omitted, and its request gets an error.
     """
 
     def __init__(
@@ -634,10 +632,11 @@ class _Step:
     ) -> None:
         self._plan = plan
         self._errors: dict[RequestId, str] = {}
-        self._indexes: list[int] = []  # index in the plan of each chunk in self.chunks
+        self._indexes: list[int] = []  # For each chunk in self.chunks, its index in the plan.
         self.chunks: list[ScheduledChunk] = []
         for index, chunk in chunks:
-            # An awaited token is sampled here, and the rest of its sequence was checked in an earlier step.
+            # A chunk that awaits a token needs no check. The model has sampled the token, and all other tokens were
+            # checked in an earlier step.
             fault = None if plan.chunks[index].awaits_token else _fault(chunk, vocab_size)
             if chunk.request.adapter is not None and not has_adapter(chunk.request.adapter.id):
                 fault = "the adapter of this request is no longer loaded here"
@@ -689,8 +688,8 @@ class _Step:
             if row in samples.logprobs:
                 logprobs[request_id] = samples.logprobs[row]
             if chunk.draft:
-                # If a row after a draft token has no token, the error is reported in a later step, if that draft token
-                # is accepted.
+                # A row after a draft token may have no sampled token because of an error. If the draft token is
+                # accepted, a later step reports the error.
                 after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
                 draft_token_ids[request_id] = cast(tuple[int, ...], after)
                 if row in samples.logprobs:
@@ -705,13 +704,13 @@ def load_vision(
     """Load the vision encoder of a model.
 
     Args:
-        checkpoint: model whose `vision` part is loaded.
+        checkpoint: model whose image encoder is loaded.
         settings: threads of torch.
         dtype: number format of the model.
         device: device of the encoder.
 
     Returns:
-        The encoder. None if the model has no vision part, or torch is not installed.
+        The encoder. None if the model has no image encoder, or torch is not installed.
     """
     part = checkpoint.vision
     if part is None:
@@ -724,7 +723,7 @@ def load_vision(
     torch = torch_now()
     from trioserve.model.vision_tower import VisionTower
 
-    set_torch_threads(settings)  # native kernels have their own threads and do not set those of torch
+    set_torch_threads(settings)  # Native kernels have their own threads, and do not set torch's number of threads.
     own_dtype = pick_vision_dtype(dtype, device)
     tower = VisionTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
     fill_slots(
@@ -744,10 +743,10 @@ def _make_model(
     on_compile: Callable[[str, float], None],
     collectives: Collectives | None,
 ) -> StepModel:
-    """Return native kernels if they are allowed and available, otherwise torch.
+    """Create a model with native kernels if they are allowed and available, otherwise with torch.
 
     Raises:
-        StartupError: settings require native kernels, directly or for quantized weights, and they are unavailable.
+        StartupError: native kernels are not available, and the settings or quantized weights require them.
     """
     config = checkpoint.config
     if kv_format_of(settings) != "plain" and any(entry and entry.part_count == 1 for entry in config.kv_entries):
@@ -807,7 +806,7 @@ def _make_model(
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
-    """Return why a chunk cannot be computed, as a sentence for the client, or None."""
+    """Return the reason why a chunk cannot be computed, as a sentence for the client. None if it can be computed."""
     tokens = chunk.row_tokens
     if chunk.request.sampling.prompt_logprobs is not None:
         tokens = [*tokens, *prompt_followers(chunk)]

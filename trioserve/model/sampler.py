@@ -1,31 +1,32 @@
 """Sampling from logits in torch: penalties, filters, logprobs. sampling.h follows the same rules.
 
-The order is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Logprobs are computed
-before all of these. A filter keeps or drops tokens of exactly equal probability together, so the result does not depend
-on how a sort breaks ties. Greedy sampling chooses the lowest id among equal logits. min_tokens hides nothing if a mask
-would then leave no token, because a complete response cannot continue.
+The order of operations is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Logprobs
+are computed before all of them. A filter either keeps all tokens of exactly equal probability or drops all of them, so
+the result does not depend on the order in which a sort puts equal numbers. Greedy sampling chooses the lowest id among
+equal logits. If the mask allows only end tokens, min_tokens has no effect, because a complete response cannot continue.
 
 Random numbers depend only on the request's seed and the token's position. With equal logits, a request gets the same
-tokens in any batch and after any preemption. The kernels' reference describes what logits depend on. If logits differ
-by rounding, the way of drawing makes a change of the token as rare as possible.
+tokens in any batch and after any preemption. kernels/reference.py describes which inputs change logits. If logits
+differ by rounding, the sampling method makes a different token as improbable as possible.
 
-Drawing of a token: every token of the vocabulary has its own random number, made from the request's seed, the position
-and the token id. The token with the largest combination of probability and random number wins. This is the Gumbel-max
-trick (Maddison, Tarlow, Minka: A* Sampling, arXiv 1411.0030), written as a race of exponential clocks. Each token wins
-exactly with its probability, as in any fair method.
+Every token of the vocabulary has its own random number, computed from the request's seed, the position and the token
+id. The method chooses the token with the largest combination of probability and random number. This is the Gumbel-max
+trick (Maddison, Tarlow, Minka: A* Sampling, arXiv 1411.0030), written as a race of exponential clocks. As in any
+correct sampling method, each token is chosen with exactly its probability.
 
-The method adds stability. Two computations of one distribution may differ a little, for example by rounding. They use
-the same random numbers and nearly always choose the same token. They differ with a probability of at most 2 d / (1 +
-d), where d is the total variation distance (Daliri, Musco, Suresh: Coupling without Communication, arXiv 2408.07978). A
-running sum in the order of ids moves every later border instead, so any token may change into its neighbour.
+The advantage of this method is stability. Two computations of a distribution may differ slightly, for example by
+rounding. They use the same random numbers, and nearly always choose the same token. They choose different tokens with a
+probability of at most 2 d / (1 + d), where d is the total variation distance (Daliri, Musco, Suresh: Coupling without
+Communication, arXiv 2408.07978). The usual method compares a random number with a running sum of probabilities. There,
+a small difference shifts the limits of all later tokens.
 
-The race is run twice, because a random number for each of 50,000 tokens takes milliseconds: first between tiles of
-tokens by their sums, then inside the winning tile. The bound becomes 6 d: 2 d for the tiles, whose distance is at most
-d, and 4 d inside a tile, where renormalizing may double the distance. In practice the most probable tokens lie in
-different tiles, and two races agree as often as one.
+The race has two rounds, because random numbers for all 50,000 tokens would take milliseconds. The first round chooses a
+tile of tokens by the tiles' sums, and the second round chooses a token of this tile. The bound becomes 6 d: 2 d for the
+tiles, whose distance is at most d, and 4 d for the tokens of a tile, where renormalizing may double the distance. In
+practice, the most probable tokens are in different tiles, and two rounds are as stable as one.
 
-The copy of sampled ids to the host starts at once, and the reader waits for it. The ids also stay on the device,
-because the next step may begin before the host has them.
+The copy of sampled ids to the host starts immediately, and the reader waits for its end. The ids also stay on the
+device, because the next step may begin before the host has received them.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def keep_ids(kept_ids: Tensor, chosen: Tensor) -> None:
 
     Args:
         kept_ids: int64 [n or more], overwritten from index 0.
-        chosen: int64 [2, n], as choose_tokens returns it. A row that failed has any id of the vocabulary. The step that
-            uses this id is dropped for its request.
+        chosen: int64 [2, n], as choose_tokens returns it. A row with an error has an arbitrary id of the vocabulary.
+            The next step's result for the request of this row is dropped.
     """
     kept_ids[: chosen.shape[1]].copy_(chosen[0])
 
@@ -89,9 +90,9 @@ def fetch_samples(chosen: Tensor, count: int) -> ReadSamples:
     """Start to copy sampled ids to the host.
 
     Args:
-        chosen: int64 [2, n], as choose_tokens returns it. Work that is launched after this call may overwrite it. Only
-            masks may have hidden tokens.
-        count: read the first `count` rows.
+        chosen: int64 [2, n], as choose_tokens returns it. Work that is launched after this call may overwrite the
+            tensor. Only masks may have hidden tokens.
+        count: number of rows to read.
 
     Returns:
         A function that waits for the copy. Call it only once.
@@ -115,8 +116,8 @@ def fetch_samples(chosen: Tensor, count: int) -> ReadSamples:
     return read
 
 
-# 96 tokens each for a vocabulary of 49,152. The tile of a token is its id modulo DRAW_TILES, because frequent tokens
-# have neighbouring ids.
+# Number of tiles. With a vocabulary of 49,152, a tile has 96 tokens. The tile of a token is its id modulo DRAW_TILES,
+# because frequent tokens have consecutive ids.
 DRAW_TILES = 512
 
 _WORD = 2**64 - 1
@@ -125,7 +126,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def draw(weights: Tensor, words: Sequence[int]) -> Tensor:
-    """Draw one token of each row, with a probability proportional to its weight.
+    """Draw one token for each row. The probability of a token is proportional to its weight.
 
     Args:
         weights: float32 [m, vocab_size], not negative, at least one weight above 0 in each row.
@@ -140,16 +141,16 @@ def draw(weights: Tensor, words: Sequence[int]) -> Tensor:
     tile = _first(tiles.sum(1, dtype=torch.float64), seeds, torch.arange(DRAW_TILES, device=weights.device))
     inside = tiles.gather(2, tile[:, None].expand(-1, tiles.shape[1], -1))[:, :, 0]
     ids = torch.arange(tiles.shape[1], device=weights.device) * DRAW_TILES + tile
-    # Tiles use the first DRAW_TILES numbers of the stream, so the numbers of tokens start after them.
+    # Tiles use the first DRAW_TILES numbers of the random stream, and tokens use the following numbers.
     return ids.gather(1, _first(inside.double(), seeds, ids + DRAW_TILES))[:, 0]
 
 
 def draw_word(seed: int, position: int) -> int:
-    """Return 64 random bits: the start state of the random stream for one position of a request.
+    """Return 64 random bits, which are the initial state of the random stream for one position of a request.
 
-    The word is number `position` of the splitmix64 stream (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, OOPSLA 2014) that starts at the splitmix64 hash of the seed. Without that hash, two seeds that differ by
-    the generator's increment would share a stream.
+    The result is number `position` of a splitmix64 stream (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, OOPSLA 2014). The stream starts at the splitmix64 hash of the seed. Without the hash, two seeds that
+    differ by the generator's increment would have the same stream.
 
     Args:
         seed: seed of the request.
@@ -176,8 +177,8 @@ def draw_words(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) 
 def exponentials(seeds: Tensor, indices: Tensor) -> Tensor:
     """Return exponentially distributed random numbers above 0.
 
-    Each number is -log(u). u is number `index` of the splitmix64 stream that starts at the seed: its upper 52 bits plus
-    one half, as a fraction. So u is neither 0 nor 1.
+    Each number is -log(u). u is computed from number `index` of the splitmix64 stream that starts at the seed: the
+    upper 52 bits plus one half, divided by 2**52. So u is neither 0 nor 1.
 
     Args:
         seeds: int64, words in two's complement.
@@ -186,7 +187,7 @@ def exponentials(seeds: Tensor, indices: Tensor) -> Tensor:
     Returns:
         float64, in the broadcast shape.
     """
-    state = seeds + (indices + 1) * signed(_GAMMA)  # int64 arithmetic drops bits above 64, as splitmix64 requires
+    state = seeds + (indices + 1) * signed(_GAMMA)  # int64 arithmetic wraps at 64 bits, as splitmix64 requires.
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         state = (state ^ _shifted(state, shift)) * signed(multiplier)
     state = state ^ _shifted(state, 31)
@@ -194,14 +195,14 @@ def exponentials(seeds: Tensor, indices: Tensor) -> Tensor:
 
 
 def _first(weights: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
-    """Return the index of the clock that rings first, int64 [m, 1]. A clock runs at the rate of its weight, so weight 0
-    never rings.
+    """Return the index of the exponential clock that rings first, int64 [m, 1]. A clock's rate is its weight, so a
+    clock with the weight 0 never rings.
     """
     return (weights / exponentials(seeds, indices)).argmax(-1, keepdim=True)
 
 
 def _mixed(state: int) -> int:
-    """Return splitmix64's output for a state. Bits above 64 are dropped."""
+    """Return splitmix64's output for a state. Arithmetic wraps at 64 bits."""
     state &= _WORD
     state = (state ^ (state >> 30)) * _MULTIPLIERS[0] & _WORD
     state = (state ^ (state >> 27)) * _MULTIPLIERS[1] & _WORD
@@ -216,7 +217,7 @@ def _mixed_array(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def signed(word: int) -> int:
-    """Return the int64 with the bits of an unsigned word.
+    """Return the int64 that has the same bits as an unsigned word.
 
     Args:
         word: 0 to 2**64 - 1.
@@ -225,14 +226,15 @@ def signed(word: int) -> int:
 
 
 def _shifted(state: Tensor, count: int) -> Tensor:
-    """Shift right by `count` bits and fill with zeros. torch's own shift fills with the sign bit."""
+    """Shift right by `count` bits and fill with zeros. torch's shift operator fills with the sign bit."""
     return (state >> count) & ((1 << (64 - count)) - 1)
 
 
-# Sorted candidates per row. Almost every top_k and top_p needs fewer, and sorting a whole row takes 1.5 ms.
+# Number of most probable tokens that are sorted per row. Sorting a whole row takes 1.5 ms, and almost every top_k and
+# top_p needs fewer tokens.
 SORTED_CANDIDATES = 256
 SUMMED_TOGETHER = 512
-CANDIDATES_GROWTH = 16  # A row that needs more candidates gets 4,096, and after that all.
+CANDIDATES_GROWTH = 16  # If 256 tokens are not enough for a row, 4,096 tokens are sorted, then all tokens.
 
 
 def sample(
@@ -244,10 +246,10 @@ def sample(
     """Choose the next token of every row.
 
     Args:
-        logits: [n, vocab_size] in any floating dtype. They are not changed.
-        chunks: one chunk for each row, at least one, see sampled_rows. logit_bias must only name tokens of the
+        logits: [n, vocab_size] in any floating dtype. The function does not change them.
+        chunks: one chunk for each row, at least one, see sampled_rows. logit_bias must contain only tokens of the
             vocabulary.
-        kernels: if they are fused, they choose the tokens.
+        kernels: kernels of the model. Fused kernels choose the tokens.
         masks: masks of chunks with a mask_row. The function waits for them.
     """
     masked = masked_rows(chunks, masks, logits.shape[1])
@@ -263,7 +265,7 @@ def sample(
     with_logprobs = [
         row for row, chunk in enumerate(chunks) if chunk.request.sampling.logprobs is not None and row not in errors
     ]
-    raw = scores[with_logprobs] if with_logprobs else None  # a copy, taken before anything is changed
+    raw = scores[with_logprobs] if with_logprobs else None  # A copy of the unchanged logits.
     for row, chunk in enumerate(chunks):
         if row not in errors:
             _adjust_(scores[row], chunk, None if masked is None else masked.of(row))
@@ -293,7 +295,7 @@ def sample(
 
 
 def largest_samples(token_ids: Tensor, finite: Tensor) -> Samples:
-    """Return the samples of rows that are all plain, see is_plain.
+    """Return the samples of rows whose chunks all satisfy is_plain.
 
     Args:
         token_ids: int64 [n], tokens with the largest logit.
@@ -318,9 +320,9 @@ def word_of(chunk: ScheduledChunk) -> int:
 def _sample_fused(
     logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels, masked: MaskedRows | None
 ) -> Samples:
-    """Sample with fused kernels: the same order of changes and the same draw as `sample`.
+    """Sample with fused kernels. The order of operations and the random numbers are those of `sample`.
 
-    Chosen tokens come back in one copy. Only rows that ask for logprobs, biases or penalties cost more.
+    One copy transfers the chosen tokens to the host. Only rows with logprobs, biases or penalties need more operations.
     """
     scores = logits
     hides = any(is_adjusted(chunk) for chunk in chunks)
@@ -343,7 +345,8 @@ def _sample_fused(
         mask_tensors,
     )
     if hides:
-        # Minus infinity may now mean a hidden token, so look for NaN and infinity in the unchanged logits.
+        # In `scores`, minus infinity may mean a hidden token. Therefore, the unchanged logits are checked for NaN and
+        # infinity.
         chosen = torch.cat((chosen, logits.isfinite().all(-1).to(torch.int64)[None]))
     ids, flaws, *finite = chosen.tolist()
     errors: dict[int, str] = {}
@@ -363,7 +366,7 @@ def _sample_fused(
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Return which rows have neither NaN nor infinity.
+    """Return True for each row without NaN and infinity.
 
     Args:
         logits: [n, vocab_size].
@@ -378,15 +381,15 @@ def finite_rows(logits: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Return the natural logarithm of the probability of each row's token and of its most probable tokens, best first.
+    """Return the natural logarithm of the probability of each row's token, and of the row's most probable tokens.
 
     Args:
         logits: [n, vocab_size], finite.
         token_ids: token of each row.
         tops: number of most probable tokens for each row, 0 or more. Values above vocab_size mean vocab_size.
     """
-    # On a GPU the order of torch's sum depends on a row's start address. Padding makes each row start at a multiple of
-    # 64 bytes, so all rows are summed alike.
+    # On a GPU, the order of torch's sum depends on the address of a row. Padding makes each row start at a multiple of
+    # 64 bytes, so the order is equal for all rows.
     gap = -logits.shape[1] % 16 if logits.device.type == "cuda" else 0
     logprobs = torch.nn.functional.pad(logits.float(), (0, gap), value=float("-inf")).log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
@@ -400,9 +403,9 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
 
 
 def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> None:
-    """Apply bias, hidden end tokens and penalties to one row, in place. Its mask is not applied here.
+    """Apply logit_bias, min_tokens and penalties to one row, in place. The row's mask is applied later.
 
-    Repetition counts prompt and output tokens. Presence and frequency count only output tokens.
+    The repetition penalty applies to prompt and output tokens. Presence and frequency penalties apply to output tokens.
 
     Args:
         scores: floating dtype [vocab_size].
@@ -416,7 +419,7 @@ def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> N
         scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=device)
     stops = request.stop_token_ids
     if hides_end_tokens(chunk) and (mask is None or allows_more_than(mask, stops, vocab_size)):
-        # A client may name stop tokens outside this vocabulary. They cannot be sampled anyway.
+        # A client's stop tokens may be outside of this vocabulary. Such tokens cannot be sampled.
         hidden = [token for token in stops if token < vocab_size]
         scores[torch.tensor(hidden, dtype=torch.int64, device=device)] = float("-inf")
     known = chunk.start + chunk.count
@@ -451,7 +454,7 @@ def _draw(scores: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
 
 
 def _thresholds(probabilities: Tensor, samplings: Sequence[SamplingParams]) -> Tensor | None:
-    """Return the least probability that min_p, top_k and top_p keep in each row.
+    """Return the smallest probability that min_p, top_k and top_p allow in each row.
 
     Returns:
         float32 [m], or None if all tokens are kept.
@@ -477,18 +480,18 @@ def _thresholds(probabilities: Tensor, samplings: Sequence[SamplingParams]) -> T
 def _sorted_thresholds(
     probabilities: Tensor, thresholds: Tensor, top_k: Tensor, top_p: Tensor, candidates: int
 ) -> Tensor:
-    """Raise each row's threshold to its top_k-th probability, then to the least probability of its nucleus.
+    """Raise each row's threshold to its top_k-th probability, then to the smallest probability of its nucleus.
 
-    The nucleus is the smallest set of most probable tokens that holds top_p of the remaining probability (arXiv
-    1904.09751).
+    The nucleus is the smallest set of most probable tokens whose total probability is at least top_p of the remaining
+    probability (arXiv 1904.09751).
 
     Args:
         probabilities: float32 [m, vocab_size].
         thresholds: float32 [m].
         top_k: int64 [m].
         top_p: float64 [m].
-        candidates: number of best tokens to sort, at least every top_k below vocab_size. Rows with a larger nucleus are
-            sorted again with more.
+        candidates: number of most probable tokens to sort. It is not less than any top_k below vocab_size. Rows with a
+            larger nucleus are sorted again with more tokens.
 
     Returns:
         float32 [m].

@@ -1,4 +1,4 @@
-"""Settings of the model: number format, device, memory of the KV cache. They are checked here, without torch."""
+"""Defines and checks the settings of a model, such as number format, device and KV cache memory, without torch."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ GpuKernelsName = Literal["torch", "triton"]
 QuantizationName = Literal["auto", "none", "file", "int8", "int4"]
 KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 
-BLOCK_SIZE_MAX = 256  # tokens. Blocks are shared as a whole, and the unused end of a sequence's last block is wasted.
+# Limit in tokens. Only whole blocks can be shared, and unused slots in a sequence's last block are wasted memory.
+BLOCK_SIZE_MAX = 256
 THREADS_MAX = 1_024
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that decide how a model is computed.
+    """Settings that define how a model is computed.
 
     Attributes:
-        dtype: number format of weights, activations and KV. auto is the checkpoint's format, with exceptions in
-            pick_dtype.
-        device: auto is CUDA if there is a CUDA device.
+        dtype: number format of weights, activations and KV. "auto" selects the checkpoint's format, with the exceptions
+            that pick_dtype documents.
+        device: "auto" selects CUDA if there is a CUDA device.
         block_size: tokens in one KV block, 1 to BLOCK_SIZE_MAX.
-        kv_cache_bytes: size of the whole KV cache. None derives it from the machine's free memory.
-        kv_cache_dtype: number format of keys and values. auto is dtype, fp8 is e4m3.
-        memory_share: part of a GPU's memory that weights, KV cache and everything else may fill together.
-        threads: threads that compute on the CPU. None is torch's default, one per core.
-        cpu_kernels: kernels that compute on the CPU. auto is native (compiled if needed), or torch if they are
-            unavailable.
+        kv_cache_bytes: size of the whole KV cache. None: the size depends on the machine's free memory.
+        kv_cache_dtype: number format of keys and values. "auto" selects dtype, and "fp8" means e4m3.
+        memory_share: fraction of a GPU's memory that this process may use for weights, KV cache and all other tensors.
+        threads: number of threads that compute on the CPU. None selects torch's default, which is one per core.
+        cpu_kernels: kernels that compute on the CPU. "auto" selects native kernels (compiled if needed), or torch if
+            native kernels are not available.
         gpu_kernels: kernels that compute on a GPU.
-        quantization: quantization of the weights in memory. settle_quantization decides what auto means.
-        max_num_seqs: sequences that run at the same time. Steps that are captured ahead are made for this number.
-        context_tokens_max: longest sequence in tokens. None is the model's limit.
-        enforce_eager: capture no step ahead, that is, use no CUDA graphs.
+        quantization: quantization of the weights in memory. settle_quantization defines the meaning of "auto".
+        max_num_seqs: number of sequences that run at the same time. CUDA graphs are captured for up to this number.
+        context_tokens_max: longest sequence in tokens. None selects the model's limit.
+        enforce_eager: do not use CUDA graphs.
         batch_invariant: the bits of a row depend only on its own tokens and the weights.
-        ranks_here: processes on this machine that compute one model together and share its memory, this one included.
+        ranks_here: number of processes on this machine, including this one, that compute one model together and share
+            the machine's memory.
 
     Raises:
         StartupError: a value is out of range. The message names the field.
@@ -90,7 +92,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def demands_quantized(self) -> bool:
-        """True if quantized weights are required, so that no other format may replace them."""
+        """True if the settings require quantized weights, which must then not be replaced by another format."""
         return self.quantization not in ("auto", "none")
 
     def _check_quantization(self) -> None:

@@ -1,17 +1,17 @@
-"""Decode steps whose tensors have fixed addresses and shapes, so that a device can replay a recording of them.
+"""Decode steps whose tensors have fixed addresses and shapes. A device can therefore replay a recorded step.
 
-A step of n rows is computed with the next larger size of a ladder. Rows after n are padding: they attend to nothing,
-write into a block that no request owns, and their tokens are ignored. One copy sends the step to the device, and one
-copy returns the chosen tokens. Between the copies the host neither waits nor decides, because no grid, size or
-allocation depends on the step. It does not wait before the next step either, because the tokens are already on the
-device. Prompts, draft tokens, logprobs and changed logits need steps of other shapes.
+A step of n rows is padded to the next larger row count in a list. Padding rows attend to no tokens and write to a block
+that no request owns, and their tokens are ignored. One copy sends the step's inputs to the device, and one copy returns
+the chosen tokens. The host does not wait between the copies, because no grid, size or allocation depends on the step.
+The host also does not wait before the next step, because the chosen tokens are already on the device. Prompts, draft
+tokens, logprobs and changed logits need steps with different shapes, which are not computed in this module.
 
-Each number of rows has its own layout in the same bytes. Block tables come last and are transposed: the first blocks of
-all rows come before all second blocks. So a step copies one range of memory, whose length depends on the step's widest
-table.
+Each number of rows has its own layout of the same buffer. Block tables are last and transposed: the first blocks of all
+rows precede the second blocks of all rows. Therefore, a step copies one range of memory, whose length depends on the
+step's longest block table.
 
-The device buffer begins with the ids that the last step chose, which never leave the device. The ids that the host
-knows follow directly. So one index finds a row's token in either part.
+The device's buffer begins with the ids that the last step chose. These ids are not copied from the host. The ids that
+the host knows follow directly, so one index can select a row's token from both lists.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ __all__ = [
 
 _Array = npt.NDArray[np.generic]
 
-HOST_BUFFERS = 2  # The host may fill in one step while the device has not yet read the previous one.
-# Number format and numbers per row of each field, in the order of the buffer. known_ids must be first.
+HOST_BUFFERS = 2  # The host may write the inputs of a step before the device has read the previous step's inputs.
+# Number format and numbers per row of each field, in the order of the buffer. The first field must be known_ids.
 FIELDS: dict[str, tuple[type[np.generic], int]] = {
     "known_ids": (np.int64, 1),
     "id_places": (np.int64, 1),
@@ -74,7 +74,7 @@ class InputTensors:
 
     Attributes:
         ids: int64 [n or more], ids that the last step chose, then ids that the host knows.
-        id_places: int64 [n], index in ids of each row's token.
+        id_places: int64 [n], for each row, the index of its token in ids.
         parameters: float64 [n, 4], as choose_tokens accepts them.
         words: int64 [n], as choose_tokens accepts them.
         positions: int64 [n].
@@ -109,26 +109,26 @@ class _Layout:
         self.tables_offset = end
 
     def end(self, width: int) -> int:
-        """Return the offset after block tables of some width."""
+        """Return the offset after block tables of a given width."""
         return self.tables_offset + width * self.rows * np.dtype(np.int32).itemsize
 
 
 class StaticInputs:
-    """Inputs of steps: fill, then send, then start work that reads `tensors` of this number of rows.
+    """Inputs of steps. For each step call fill, then send, then start work that reads `tensors[number of rows]`.
 
-    When a step is filled in, the device must have read the inputs of the step before the previous one.
+    There are two host buffers. Before step n is filled, the device must have read the inputs of step n - 2.
 
     Args:
         sizes: possible numbers of rows.
-        kept_max: most ids that any step chooses.
-        width_max: widest block table.
+        kept_max: largest number of ids that a step chooses.
+        width_max: number of blocks in the longest block table.
         block_size: tokens in one KV block.
         vocab_size: tokens in the vocabulary.
         spare_block: block that padding rows write to.
         device: device of the tensors.
 
     Attributes:
-        kept_ids: int64 [kept_max], on the device: ids that the last step chose. The computation writes them.
+        kept_ids: int64 [kept_max], on the device: ids that the last step chose. The step's computation writes them.
         mask_bits: int32 [rows, words], on the device. Steps with masks send them in a separate copy.
         tensors: InputTensors by number of rows.
     """
@@ -146,7 +146,7 @@ class StaticInputs:
     ) -> None:
         layouts = {rows: _Layout(rows) for rows in sizes}
         self._layouts = layouts
-        kept_max += kept_max % 2  # so that the fields after kept_ids stay aligned
+        kept_max += kept_max % 2  # An even number keeps the fields after kept_ids aligned.
         self._sent_from = kept_max * np.dtype(np.int64).itemsize
         byte_count = max(layout.end(width_max) for layout in layouts.values())
         self._device = torch.zeros(self._sent_from + byte_count, dtype=torch.uint8, device=device)
@@ -168,22 +168,23 @@ class StaticInputs:
         awaited: Mapping[int, int],
         masked: MaskedRows | None = None,
     ) -> int:
-        """Write a step into host memory. Rows after the last chunk are padding.
+        """Write the inputs of a step into host memory. Rows after the last chunk are padding.
 
         Args:
             chunks: decodes of one token.
-            rows: number of rows, padding included.
-            awaited: for each chunk whose token the last step chose, by its index, the token's row in that step.
-            masked: masks of the rows that have one.
+            rows: number of rows, including padding.
+            awaited: row of the chunk's token in the last step, by the chunk's index. Only contains chunks whose token
+                the last step chose.
+            masked: masks of the rows that have a mask.
 
         Returns:
-            Width of the widest block table.
+            Number of blocks in the longest block table.
         """
         self._side = next(self._sides)
         return self._side.fill(chunks, rows, awaited, masked)
 
     def send(self, rows: int, width: int) -> None:
-        """Start to copy what fill has written, without waiting.
+        """Start to copy the inputs that `fill` has written, without waiting.
 
         Args:
             rows: number of rows of the step.
@@ -209,9 +210,9 @@ class StaticInputs:
 
 
 class _HostSide:
-    """Buffer in host memory, and a record of its content.
+    """Buffer in host memory. The class remembers the buffer's content and writes only differences.
 
-    A request usually keeps its row and its blocks from step to step, so only differences are written.
+    From one step to the next, most requests keep their row and their blocks.
     """
 
     def __init__(
@@ -224,17 +225,17 @@ class _HostSide:
         spare_block: int,
         mask_bits: Tensor,
     ) -> None:
-        # Pinned memory lets the copy run without waiting for the device, and lets the host continue.
+        # With pinned memory, a copy to the device runs in the background, and the host can continue.
         self._is_pinned = mask_bits.device.type == "cuda"
         self.buffer = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=self._is_pinned)
         self._mask_shape = mask_bits.shape
-        self._masks: Tensor | None = None  # int32, made for the first step with masks
+        self._masks: Tensor | None = None  # int32. Created for the first step with masks.
         self.mask_count = 0
         self._kept_max = kept_max
         self._block_size = block_size
         self._spare_slot = spare_block * block_size
         self._arrays = {rows: _arrays(layout, self.buffer.numpy(), width_max) for rows, layout in layouts.items()}
-        # content of the buffer: number of rows, requests, and each row's block table
+        # The following fields describe the buffer's content: number of rows, requests, and each row's block table.
         self._filled_rows = 0
         self._requests: list[EngineRequest] = []
         self._seeds = np.empty(0, dtype=np.uint64)
@@ -270,7 +271,7 @@ class _HostSide:
         if rows != self._filled_rows:
             self._filled_rows, self._tables = rows, [[] for _ in range(rows)]
             self._fill_requests(fields, requests)
-            fields["mask_places"][:] = -1  # another layout had other bytes here
+            fields["mask_places"][:] = -1  # With the previous layout, these bytes belonged to a different field.
         elif len(requests) != len(self._requests) or not all(map(operator.is_, requests, self._requests)):
             self._fill_requests(fields, requests)
         self._fill_masks(fields["mask_places"], masked)
@@ -307,8 +308,8 @@ class _HostSide:
             fields["parameters"][:count] = [draw_parameters(request.sampling) for request in requests]
 
     def _fill_table(self, column: npt.NDArray[np.int32], row: int, table: Sequence[int]) -> None:
-        """Write the blocks that differ from the row's last table. A request may also have lost its blocks and got
-        others.
+        """Write the blocks that differ from the row's last block table. After a preemption, a request has different
+        blocks.
         """
         known = self._tables[row]
         if known == table:
@@ -328,7 +329,7 @@ _TORCH_TYPES: dict[type[np.generic], torch.dtype] = {
 def _arrays(
     layout: _Layout, host: npt.NDArray[np.uint8], width_max: int
 ) -> tuple[dict[str, _Array], npt.NDArray[np.int32]]:
-    """Return views of the host buffer: fields by name, and block tables int32 [width_max, rows]."""
+    """Return views of the host buffer: the fields by name, and the block tables int32 [width_max, rows]."""
     arrays: dict[str, _Array] = {}
     for name, (dtype, columns) in FIELDS.items():
         offset = layout.offsets[name]
@@ -338,7 +339,7 @@ def _arrays(
     return arrays, tables.reshape(width_max, layout.rows)
 
 
-# Larger steps take so long that launching their kernels one by one costs nothing, and each size takes memory.
+# Each recorded size needs memory. A larger step takes so long that launching its kernels one by one does not slow it.
 ROWS_MAX = 512
 
 
@@ -356,23 +357,23 @@ class Recording:
 
 
 class Recorder(Protocol):
-    """Recorder of device work, so that it can be repeated without the host."""
+    """Records device work, so that the device can repeat the work without the host."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recording:
         """Record a computation.
 
-        All recordings of one recorder share memory. The device replays one after the other, and each output must be
-        copied before the next replay.
+        All recordings of one recorder share memory. The device replays them one after the other, and each output must
+        be copied before the next replay.
 
         Args:
-            compute: may be run before it is recorded, so its inputs must be defined.
+            compute: function to record. The recorder may also run it before recording, so its inputs must be defined.
         """
         ...
 
 
 def row_sizes(rows_max: int) -> tuple[int, ...]:
-    """Return the ladder of row counts: 1, 2, 4, 8, multiples of 8 up to 128, then multiples of 16, and rows_max as the
-    last.
+    """Return the list of row counts: 1, 2, 4, 8, multiples of 8 up to 128, then multiples of 16. The last row count is
+    rows_max.
 
     Args:
         rows_max: largest row count.
@@ -387,13 +388,13 @@ class StaticDecode:
     Args:
         model: model that computes.
         storage: KV cache.
-        rows_max: most rows of a step. Values above ROWS_MAX mean ROWS_MAX.
-        kept_max: most tokens that a step of any shape chooses.
+        rows_max: largest number of rows of a step. Values above ROWS_MAX mean ROWS_MAX.
+        kept_max: largest number of tokens that a step of any shape chooses.
         context_tokens_max: longest context in tokens.
         record: recorder of steps. None computes each step operator by operator.
 
     Attributes:
-        sizes: ladder of row counts.
+        sizes: list of row counts, see row_sizes.
     """
 
     def __init__(
@@ -412,7 +413,7 @@ class StaticDecode:
         self._storage = storage
         self._record = record
         self._recordings: dict[int, Recording] = {}
-        # with a window, blocks are freed early, and a context may be longer than the pool
+        # With a sliding window, blocks outside of the window are freed, so a context may be longer than the KV cache.
         if config.window_max is None:
             context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
         self._context_tokens_max = context_tokens_max
@@ -434,18 +435,18 @@ class StaticDecode:
 
     @property
     def kept_ids(self) -> Tensor:
-        """int64 [kept_max], tokens that the last step chose. Steps of other shapes must write their tokens here,
-        too.
+        """int64 [kept_max], tokens that the last step chose. Steps that other code computes must also write their
+        tokens to this tensor.
         """
         return self._inputs.kept_ids
 
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Return True if `launch` can compute these chunks: not too many, and each a decode of one token.
+        """Return True if `launch` can compute these chunks: each decodes one token, and there are not too many.
 
-        A chunk with an adapter needs a step of its own shape, because the rows of an adapter have no fixed count.
+        Chunks with an adapter are not possible, because the number of an adapter's rows would have to be fixed.
 
         Args:
-            chunks: chunks that need nothing but a token, see is_chosen_alone.
+            chunks: chunks that satisfy is_chosen_alone.
         """
         return len(chunks) <= self.sizes[-1] and all(
             chunk.samples
@@ -457,14 +458,14 @@ class StaticDecode:
         )
 
     def record_all(self) -> None:
-        """Record a step of every size, if there is a recorder. Call it before the first request, because it takes
-        seconds.
+        """Record a step of every size, if there is a recorder. Call this method before the first request, because it
+        takes seconds.
 
-        Only the spare block is written.
+        The recorded steps write only to the spare block.
         """
         if self._record is None:
             return
-        # Record the largest first: the memory that it needs is large enough for the others.
+        # The largest step is recorded first, because its memory is then large enough for all smaller steps.
         for rows in reversed(self.sizes):
             self._inputs.send(rows, self._inputs.fill((), rows, {}))
             self._recordings[rows] = self._record(functools.partial(self._compute, rows))
@@ -472,13 +473,14 @@ class StaticDecode:
     def launch(
         self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
     ) -> ReadSamples:
-        """Start a step: write the KV of every chunk's token, attend, and choose tokens. Return at once.
+        """Start a step that writes the KV of each chunk's token and chooses the next tokens. Do not wait for its end.
 
-        The samples of the previous step may still be unread, but those of the step before it must have been read.
+        When step n starts, the samples of step n - 2 must have been read. Those of step n - 1 may still be unread.
 
         Args:
             chunks: at least one chunk that `takes` accepts.
-            awaited: for each chunk whose token the previous step chose, by its index, the token's row in that step.
+            awaited: row of the chunk's token in the previous step, by the chunk's index. Only contains chunks whose
+                token the previous step chose.
             masks: masks of chunks with a mask_row. The function waits for them.
         """
         rows = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
@@ -508,7 +510,7 @@ class StaticDecode:
         inputs = self._inputs.tensors[rows]
         decodes = DecodeTables(inputs.block_tables, inputs.contexts, self._context_tokens_max, work)
         return StepTensors(
-            token_ids=inputs.id_places,  # placeholder: _compute replaces it by the token ids at these places
+            token_ids=inputs.id_places,  # A placeholder, which _compute replaces by the token ids at these indexes.
             positions=inputs.positions,
             slots=inputs.slots,
             cleared_slots=None,
@@ -520,7 +522,7 @@ class StaticDecode:
 class CudaGraphRecorder:
     """Recorder that captures CUDA graphs.
 
-    The graphs share one memory pool for intermediate results. Together they need little more than the largest graph.
+    All graphs share one memory pool for intermediate results, which is little larger than the largest graph's memory.
     """
 
     def __init__(self) -> None:
@@ -528,14 +530,14 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recording:
-        # Libraries allocate a workspace per stream, so the warm-up has to run on the stream of the capture.
+        # Libraries allocate a workspace for each stream, so the warm-up must run on the stream of the capture.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             compute()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # In torch's default mode a capture fails when any thread of the process makes a call that cannot be captured,
-        # such as an allocation. Other threads do not use this stream.
+        # In torch's default mode, a capture fails if another thread of the process makes a call that cannot be
+        # captured, such as an allocation. "thread_local" is safe because other threads do not use this stream.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = compute()
         return Recording(output, graph.replay)

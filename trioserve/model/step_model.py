@@ -1,4 +1,5 @@
-"""Interface between the runner and a model implementation: one step in, samples out. It needs no tensor library."""
+"""Interface between the runner and a model implementation, which computes steps and returns samples. The interface
+needs no tensor library."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ NOTHING_ALLOWED = (
 )
 NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
 
-# Logits of prompt tokens are computed for this many rows at a time. 128 rows of a vocabulary of 150,000 are 77 MB in
-# float32.
+# Number of rows for which prompt logits are computed at a time. With a vocabulary of 150,000, the logits of 128 rows
+# have 77 MB in float32.
 PROMPT_LOGPROB_ROWS = 128
 
 
@@ -56,9 +57,9 @@ class Samples:
     """Sampled tokens of a step, one entry per row.
 
     Attributes:
-        token_ids: None for a row that is in errors.
-        logprobs: by row, for requests that asked for them.
-        errors: by row, a sentence for the client.
+        token_ids: sampled token of each row, or None for a row with an error.
+        logprobs: logprobs by row, for requests with the option logprobs.
+        errors: error messages by row. Each is a sentence for the client.
     """
 
     token_ids: list[int | None]
@@ -75,14 +76,13 @@ class ComputedStep:
     """Results of one forward pass.
 
     Attributes:
-        samples: one row for each chunk of sampled_rows. None if the step samples nothing.
-        prompt_logprobs: by the index of each chunk that asks for them, the logprobs of its prompt_followers. None if
-            the model's numbers for the chunk are not finite.
-        pooled: by the index of each chunk that pools, its result. None if the model's numbers for the chunk are not
-            finite.
-        tapped: for each chunk the inputs of the tapped layers, [rows, layers * hidden_size], an array or a tensor. None
-            if no layer is tapped.
-        hidden: float32 [rows, hidden_size], the input of the next stage. None unless this is a stage without the head.
+        samples: one row for each chunk of sampled_rows. None if the step samples no tokens.
+        prompt_logprobs: logprobs of a chunk's prompt_followers, by the chunk's index, for chunks with the option
+            prompt_logprobs. None for a chunk whose logits are not finite.
+        pooled: pooled vector or scores of a chunk, by the chunk's index. None for a chunk whose result is not finite.
+        tapped: for each chunk, the inputs of the tapped layers, [rows, layers * hidden_size], as an array or a tensor.
+            None if no layer is tapped.
+        hidden: float32 [rows, hidden_size], the input of the next stage. None for a model with the head.
     """
 
     samples: Samples | None
@@ -95,9 +95,9 @@ class ComputedStep:
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
     """Return one chunk for each row that is sampled, in the order of the rows.
 
-    A chunk with draft tokens gives several rows: itself, then one chunk for each draft token. The chunk of a draft
-    token is the chunk that would follow if the draft tokens up to it were accepted. So each row has its own position,
-    history and row of the plan's masks.
+    A chunk with draft tokens needs several rows: one row for the chunk, and one row for each draft token. For the row
+    of a draft token, the result contains the chunk that would follow if all draft tokens up to this one were accepted.
+    Therefore, each row has its own position, history and mask.
 
     Args:
         chunks: chunks of the step.
@@ -128,13 +128,13 @@ def prompt_followers(chunk: ScheduledChunk) -> Sequence[int]:
     """Return the prompt token that follows each prompt token of a chunk. The last token of a prompt has no follower.
 
     Args:
-        chunk: part of a prompt.
+        chunk: chunk of a prompt.
     """
     return chunk.request.prompt_token_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
 
 
 def is_plain(chunk: ScheduledChunk) -> bool:
-    """Return True if the chunk needs only the token with the largest logit.
+    """Return True if the chunk needs only the token with the largest logit, without a mask.
 
     Args:
         chunk: a chunk that samples.
@@ -153,9 +153,9 @@ def is_largest_wanted(chunk: ScheduledChunk) -> bool:
 
 
 def is_chosen_alone(chunk: ScheduledChunk) -> bool:
-    """Return True if the chunk needs nothing but its KV and, if it samples, its next token from unchanged logits.
+    """Return True if the chunk's only results are its KV and, if it samples, a token from unchanged logits.
 
-    The token then depends on the logits, draw_parameters and the chunk's mask.
+    The token then depends only on the logits, draw_parameters and the chunk's mask.
 
     Args:
         chunk: any chunk of a step.
@@ -167,7 +167,7 @@ def is_chosen_alone(chunk: ScheduledChunk) -> bool:
 
 
 def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]:
-    """Return the row of choose_tokens' parameters for one request.
+    """Return the sampling parameters of one request, in the order that choose_tokens expects.
 
     Args:
         sampling: the request's sampling parameters.
@@ -179,7 +179,7 @@ def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]
 
 
 def is_adjusted(chunk: ScheduledChunk) -> bool:
-    """Return True if logits must be changed before a token is chosen. Masks do not count as a change.
+    """Return True if logit_bias, min_tokens or penalties change the chunk's logits.
 
     Args:
         chunk: a chunk that samples.
@@ -195,7 +195,7 @@ def counts_output(sampling: SamplingParams) -> bool:
 
 
 def hides_end_tokens(chunk: ScheduledChunk) -> bool:
-    """Return True if the next token comes before min_tokens are reached, so that no end token may be sampled.
+    """Return True if the output has fewer than min_tokens tokens, so that no end token may be sampled.
 
     Args:
         chunk: a chunk that samples.
@@ -222,9 +222,9 @@ class StepModel(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """Description of everything besides tokens and weights that decides the bits of a batch-invariant model's rows.
+        """Description of all influences on the bits of a batch-invariant model's rows, except tokens and weights.
 
-        It names kernels and number format. Equal texts mean equal bits.
+        The description names kernels and number format. Equal descriptions mean equal bits.
         """
         ...
 

@@ -98,12 +98,12 @@ class RankCheckpoint:
         return _cut_named(cuts, path)
 
     def _has_shared(self, layer: int) -> bool:
-        """Return whether the rank has a part of a layer's shared experts."""
+        """Return True if the rank has a shard of a layer's shared experts."""
         return "shared.down_proj" in self._share.layers[layer]
 
 
 def _cut_named(cuts: Cuts, path: list[str]) -> Cut:
-    """Return the cut of a tensor. The path is its name without the layer."""
+    """Return the cut of a tensor. The path is the tensor's name without the layer."""
     if path[0] in ("experts", "streams") and path[1].isdecimal():
         path = [path[0], *path[2:]]
     *module, kind = path
@@ -130,14 +130,14 @@ def _is_all(runs: Runs, count: int) -> bool:
 def _zeros(tensor: StoredTensor) -> StoredTensor:
     def read(wanted: Dtype) -> Values:
         zeros = empty_values(tensor.shape, wanted)
-        zeros[...] = 0  # 0 has the same bits in every dtype
+        zeros[...] = 0  # The bits of 0 are equal in every dtype.
         return zeros
 
     return StoredTensor(tensor.name, tensor.shape, tensor.dtype, read, tensor.sample)
 
 
 def _some_rows(tensor: StoredTensor, runs: Runs) -> StoredTensor:
-    """Select rows. `sample` stays that of the whole tensor."""
+    """Select rows of a tensor. `sample` still returns bytes of the whole tensor."""
     shape = (sum(count for _, count in runs), *tensor.shape[1:])
     if tensor.rows is not None and len(runs) == 1:
         return tensor.rows.part(*runs[0])._replace(name=tensor.name, sample=tensor.sample)
@@ -162,7 +162,7 @@ def _some_columns(tensor: StoredTensor, runs: Runs) -> StoredTensor:
     shape = (row_count, sum(count for _, count in runs))
 
     def cut(read: Callable[[StoredTensor], npt.NDArray[Any]], runs: Runs) -> npt.NDArray[Any]:
-        """Cut what is read. The runs count values or blocks of a row."""
+        """Read the tensor and cut its columns. The runs count values, or blocks of values."""
         return _joined([_taken(read(part), runs, axis=1) for part in _slices(tensor)])
 
     found = StoredTensor(
@@ -186,7 +186,7 @@ def _some_columns(tensor: StoredTensor, runs: Runs) -> StoredTensor:
 
 
 def _slices(tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """Yield a few rows at a time if they can be read alone, to hold little memory besides the result."""
+    """Yield a few rows at a time to save memory. Yield the whole tensor if its rows cannot be read separately."""
     if tensor.rows is None:
         yield tensor
         return
@@ -206,17 +206,17 @@ def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def rank_adapter(whole: AdapterWeights, checkpoint: RankCheckpoint) -> AdapterWeights:
-    """Cut an adapter as the rank's weights are cut.
+    """Return the rank's shards of an adapter, which are cut like the rank's weights.
 
-    Where the rank has some outputs of a matrix, `b` has these outputs. Where it has some inputs, `a` has these inputs,
-    and the product with `b` is one part of the sum over all ranks, like the product of the matrix itself.
+    If the rank has some outputs of a matrix, `b` has the same outputs. If it has some inputs, `a` has the same inputs.
+    The adapter's product is then a partial sum, like the product of the matrix.
 
     Args:
         whole: the adapter for all ranks.
         checkpoint: the rank's weights.
 
     Returns:
-        The rank's part. Matrices that the rank does not have are left out.
+        The rank's shards. Matrices that the rank does not have are omitted.
     """
 
     def part(values: Values, runs: Runs | None, axis: int) -> Values:
@@ -231,7 +231,7 @@ def rank_adapter(whole: AdapterWeights, checkpoint: RankCheckpoint) -> AdapterWe
 
 
 def _taken(values: npt.NDArray[Any], runs: Runs, axis: int = 0) -> npt.NDArray[Any]:
-    """Copy the runs of an axis, so that the rest of the values can be freed."""
+    """Copy the runs of an axis, so that the memory of all other values can be freed."""
     if _is_all(runs, values.shape[axis]):
         return values
     places = np.concatenate([np.arange(first, first + count) for first, count in runs])

@@ -1,6 +1,7 @@
-"""Collectives of ranks on one host, in memory that their processes share. cpu/shared_memory.h describes the protocol.
+"""Collectives of ranks on one host. The processes exchange values through shared memory.
 
-A rank that waits spins for some microseconds and then sleeps. Native kernels use these collectives without Python.
+A rank that waits for other ranks spins for some microseconds, then sleeps. Native kernels use these collectives without
+Python. cpu/shared_memory.h describes the protocol.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from trioserve_kernels.native import SUM_DTYPES, Library
 
 __all__ = ["Arrivals", "SharedMemoryCollectives", "make_shared_memory"]
 
-SLOT_BYTES = 1 << 22  # same as in cpu/shared_memory.h
+SLOT_BYTES = 1 << 22  # cpu/shared_memory.h must have the same number.
 ARRIVALS_BYTES = 128
-DTYPES_OF_ARRAYS = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}  # numpy has no bfloat16
+DTYPES_OF_ARRAYS = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}  # numpy has no bfloat16.
 
 
 def _byte_count(size: int) -> int:
@@ -27,14 +28,14 @@ def _byte_count(size: int) -> int:
 
 
 def make_shared_memory(size: int) -> int:
-    """Allocate zeroed memory for a group.
+    """Allocate zeroed shared memory for a group of ranks.
 
     Args:
         size: number of ranks.
 
     Returns:
-        Its file descriptor, which child processes inherit only if it is passed to them. The kernel frees the memory
-        when the last process has closed and unmapped it.
+        File descriptor of the memory. A child process inherits the descriptor only if it is passed explicitly. Linux
+        frees the memory when the last process has closed and unmapped it.
     """
     descriptor = os.memfd_create("trioserve-ranks", os.MFD_CLOEXEC)
     try:
@@ -46,10 +47,10 @@ def make_shared_memory(size: int) -> int:
 
 
 class Arrivals:
-    """Read-only view of the number of collectives that each rank has entered. Others wait for ranks that are behind.
+    """Reads the number of collectives that each rank has entered. Others wait for ranks with a lower number.
 
     Args:
-        descriptor: from make_shared_memory. It may be closed afterwards.
+        descriptor: result of make_shared_memory. It may be closed afterwards.
         size: number of ranks.
     """
 
@@ -58,11 +59,11 @@ class Arrivals:
         self._size = size
 
     def counts(self) -> tuple[int, ...]:
-        """Return the count of each rank, modulo 2**32."""
+        """Return the number of collectives that each rank has entered, modulo 2**32."""
         return tuple(struct.unpack_from("=I", self._memory, rank * ARRIVALS_BYTES)[0] for rank in range(self._size))
 
     def missing(self) -> tuple[int, ...]:
-        """Return the ranks that are behind, which others wait for now or soon. Empty if all counts are equal."""
+        """Return the ranks that other ranks wait for now or soon. The result is empty if all counts are equal."""
         counts = self.counts()
         most = max(counts, key=lambda count: (count - counts[0] + 2**31) % 2**32)
         return tuple(rank for rank, count in enumerate(counts) if count != most)
@@ -76,12 +77,12 @@ class SharedMemoryCollectives:
 
     Args:
         library: the native kernels.
-        descriptor: from make_shared_memory(size), unused by other groups. It may be closed afterwards.
+        descriptor: result of make_shared_memory(size). No other group may use it. It may be closed afterwards.
         rank: number of this rank.
         size: number of ranks.
 
     Raises:
-        MemoryError: no memory for the rank's own state.
+        MemoryError: there is not enough memory for the rank's state.
     """
 
     def __init__(self, library: Library, descriptor: int, rank: int, size: int) -> None:
@@ -102,14 +103,14 @@ class SharedMemoryCollectives:
         return float(self._library.shared_seconds(self._handle))
 
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
-        """Replace values by the sum over all ranks, see Collectives. Sums are in float32 and rounded once.
+        """Replace values by the sum over all ranks, see Collectives. Sums are computed in float32 and rounded once.
 
         Args:
             values: contiguous float32, bfloat16 or float16. A numpy array of uint16 contains bfloat16.
-            is_abandoned: this rank wants to abandon the step.
+            is_abandoned: True if this rank wants to abandon the step.
 
         Returns:
-            True if any rank passed is_abandoned.
+            True if at least one rank passed is_abandoned.
         """
         dtype, address = _name_and_address(values)
         number = SUM_DTYPES[DTYPES_OF_ARRAYS.get(dtype, dtype)]

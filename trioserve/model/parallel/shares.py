@@ -1,16 +1,18 @@
-"""Tensor parallelism: the share of a model that one rank has.
+"""Tensor parallelism: divides a model among ranks.
 
-A share is a config with fewer heads and narrower MLPs, and the rows or columns of each tensor. A rank has:
-- attention: some KV heads, and the query heads that read them.
-- MLP: a part of its intermediate size.
-- mixture of experts: a part of the intermediate size of each expert, or some whole experts.
+The shard of a rank is a config with fewer heads and narrower MLPs, and some rows or columns of each tensor. Each rank
+has:
+- attention: some KV heads, and the query heads that use these KV heads.
+- MLP: some of the intermediate channels.
+- mixture of experts: some of the intermediate channels of each expert, or some whole experts.
 - embedding and head: the rows of some tokens.
 
-Every rank has these as a whole:
+The following layers are not divided. Every rank has all their weights:
 - norms, routers, streams and LAuReL, because they are small.
 - attention with a norm over all heads of a row, MLPs with a gate cutoff from mean and deviation of the row, and state
-  spaces with a norm over more heads than a rank would have. Dividing them would need a further sum in each layer.
-- MLPs that are too narrow, and delta rules whose ranks would not have a multiple of 16 heads, as native kernels need.
+  spaces with a norm over more heads than a rank would have. Dividing them would need an additional sum in each layer.
+- MLPs that are too narrow, and delta rules that would leave a rank without a multiple of 16 heads. Native kernels need
+  such a multiple.
 """
 
 from __future__ import annotations
@@ -64,16 +66,18 @@ Runs: TypeAlias = tuple[Run, ...]
 UNITS = (256, 32, 16)
 """Units in which MLPs are divided: the blocks of ggml's K quants, the blocks of its other formats, and the unit of the
 native kernels. A tensor that is cut within a block is stored without blocks."""
-UNEVENNESS_MAX = 1 / 8  # the widest part may exceed the average by this ratio, to use a larger unit
+# If a larger unit is used, the width of the widest shard may exceed the average width by at most this fraction.
+UNEVENNESS_MAX = 1 / 8
 
 
 class Cut(NamedTuple):
-    """The part of a module's tensors that a rank has.
+    """Rows or columns of a module's tensors that a rank has.
 
     Attributes:
-        rows: rows of the weight and of the bias. None: all.
-        columns: columns of the weight. The ranks' products are summed, so only one rank may add the bias. None: all.
-        has_bias: False: another rank adds the bias, and this rank has zeros.
+        rows: rows of the weight and of the bias. None: all rows.
+        columns: columns of the weight. None: all columns. With some columns, the ranks' products are partial sums, so
+            only one rank may add the bias.
+        has_bias: True if this rank adds the bias. False: another rank adds the bias, and this rank has zeros.
     """
 
     rows: Runs | None = None
@@ -97,8 +101,8 @@ def times(run: Run, size: int, start: int = 0) -> Run:
 
     Args:
         run: the items.
-        size: rows of each item.
-        start: row of the first item.
+        size: number of rows of each item.
+        start: first row of item 0.
     """
     return start + run[0] * size, run[1] * size
 
@@ -107,7 +111,7 @@ def runs_of(indices: Iterable[int]) -> Runs:
     """Combine indices into runs. Consecutive indices become one run.
 
     Args:
-        indices: items, in order.
+        indices: indices of items, in order.
     """
     found: list[Run] = []
     for index in indices:
@@ -119,12 +123,12 @@ def runs_of(indices: Iterable[int]) -> Runs:
 
 
 def even_runs(count: int, size: int, unit: int = 1) -> Runs:
-    """Divide a count evenly among ranks. No rank has more than the first one.
+    """Divide a number of items evenly among ranks. No rank gets more items than the first rank.
 
     Args:
-        count: items to divide.
+        count: number of items to divide.
         size: number of ranks.
-        unit: runs have multiples of this, except for the last one.
+        unit: the length of each run, except the last one, is a multiple of this number.
 
     Returns:
         One run for each rank. Some are empty if there are fewer units than ranks.
@@ -135,10 +139,10 @@ def even_runs(count: int, size: int, unit: int = 1) -> Runs:
 
 
 def wide_runs(count: int, size: int) -> Runs | None:
-    """Divide the width of an MLP among ranks, in a unit that suits blocks and kernels.
+    """Divide the width of an MLP among ranks, in multiples of a unit that blocks and kernels need.
 
-    Uses the largest of UNITS that divides the width, unless the widest part would exceed the average by more than
-    UNEVENNESS_MAX. A width that 16 does not divide is divided without a unit.
+    The unit is the largest number in UNITS that divides the width, unless the widest shard would exceed the average by
+    more than UNEVENNESS_MAX. If the width is not a multiple of 16, there is no unit.
 
     Args:
         count: the width.
@@ -163,14 +167,14 @@ class HeadRuns(NamedTuple):
 
 
 def head_runs(head_count: int, group_count: int, rank: int, size: int) -> HeadRuns | None:
-    """Select the heads of a rank and their groups. For attention, a group is a KV head and the query heads that use it.
+    """Select the heads of a rank and their groups. In attention, a group is a KV head and the query heads that use it.
 
-    A rank gets whole groups, as evenly as possible. If there are more ranks than groups, a rank gets one group and some
-    of its heads, and other ranks have copies of that group.
+    Each rank gets whole groups, as evenly as possible. If there are more ranks than groups, several ranks have copies
+    of the same group, and each of them gets some of the group's heads.
 
     Args:
-        head_count: heads of the whole model.
-        group_count: groups of the whole model.
+        head_count: number of heads of the whole model.
+        group_count: number of groups of the whole model.
         rank: number of the rank.
         size: number of ranks.
 
@@ -189,9 +193,9 @@ def head_runs(head_count: int, group_count: int, rank: int, size: int) -> HeadRu
     return HeadRuns((group * each + begin, count), (group, 1))
 
 
-VOCAB_UNIT = 16  # native kernels compute so many rows together
-HEADS_UNIT = 16  # native kernels need multiples of this for delta rules
-CHANNELS_UNIT = 16  # native kernels need multiples of this for convolutions
+VOCAB_UNIT = 16  # Native kernels compute 16 rows of the head together.
+HEADS_UNIT = 16  # In delta rules, native kernels need a multiple of 16 heads.
+CHANNELS_UNIT = 16  # In convolutions, native kernels need a multiple of 16 channels.
 
 Cuts: TypeAlias = Mapping[str, Cut]
 """Cut of each tensor by name. Names have no numbers of layers, experts or streams, and no ".weight" or ".bias".
@@ -221,7 +225,7 @@ WHOLE_OF_LAYERS = (
 
 
 class Share(NamedTuple):
-    """The share of a rank.
+    """The shard of a rank.
 
     Attributes:
         config: the rank's config, with its `part`.
@@ -235,22 +239,22 @@ class Share(NamedTuple):
 
 
 def share_of(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False) -> ModelConfig:
-    """Return the config of a rank's share.
+    """Return the config of a rank's shard.
 
     Args:
         config: the whole model.
         rank: number of the rank.
         size: number of ranks.
-        expert_parallel: a rank has whole experts of a mixture, not a part of each expert.
+        expert_parallel: True if a rank has whole experts of a mixture, False if it has a shard of each expert.
 
     Raises:
-        StartupError: the model cannot be divided among so many ranks. The message has the largest number.
+        StartupError: the model cannot be divided among so many ranks. The message contains the largest possible number.
     """
     return divide(config, rank, size, expert_parallel=expert_parallel).config
 
 
 def vocab_runs(vocab_size: int, size: int) -> tuple[Run, ...]:
-    """Return the tokens of each rank: their rows of embedding and head.
+    """Return the tokens of each rank. A rank has the rows of these tokens in the embedding and the head.
 
     Args:
         vocab_size: tokens of the whole vocabulary.
@@ -260,7 +264,7 @@ def vocab_runs(vocab_size: int, size: int) -> tuple[Run, ...]:
 
 
 def divide(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False) -> Share:
-    """Return a rank's share: its config, and its part of each tensor.
+    """Return a rank's shard: its config, and the cut of each tensor.
 
     Args:
         config: the whole model.
@@ -294,7 +298,7 @@ def divide(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool =
         "norm": WHOLE,
         **dict.fromkeys(OUTSIDE_LAYERS, WHOLE),
     }
-    # row_factors are empty: values are multiplied by them before they are divided.
+    # The rank needs no row_factors, because whole tensors are multiplied by the factors before they are cut.
     share = replace(config, layers=tuple(layer for layer, _, _ in layers), row_factors=(), part=part)
     return Share(share, cuts, tuple(of_layer for _, _, of_layer in layers))
 
@@ -308,7 +312,8 @@ class _Divider:
     def __init__(self, config: ModelConfig, place: Place, expert_parallel: bool) -> None:
         self._place, self._expert_parallel = place, expert_parallel
         besides = [layer.beside for layer in config.layers if layer.beside is not None]
-        # All layers need heads of one shape. A state space beside attention is part of the same sum.
+        # Attention is divided in all layers or in none, because all layers must have the same number of heads. A state
+        # space beside attention is added in the same sum, so it is divided if attention is divided.
         self._divides_attention = not _has_row_norms(config) and all(
             _state_space(beside, place) is not None for beside in besides
         )
@@ -346,7 +351,7 @@ class _Divider:
     def _mlp(
         self, layer: LayerConfig, divides_mixer: bool
     ) -> tuple[MlpConfig | ExpertsConfig | None, Cuts, bool, Run | None]:
-        """Return an MLP's share, its cuts, whether it is divided, and the rank's experts if experts are whole."""
+        """Return four values: an MLP's shard, its cuts, True if the MLP is divided, and the rank's whole experts."""
         mlp, place = layer.mlp, self._place
         if mlp is None:
             return None, {}, False, None
@@ -361,7 +366,7 @@ class _Divider:
             whole = _mixture(mlp, ALONE, None)
             assert whole is not None, "an undivided mixture is always possible"
             return *whole, False, None
-        # A parallel MLP is added to the same sum as attention, so both are divided or none is.
+        # In a parallel layer, MLP and attention are added in the same sum, so either both or none are divided.
         divides = divides_mixer if layer.is_parallel else mlp.cutoff is None
         divided = _plain_mlp(mlp, place if divides else ALONE)
         if divided is not None:
@@ -408,7 +413,7 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
 
 
 def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[LatentAttentionConfig, Cuts]:
-    """Divide by heads. Each rank has all latents, because every head reads them."""
+    """Divide latent attention by heads. Each rank has all latents, because every head reads them."""
     rank, size = place
     heads = even_runs(attention.head_count, size)[rank]
     queries = rows(times(heads, attention.plain_dim + attention.turned_dim))
@@ -427,7 +432,7 @@ def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[L
     return replace(attention, head_count=heads[1]), cuts
 
 
-# --- layers with states. None: the layer cannot be divided among so many ranks ---------------------------------------
+# --- recurrent layers. These functions return None for a layer that cannot be divided among so many ranks ------------
 
 
 def _recurrent(mixer: Recurrent, place: Place) -> tuple[Recurrent, Cuts] | None:
@@ -439,7 +444,7 @@ def _recurrent(mixer: Recurrent, place: Place) -> tuple[Recurrent, Cuts] | None:
 
 
 def _short_conv(conv: ShortConvConfig, place: Place) -> tuple[ShortConvConfig, Cuts] | None:
-    """Divide by channels. Each rank has a part of all three projections."""
+    """Divide a short convolution by channels. Each rank has the rows of some channels in all three projections."""
     runs = wide_runs(conv.channel_count, place[1])
     if runs is None:
         return None
@@ -453,7 +458,7 @@ def _short_conv(conv: ShortConvConfig, place: Place) -> tuple[ShortConvConfig, C
 
 
 def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfig, Cuts] | None:
-    """Divide by groups of heads. Without a norm, several ranks may divide the heads of one group."""
+    """Divide a state space by groups of heads. Without a norm, several ranks may divide the heads of one group."""
     found = [head_runs(space.head_count, space.group_count, rank, place[1]) for rank in range(place[1])]
     if found[0] is None or (space.norm != "none" and place[1] > space.group_count):
         return None
@@ -465,7 +470,7 @@ def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfi
     assert runs is not None, "head_runs succeeds for all ranks or none"
     heads, groups = runs
     inner, vectors = times(heads, space.head_dim), space.group_count * space.vector_size
-    # Rows of in_proj: z, then x, b and c, which are convolved, then time steps.
+    # The rows of in_proj are ordered: z, then x, b and c, which are convolved, then time steps.
     of_b, of_c = (times(groups, space.vector_size, space.inner_size + start) for start in (0, vectors))
     convolved = (inner, of_b, of_c)
     behind_z = (times(run, 1, space.inner_size) for run in convolved)
@@ -481,7 +486,7 @@ def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfi
 
 
 def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts] | None:
-    """Divide by groups: a key head, and the value heads that use it."""
+    """Divide a delta rule by groups. A group is a key head and the value heads that use it."""
     runs, of_each = even_runs(net.group_count, place[1]), net.head_count // net.group_count
     if place[1] > net.group_count:
         return None
@@ -506,7 +511,7 @@ def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts]
         "delta_share": rows(*heads),
         "conv": rows(*convolved),
         "out_proj": columns(place[0], *inner),
-        "gate_norm": WHOLE,  # one norm for all heads
+        "gate_norm": WHOLE,  # All heads share the weights of one norm.
         **dict.fromkeys(("state.rates", "state.time_step_bias"), rows(*heads)),
     }
     return replace(net, head_count=own.size, group_count=count), cuts
@@ -524,7 +529,7 @@ def _gated(prefix: str, rank: int, middle: Run) -> Cuts:
 
 
 def _plain_mlp(mlp: MlpConfig, place: Place) -> tuple[MlpConfig, Cuts] | None:
-    """Divide an MLP. None: it is too narrow."""
+    """Divide an MLP. Return None if the MLP is too narrow."""
     runs = wide_runs(mlp.intermediate_size, place[1])
     if runs is None:
         return None
@@ -546,11 +551,11 @@ def _mixture(mlp: ExpertsConfig, place: Place, experts: Run | None) -> tuple[Exp
 
     Args:
         mlp: the whole mixture.
-        place: the rank.
-        experts: the rank's whole experts. None: the rank has a part of each expert.
+        place: number of the rank, and number of ranks.
+        experts: the rank's whole experts. None: the rank has a shard of each expert.
 
     Returns:
-        The share and its cuts. None: the experts are too narrow to be divided.
+        The shard and its cuts. None: the experts are too narrow to be divided.
     """
     rank, size = place
     middle = (0, mlp.intermediate_size)
@@ -561,7 +566,7 @@ def _mixture(mlp: ExpertsConfig, place: Place, experts: Run | None) -> tuple[Exp
         middle = runs[rank]
     cuts: dict[str, Cut] = {"router": WHOLE, "router.score_bias": WHOLE}
     cuts |= _gated("experts.", 0 if experts else rank, middle)
-    # Shared experts may be too narrow to give every rank a part.
+    # If shared experts are too narrow, some ranks have no shard of them.
     shared = (wide_runs(mlp.shared_size, size) or even_runs(mlp.shared_size, size, CHANNELS_UNIT))[rank]
     if shared[1]:
         cuts |= _gated("shared.", rank, shared)

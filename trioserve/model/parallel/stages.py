@@ -1,7 +1,7 @@
-"""Pipeline parallelism: division of a model's layers into stages, which compute one after the other.
+"""Pipeline parallelism: divides a model's layers into stages, which compute one after the other.
 
 Each stage has consecutive layers. The first stage also has the embedding, and the last stage has the final norm and the
-head. With tied weights, both have the embedding.
+head. If the embedding is also the head, both stages have it.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ __all__ = [
     "stage_runs",
 ]
 
-EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # first parts of tensor names
+EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # Names of tensors, up to the first dot.
 
 
 class Handover(Protocol):
-    """Connection of a stage to the stages before and after it.
+    """Connection of a stage to the previous and the next stage.
 
-    Only the thread that computes uses it, once per step, in the order of the steps. If a neighbour is gone, a call may
-    block for ever or raise. The process that started the stages ends all of them in that case.
+    Only the thread that computes uses the connection, once per step, in the order of the steps. If another stage is
+    lost, a call may block forever or raise an exception. The process that started the stages then ends all of them.
     """
 
     def receive(self, row_count: int, hidden_size: int) -> Float32Array | None:
-        """Wait for the hidden states of a step from the stage before.
+        """Wait for the hidden states of a step from the previous stage.
 
         Args:
             row_count: rows of the step.
             hidden_size: values per row.
 
         Returns:
-            [row_count, hidden_size], or None if the step is abandoned and must not be computed here either.
+            [row_count, hidden_size], or None if the step is abandoned. This stage must then not compute the step.
         """
         ...
 
     def send(self, hidden: Float32Array | None) -> None:
-        """Give the hidden states of a step to the stage after this one. May block until it accepts them.
+        """Send the hidden states of a step to the next stage. May block until that stage accepts them.
 
         Args:
             hidden: C-contiguous [row_count, hidden_size], or None if the step is abandoned.
@@ -68,7 +68,7 @@ class Handover(Protocol):
 
 
 class NoNeighbours:
-    """Handover for steps that one stage computes alone, such as warm-up. Received hidden states are zeros."""
+    """Handover for steps that one stage computes alone, such as warm-up. It receives zeros as hidden states."""
 
     def receive(self, row_count: int, hidden_size: int) -> Float32Array | None:
         return np.zeros((row_count, hidden_size), dtype=np.float32)
@@ -106,7 +106,7 @@ class StageCheckpoint:
         return self.part_of(self._checkpoint.tensors())
 
     def part_of(self, tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-        """Select this stage's tensors from another whole model of this shape.
+        """Yield this stage's tensors of another whole model. Both models must have equal shapes.
 
         Args:
             tensors: tensors of the whole model.
@@ -117,7 +117,7 @@ class StageCheckpoint:
                 yield tensor._replace(name=name)
 
     def own_name(self, name: str) -> str | None:
-        """Return the name of a tensor or matrix in this stage. None: another stage has it.
+        """Return the name of a tensor or matrix in this stage. None: another stage has the tensor.
 
         Args:
             name: name in the whole model.
@@ -159,13 +159,13 @@ def stage_configs(checkpoint: Checkpoint, stage_count: int) -> tuple[ModelConfig
 
 
 def cache_shares(stages: Sequence[ModelConfig]) -> tuple[float, ...]:
-    """Return the share of the memory for KV and states that each stage needs, so that all can keep as many tokens.
+    """Return the fraction of the memory for KV and states that each stage needs to store equally many tokens.
 
     Args:
         stages: the config of each stage.
 
     Returns:
-        Fractions whose sum is 1. A fraction is the mean of the stage's shares of KV bytes and of state bytes.
+        Fractions whose sum is 1. A fraction is the mean of the stage's fractions of the KV bytes and the state bytes.
     """
     kinds = [
         [sum(entry.size for entry in stage.kv_entries if entry is not None) for stage in stages],
@@ -180,7 +180,7 @@ def stage_config(config: ModelConfig, run: Run) -> ModelConfig:
 
     Args:
         config: the whole model.
-        run: the stage's layers.
+        run: layers of the stage.
     """
     first, count = run
     return replace(
@@ -198,9 +198,9 @@ def _moved(layer: LayerConfig, first: int) -> LayerConfig:
 
 
 def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
-    """Divide the layers among stages, so that the sum of the squares of the stages' sizes is smallest.
+    """Divide the layers among stages such that the sum of the squares of the stages' sizes is minimal.
 
-    A layer that reads the keys and values of another layer is in the same stage as that layer.
+    A layer that uses the keys and values of another layer is in the same stage as the other layer.
 
     Args:
         checkpoint: the whole model.
@@ -230,14 +230,15 @@ def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
 
 
 def _even_ends(cuts: Sequence[int], sums: Sequence[int], stage_count: int) -> list[int]:
-    """Choose the cuts that end stages, including the end of the last one. This is dynamic programming.
+    """Choose the layers at which stages end, including the end of the last stage, by dynamic programming.
 
     Args:
-        cuts: layers before which a cut is possible, with 0 and the number of layers.
-        sums: for each layer, the sum of the sizes of all layers before it.
+        cuts: layers before which a cut is possible, including 0 and the number of layers.
+        sums: for each layer, the sum of the sizes of all previous layers.
         stage_count: number of stages.
     """
-    # By cut: for the stages so far, up to this cut, the smallest sum of squares and the ends of these stages.
+    # For each cut at which the last stage so far may end: the smallest sum of squares, and the ends of all stages so
+    # far.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(stage_count):
         best = {
@@ -253,12 +254,12 @@ def _even_ends(cuts: Sequence[int], sums: Sequence[int], stage_count: int) -> li
 
 
 def _can_cut(config: ModelConfig, index: int) -> bool:
-    """Return whether a cut before a layer separates no layer from the keys and values that it reads."""
+    """Return True if a cut before a layer separates no layer from the keys and values that it uses."""
     return all(source >= index for source in config.kv_layers[index:])
 
 
 def _layer_sizes(checkpoint: Checkpoint) -> Sequence[int]:
-    """Count the weights of each layer. The first layer includes the embedding, and the last one the head."""
+    """Count the weights of each layer. The first layer includes the embedding, and the last layer the head."""
     config = checkpoint.config
     sizes = [0] * config.layer_count
     for tensor in checkpoint.tensors():

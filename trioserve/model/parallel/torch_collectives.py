@@ -1,11 +1,12 @@
 """Collectives over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-On a CPU, sum_ gathers the values of all ranks and adds them in rank order, because gloo's own sum uses another order.
-That takes some hundred microseconds, so only ranks without shared memory use it.
+On a CPU, sum_ gathers the values of all ranks and adds them in the order of the ranks, because gloo's sum uses a
+different order. This takes some hundred microseconds, so only ranks without shared memory use these collectives.
 
-NCCL's sum has the same bits in every rank. CUDA graphs capture it under the conditions of torch's documentation: the
-communicator exists before any capture, other threads may use CUDA during a capture (see cuda_graphs.py), and no call
-waits for the host in between. The NCCL code follows that documentation. It has not run on a machine with two GPUs.
+NCCL's sum has the same bits in every rank. For capturing the sum in CUDA graphs, torch's documentation has these
+conditions: the communicator exists before any capture, other threads may use CUDA during a capture (see
+CudaGraphRecorder), and no call waits for the host. The NCCL code meets these conditions, but has not run on a machine
+with two GPUs.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ __all__ = ["TorchCollectives"]
 
 
 class TorchCollectives:
-    """Collectives over torch.distributed. A process has at most one, because torch has one default group per process.
+    """Collectives over torch.distributed. A process can have only one instance, because torch has one default group.
 
-    The constructor waits until all ranks have connected. If a rank is lost, gloo raises RuntimeError in the others, at
-    once or after the timeout. NCCL ends their processes.
+    The constructor waits until all ranks have connected. If a rank is lost, gloo raises RuntimeError in all other
+    ranks, immediately or after the timeout. NCCL ends their processes.
 
     Args:
         master_addr: address where rank 0 listens.
@@ -72,7 +73,8 @@ class TorchCollectives:
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
-                # Creates NCCL's communicator now. The first sum would otherwise create it, during a capture.
+                # With device_id, torch creates NCCL's communicator now. Otherwise, the first sum would create it
+                # during a capture.
                 device_id=torch.device("cuda", torch.cuda.current_device()) if self._is_on_gpu else None,
             )
         except (RuntimeError, ValueError) as error:
@@ -87,14 +89,14 @@ class TorchCollectives:
 
         Args:
             values: contiguous array or tensor.
-            is_abandoned: this rank wants to abandon the step. None, in all ranks: exchange no votes. Only that can be
-                captured in a CUDA graph.
+            is_abandoned: True if this rank wants to abandon the step. If all ranks pass None, they exchange no votes. A
+                CUDA graph can only capture a sum without votes.
 
         Returns:
-            True if any rank passed is_abandoned.
+            True if at least one rank passed is_abandoned.
 
         Cost:
-            On a GPU, votes cost some hundred microseconds, because the hosts exchange them.
+            On a GPU, votes take some hundred microseconds, because the hosts exchange them.
         """
         with self._timed():
             return self._sum(values, is_abandoned)
@@ -139,13 +141,13 @@ class TorchCollectives:
             dist.destroy_process_group()
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """Gather uint8 [n] on the CPU into [size, n]. Bytes, because gloo does not support every dtype."""
+        """Gather uint8 [n] of all ranks into [size, n], on the CPU. Values are bytes because gloo lacks some dtypes."""
         result = own.new_empty(self.size, own.shape[0])
         dist.all_gather(list(result.unbind(0)), own)
         return result
 
     def _any(self, vote: bool) -> bool:
-        """Return whether any rank votes True. Uses gloo, so it does not wait for the GPU."""
+        """Return True if at least one rank votes True. The ranks vote through gloo, which does not wait for the GPU."""
         votes = torch.tensor([int(vote)])
         dist.all_reduce(votes, dist.ReduceOp.MAX)
         return bool(votes.item())
