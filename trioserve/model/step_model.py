@@ -230,19 +230,19 @@ class StepModel(Protocol):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """True if the bits of a row depend only on its own tokens and the weights, even if the settings do not require
-        it.
+        """True if the bits of a row depend only on its own tokens and the weights. May be True even if the settings do
+        not require batch invariance.
         """
         ...
 
     @property
     def computed_by(self) -> str:
-        """Device and kernels that compute, in a few words for people."""
+        """Short description of the device and the kernels that compute, for users."""
         ...
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads, however few tokens it has."""
+        """Bytes of weights that every decode step reads, independent of the number of tokens."""
         ...
 
     @property
@@ -251,7 +251,7 @@ class StepModel(Protocol):
         ...
 
     def slots(self) -> Iterator[Slot]:
-        """Yield a destination for every tensor of the checkpoint."""
+        """Yield a loading slot for every tensor of the checkpoint."""
         ...
 
     @property
@@ -261,36 +261,36 @@ class StepModel(Protocol):
 
     @property
     def states(self) -> StateStorage[Any] | None:
-        """States that layers keep of sequences. None before allocate_kv, and for a model without such layers."""
+        """States of sequences in recurrent layers. None before allocate_kv, and without recurrent layers."""
         ...
 
     def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
-        """Make the KV cache and the state slots. The content of earlier ones is lost.
+        """Create the KV cache and the state slots. The content of an earlier cache and of earlier slots is lost.
 
         Args:
             block_count: number of KV blocks.
-            state_slot_count: number of state slots, copies included.
-            memory: buffers for the KV cache on a CPU. None allocates them.
+            state_slot_count: number of state slots, including slots for copies.
+            memory: buffers for the KV cache on a CPU. None allocates new buffers.
         """
         ...
 
     def release_kv(self) -> None:
-        """Free what allocate_kv made. Call allocate_kv again before the next step."""
+        """Free the KV cache and the state slots. Call allocate_kv again before the next step."""
         ...
 
     def claim_memory(self) -> bool:
-        """Make the operating system provide a small part of the KV cache's memory before it is used.
+        """Make the operating system allocate a small piece of the KV cache's memory before it is used.
 
         Cost:
             At most some milliseconds.
 
         Returns:
-            False if all memory is already provided.
+            False if all memory is already allocated.
         """
         ...
 
     def warm_up(self) -> None:
-        """Prepare in advance what the first steps would have to wait for. No block is written."""
+        """Do preparations now for which the first steps would otherwise wait. The method writes no KV blocks."""
         ...
 
     @property
@@ -305,14 +305,14 @@ class StepModel(Protocol):
         masks: TokenMasks | None = None,
         begun: Float32Array | None = None,
     ) -> ComputedStep | None:
-        """Compute a step: write the KV of each chunk's tokens, attend, and sample for each chunk that samples.
+        """Compute a step: write the KV of each chunk's tokens, compute attention, and sample tokens.
 
         Args:
             chunks: chunks of the step.
             is_abandoned: polled between layers. True abandons the step.
-            masks: masks of chunks with a mask_row. Only the choice of tokens waits for them.
-            begun: float32 [rows, hidden_size], for a stage without the embedding: the hidden states from the stage
-                before it.
+            masks: token masks of chunks with a mask_row. Only sampling waits for the masks.
+            begun: float32 [rows, hidden_size], for a stage without the embedding: the hidden states from the previous
+                stage.
 
         Returns:
             Results, or None if the step was abandoned.
@@ -324,10 +324,10 @@ class StepModel(Protocol):
 
         Args:
             id: name of the adapter.
-            weights: its matrices.
+            weights: matrices of the adapter.
 
         Raises:
-            MemoryError: there is not enough memory. Nothing was added.
+            MemoryError: there is not enough memory. The adapter was not added.
         """
         ...
 
@@ -349,14 +349,15 @@ class StepModel(Protocol):
     def launch(
         self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
     ) -> ReadSamples | None:
-        """Start a step and return before it has ended. Wait for masks, if there are any.
+        """Start a step and return before the step has ended. If there are masks, wait for them.
+
+        When step n is launched, the samples of step n - 2 must have been read. Those of step n - 1 may be unread.
 
         Args:
             chunks: chunks of the step.
-            awaited: for each chunk that awaits its token, by its index, the row that sampled this token in the previous
-                step. The previous step must have been launched, too. Its samples need not have been read, but those of
-                the step before it must have been read.
-            masks: masks of chunks with a mask_row.
+            awaited: row in the previous step that sampled a chunk's token, by the chunk's index. Only contains chunks
+                that await their token. The previous step must also have been launched.
+            masks: token masks of chunks with a mask_row.
 
         Returns:
             A function that waits for the samples. None if this step cannot be launched and must be computed.

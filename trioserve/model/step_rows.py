@@ -1,6 +1,6 @@
 """Rows of a step as arrays: rows with given embeddings, rows with token masks, and rows that are pooled.
 
-It uses only numpy, so every implementation of a model can call it.
+The module uses only numpy, so every implementation of a model can call its functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class StepRows(NamedTuple):
-    """Given embeddings of a step.
+    """Rows of a step whose embeddings are given, such as embeddings of images.
 
     Attributes:
         rows: int32 [n], row indexes in the step, ascending within a chunk.
@@ -52,7 +52,7 @@ def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidd
     Args:
         chunks: chunks of the step.
         first_rows: first row of each chunk in the step.
-        hidden_size: numbers of one embedding.
+        hidden_size: size of one embedding.
 
     Returns:
         The given rows, or None if every row uses the embedding of its token.
@@ -73,11 +73,11 @@ def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidd
     return StepRows(np.concatenate(rows), np.ascontiguousarray(np.concatenate(values)))
 
 
-MaskArray = npt.NDArray[np.uint32]  # [rows, words per row]
+MaskArray = npt.NDArray[np.uint32]  # shape [rows, words per row]
 
 
 class MaskedRows:
-    """Copies of the filled masks of a step's sampled rows.
+    """Copies of the token masks of a step's sampled rows.
 
     Args:
         rows: indexes of the sampled rows that have a mask.
@@ -85,8 +85,8 @@ class MaskedRows:
         row_count: number of all sampled rows.
 
     Attributes:
-        places: int32 [row_count], each row's index in bits, or -1 for a row without a mask. choose_tokens accepts
-            places, and bits viewed as int32.
+        places: int32 [row_count], each row's index in `bits`, or -1 for a row without a mask. choose_tokens accepts
+            `places`, and `bits` as an int32 view.
     """
 
     def __init__(self, rows: tuple[int, ...], bits: MaskArray, row_count: int) -> None:
@@ -96,7 +96,7 @@ class MaskedRows:
         self.places[list(rows)] = np.arange(len(rows))
 
     def of(self, row: int) -> MaskArray | None:
-        """Return the mask of a row, uint32 [words], or None.
+        """Return the mask of a row, uint32 [words], or None for a row without a mask.
 
         Args:
             row: index of the sampled row.
@@ -143,7 +143,7 @@ def allowed_tokens(rows: MaskArray, vocab_size: int) -> npt.NDArray[np.bool_]:
 
 
 def allows_more_than(row: MaskArray, tokens: Collection[int], vocab_size: int) -> bool:
-    """Return True if a mask allows a token of the vocabulary that is not among some given tokens.
+    """Return True if a mask allows at least one token of the vocabulary besides the given tokens.
 
     Args:
         row: uint32 [words].
@@ -155,10 +155,10 @@ def allows_more_than(row: MaskArray, tokens: Collection[int], vocab_size: int) -
 
 
 class FilledMasks:
-    """TokenMasks that are complete at once.
+    """TokenMasks that are complete when they are created.
 
     Args:
-        rows: for each mask the allowed tokens.
+        rows: allowed tokens of each mask.
         vocab_size: tokens in the vocabulary.
     """
 
@@ -174,10 +174,10 @@ class FilledMasks:
         self.filled_address = self._filled.buffer_info()[0]
 
     def wait(self) -> None:
-        """Return at once, because the masks are filled."""
+        """Return immediately, because the masks are complete."""
 
 
-LENGTH_MIN = 1e-12  # as in torch's normalize: a zero vector stays zero
+LENGTH_MIN = 1e-12  # With this minimum, a zero vector stays zero, as in torch's normalize.
 
 
 def needed_rows(pooling: Pooling) -> slice:

@@ -1,9 +1,8 @@
-"""A StepPlan as index tensors: where each token is written, and what each token attends to. All shapes and dtypes are
-listed here.
+"""Converts a StepPlan to index tensors, which contain the KV slot of each token and the tokens that it attends to.
 
-The tensors are made once per step and read by every layer. Rows of a step: first all chunks of one token (decodes),
-longest context first. Then come the other chunks in the order of the plan, including decodes with draft tokens. Tokens
-of a chunk are consecutive rows.
+The tensors are created once per step, and every layer reads them. The first rows of a step are the chunks of one token
+(decodes), longest context first. Then the other chunks follow in the order of the plan, including decodes with draft
+tokens. Tokens of a chunk are consecutive rows.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class AdapterRows:
     """Rows of a step that use adapters.
 
     Attributes:
-        groups: each adapter with its rows, int64 [n] on the step's device.
+        groups: each adapter, and the indexes of its rows, int64 [n] on the step's device.
     """
 
     groups: tuple[tuple[TorchAdapter, Tensor], ...]
@@ -72,7 +71,7 @@ class AdapterRows:
         Args:
             product: [T, sum of outputs], changed in place.
             values: [T, inputs].
-            outputs: output count of each matrix, by name. The matrices' products lie side by side in this order.
+            outputs: number of outputs of each matrix, by name. `product` contains the matrices' products in this order.
         """
         for adapter, rows in self.groups:
             first = 0
@@ -102,7 +101,7 @@ def adapter_rows(
         first_rows: first row of each chunk.
         adapters: loaded adapters.
         kernels: kernels that multiply.
-        sending: transfer to which row indexes are added. They are defined after `sending.send`.
+        sending: transfer to which row indexes are added. The result's tensors are defined after `sending.send`.
 
     Returns:
         The rows by adapter, or None if no chunk has an adapter.
@@ -117,13 +116,13 @@ def adapter_rows(
     return AdapterRows(groups, kernels)
 
 
-# Decodes whose gathered contexts fit into the CPU's caches run faster in groups than all at once. 64 sequences of 256
-# tokens take 1.5 ms a layer in four groups and 2.3 ms in one. A GPU needs few large launches, so its limit only bounds
-# temporary memory.
+# Bytes of gathered contexts in one group of decodes. On a CPU, small groups are faster, because their contexts fit in
+# the caches: 64 sequences of 256 tokens take 1.5 ms per layer in four groups, and 2.3 ms in one group. A GPU needs few
+# large launches, so its limit only restricts temporary memory.
 GATHERED_BYTES_MAX = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-# A long chunk is attended in parts, so its first rows need not process keys that only its last rows see.
+# Attention of a long chunk is computed in several calls. The first rows then skip the keys of later rows.
 PART_ROWS_MAX = {"cpu": 256, "cuda": 2_048}
-PADDED_BLOCKS_MIN = 8  # Shorter contexts form one group: another call costs more than their padding.
+PADDED_BLOCKS_MIN = 8  # Contexts of up to 8 blocks form one group, because a call costs more than their padding.
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -138,15 +137,15 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Properties that the step's tensors depend on, besides the plan.
+    """Properties of the model and its kernels on which a step's tensors depend.
 
     Attributes:
         token_kv_bytes: bytes of one token's KV in one layer.
         windows: distinct attention windows of the model's layers.
         sections: distinct attention sections of the model's layers, in tokens. Each is a multiple of block_size, or as
             long as the context.
-        walked_heads: heads of the model if its kernels read block tables themselves. Such kernels need no masks and no
-            groups.
+        walked_heads: head counts of the model if its kernels read block tables themselves. These kernels need no masks
+            and no groups.
     """
 
     block_size: int
@@ -161,14 +160,14 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Consecutive tokens of one sequence, counted from the first block of its block table."""
+    """Consecutive tokens of one sequence. Positions count from the first block of the sequence's block table."""
 
     start: int
     row_count: int
     block_table: Sequence[int]
 
     def in_sections(self, section: int, block_size: int) -> Iterator[_Span]:
-        """Split the span by sections. Each part is counted from the first block of its section."""
+        """Split the span by sections. In each result, positions count from the first block of its section."""
         end = self.start + self.row_count
         for base in range(self.start // section * section, end, section):
             first, last = max(self.start, base), min(end, base + section)
@@ -181,8 +180,8 @@ class DecodeTables:
 
     Attributes:
         block_tables: int32 [n, width], 0 after a row's last block.
-        contexts: int32 [n], tokens that each row sees.
-        context_max: largest of contexts.
+        contexts: int32 [n], number of tokens that each row attends to.
+        context_max: largest number in contexts.
         work: buffers for partial results.
     """
 
@@ -194,13 +193,13 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTables:
-    """All chunks of a step except decodes, as paged_chunks_ accepts them. Rows are counted from the first chunk's.
+    """All chunks of a step except decodes, as paged_chunks_ accepts them. The first row of the first chunk is row 0.
 
     Attributes:
         block_tables: int32 [n, width], 0 after a row's last block.
-        contexts: int32 [n], tokens that the last row of each chunk sees.
-        row_starts: int32 [n + 1], first row of each chunk, and the end of the last chunk.
-        tiles: int32 [tiles, 2], chunk index of each tile, and its first row in the chunk.
+        contexts: int32 [n], number of tokens that the last row of each chunk attends to.
+        row_starts: int32 [n + 1], first row of each chunk, and the row after the last chunk.
+        tiles: int32 [tiles, 2], chunk index of each tile, and the tile's first row in the chunk.
     """
 
     block_tables: Tensor
@@ -211,7 +210,7 @@ class ChunkTables:
 
 @dataclass(frozen=True, slots=True)
 class TableWalk:
-    """Rows of a step under one attention window, for kernels that read block tables: decodes, then chunks."""
+    """All rows of a step (decodes, then chunks) for one attention window, for kernels that read block tables."""
 
     window: int | None
     decodes: DecodeTables | None
@@ -220,7 +219,7 @@ class TableWalk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes that are attended in one call: rows first to end - 1.
+    """Decodes whose attention is computed in one call. They are the rows first to end - 1.
 
     Attributes:
         block_table: int64 [end - first, width]. Shorter rows repeat their last block, so no sequence reads a block of
@@ -236,13 +235,13 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Consecutive tokens of one chunk that are attended in one call: rows first to end - 1.
+    """Consecutive tokens of one chunk whose attention is computed in one call. They are the rows first to end - 1.
 
     Attributes:
-        block_table: int64 [width], blocks that hold the context. None if these rows are the whole context and need no
-            gathering.
-        context: number of tokens to use of the gathered blocks.
-        mask: [end - first, context], additive, in the step's dtype. None means causal.
+        block_table: int64 [width], blocks that contain the context. None if these rows are the whole context, so that
+            no blocks are gathered.
+        context: number of tokens of the gathered blocks that are used.
+        mask: [end - first, context], additive, in the step's dtype. None means a causal mask.
     """
 
     first: int
@@ -254,15 +253,15 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTensors:
-    """Tensors that say what each row of a step sees under one window.
+    """Tensors that define which tokens each row of a step attends to, for one window.
 
     Attributes:
-        walk: replaces decode_groups and prompt_parts for kernels that read block tables.
+        walk: tables for kernels that read block tables. decode_groups and prompt_parts are then empty.
     """
 
     decode_groups: tuple[DecodeGroup, ...]
     prompt_parts: tuple[PromptPart, ...]
-    walk: TableWalk | None = None  # replaces both
+    walk: TableWalk | None = None  # If set, the other two fields are empty.
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +272,8 @@ class StateRows:
         rows: int64 [n], row indexes.
         reads: int64 [n], state slots to read.
         writes: int64 [n], state slots to write.
-        past_count: int64 [n, 1, 1], tokens before the row. If it is 0, the state is zeros and `reads` has an arbitrary
-            slot.
+        past_count: int64 [n, 1, 1], number of tokens before the row. If there are none, the state is zeros, and `reads`
+            has an arbitrary slot.
     """
 
     rows: Tensor
@@ -288,8 +287,8 @@ class StateSteps:
     """State slots that a step reads and writes.
 
     Attributes:
-        rows: chunks with one row and one span. None if there are none.
-        spans: for each other chunk, its first row and its spans.
+        rows: chunks with one row and one span. None if no chunk is like this.
+        spans: first row and spans of each chunk that is not in `rows`.
     """
 
     rows: StateRows | None
@@ -304,14 +303,14 @@ class StepTensors:
         token_ids: int64 [T].
         positions: int64 [T].
         slots: int64 [T], block * block_size + offset of each token in the KV cache.
-        cleared_slots: int64 [n], slots after the last token of every block that this step begins and does not fill.
-            None if there are none, or if the kernels never read them.
-        attention: by window.
+        cleared_slots: int64 [n], unused slots of every block that this step begins and does not fill. None if no such
+            slots exist, or if the kernels never read unused slots.
+        attention: attention tensors by window.
         first_rows: first row of each chunk, in the order of the given chunks.
         states: state slots to read and write. None for a model without states.
-        given: rows with given embeddings: int64 [n], and float32 [n, hidden_size].
-        adapters: rows that use an adapter. None if no row does.
-        sections: by section.
+        given: indexes of rows with given embeddings, int64 [n], and these embeddings, float32 [n, hidden_size].
+        adapters: rows that use an adapter. None if no row uses an adapter.
+        sections: attention tensors by section.
     """
 
     token_ids: Tensor
@@ -327,13 +326,13 @@ class StepTensors:
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
-    """Make the index tensors of a step.
+    """Create the index tensors of a step.
 
     Args:
         chunks: at least one chunk. Each has a count of at least 1 and a block table that covers its last token. A chunk
             that awaits its token gets token id 0.
         shape: properties of the model and the kernels.
-        sending: transfer to which the tensors are added. Their values are defined after `sending.send`.
+        sending: transfer to which the tensors are added. The result's tensors are defined after `sending.send`.
     """
     order = _row_order(chunks)
     first_rows = [0] * len(chunks)
@@ -351,7 +350,7 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
     after_last = np.concatenate(cleared)
     spans = [_Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table) for at in order]
     count = sum(span.row_count == 1 for span in spans)
-    # A row in a section sees the tokens that it would see in a sequence that begins with the section.
+    # A row in a section attends to the same tokens as in a sequence that begins with the section.
     parts = {
         section: [part for span in spans for part in span.in_sections(section, shape.block_size)]
         for section in shape.sections
@@ -418,7 +417,7 @@ def _slots(chunk: ScheduledChunk, positions: Int64Array, block_size: int) -> Int
 
 
 def _slots_after_last(chunk: ScheduledChunk, block_size: int) -> Int64Array:
-    """Return the free slots of the last block if this chunk begins that block, else an empty array. int64 [n]."""
+    """Return the unused slots of the last block if this chunk begins the block, else an empty array. int64 [n]."""
     end = chunk.start + chunk.row_count
     begun = (end - 1) // block_size * block_size
     if begun < chunk.start or end % block_size == 0:
@@ -435,13 +434,13 @@ def _walks(
     heads: HeadShape,
     sending: Sending,
 ) -> dict[int | None, AttentionTensors]:
-    """Make the tables for kernels that read block tables.
+    """Create the tables for kernels that read block tables.
 
     Args:
-        spans: in the order of their rows, decodes first.
+        spans: spans in the order of their rows, decodes first.
 
     Returns:
-        Tables by window. All windows share the tensors, because only a number differs.
+        Tables by window. All windows share the tensors, because only the size of the window differs.
     """
     decodes, chunks = spans[:decode_count], spans[decode_count:]
     decode_tables = _decode_tables(decodes, windows, shape, heads, sending) if decodes else None
@@ -485,10 +484,10 @@ def _block_tables(chunks: Sequence[_Span], block_size: int) -> Int32Array:
 def _attention_tensors(
     spans: Sequence[_Span], decode_count: int, shape: StepShape, window: int | None
 ) -> AttentionTensors:
-    """Make groups of decodes and parts of prompts.
+    """Divide the rows of a step into groups of decodes and pieces of prompts.
 
     Args:
-        spans: in the order of their rows, decodes first.
+        spans: spans in the order of their rows, decodes first.
     """
     groups, parts = [], []
     row = 0
@@ -505,8 +504,8 @@ def _attention_tensors(
 
 
 def _decode_groups(decodes: Sequence[_Span], shape: StepShape, window: int | None) -> list[list[_Span]]:
-    """Group decodes of similar length. In a group less than half of each row is padding, and the gathered bytes are
-    bounded.
+    """Group decodes of similar length. In a group, less than half of each row is padding, and the gathered bytes are
+    limited.
     """
     groups: list[list[_Span]] = []
     narrowest = widest = 0

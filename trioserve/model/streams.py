@@ -1,4 +1,4 @@
-"""Hidden state of several streams in torch, of which each layer computes one, see StreamsConfig."""
+"""Computes a hidden state that consists of several streams in torch. Each layer reads one stream, see StreamsConfig."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve_kernels import Kernels
 
 __all__ = ["LayerStreams", "Streams", "StreamsOfStep"]
 
-LEAST_SQUARE = 1e-5  # least mean square of a stream, so that it can be scaled to another magnitude
+LEAST_SQUARE = 1e-5  # Smallest mean square of a stream, which avoids a division by 0 when the stream is scaled.
 
 
 class StreamsOfStep:
@@ -32,7 +32,7 @@ class StreamsOfStep:
 
 
 class Streams:
-    """Start of a step's streams before the first layer, and their combination after the last layer."""
+    """Creates the streams of a step before the first layer, and combines the streams after the last layer."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Streams:
 
         self._config, self._streams, self._kernels = config, streams, kernels
         self._embedding = Embedding(streams.input_vocab_size, inputs, dtype=dtype, device=device)
-        # rounded to the dtype, as in the reference implementation
+        # The scale is rounded to the dtype, as in the reference implementation.
         self._embedding_scale = torch.tensor(streams.input_size**0.5, dtype=dtype).item()
         self._projection = linear(inputs, "layer_inputs.proj")
         self._norm = Norm("layer_inputs.norm", streams.input_size, config, kernels, dtype=dtype, device=device)
@@ -69,7 +69,7 @@ class Streams:
             yield from linear.slots()
 
     def begin(self, hidden: Tensor, token_ids: Tensor) -> StreamsOfStep:
-        """Make the streams of a step.
+        """Create the streams of a step.
 
         Args:
             hidden: [T, hidden_size], embeddings of the tokens. They become the first stream.
@@ -101,7 +101,7 @@ class Streams:
 
 
 class LayerStreams:
-    """Prediction of streams before one layer, and their correction after it."""
+    """Predicts all streams before a layer, and corrects the predictions after the layer."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class LayerStreams:
             streams: streams of the step, which are replaced by the prediction.
 
         Returns:
-            [T, hidden_size], input of the layer, which may change it.
+            [T, hidden_size], input of the layer. The layer may change the tensor.
         """
         old, count = streams.values, self._streams.count
         shares = self._prediction(self._routed(old[self._streams.active])).view(-1, count, count, 1)
@@ -182,10 +182,10 @@ class LayerStreams:
             each += given
 
     def _routed(self, values: Tensor) -> Tensor:
-        """Return the router's output for each row, [T, count]. It decides how streams are mixed."""
+        """Return the router's output for each row, [T, count]. The output determines how streams are mixed."""
         products = self._router(self._router_norm(values).mul_(self._router_scale))
-        # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So
-        # rows do not depend on the batch.
+        # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
+        # removes this difference, so the result of a row does not depend on the batch.
         return products.double().tanh().to(values.dtype)
 
 

@@ -1,6 +1,6 @@
-"""Number formats, values and weight slots of torch, and transfer of small arrays to the device.
+"""Number formats, values and loading slots for torch, and the transfer of small arrays to the device.
 
-The arrays of a step lie side by side in pinned memory, so they need one copy, for which the host does not wait.
+The arrays of a step are adjacent in pinned memory. One copy transfers all arrays, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class TensorSlot(NamedTuple):
 
     Attributes:
         name: name of the weight.
-        fill: copies the weight to its destination. Its argument is a tensor of this shape and dtype, on any device.
+        fill: function that copies the weight to its destination. The argument is a tensor with the slot's shape and
+            dtype, on any device.
         block_type: type of quantized blocks that fill_blocks accepts, see Slot.
-        fill_blocks: copies the weight as uint8 blocks, if the checkpoint stores it in blocks of block_type.
+        fill_blocks: function that copies uint8 blocks, if the checkpoint stores the weight in blocks of block_type.
     """
 
     name: str
@@ -63,15 +64,16 @@ class TensorSlot(NamedTuple):
         )
 
 
-PIECE_BYTES = 2**18  # enough for 4,096 prompt tokens and 64 decodes of 4,000 tokens; a larger step needs further copies
-# Triton compiles another kernel for a pointer that is not a multiple of this.
+# Enough for 4,096 prompt tokens and 64 decodes of 4,000 tokens. A larger step needs several copies.
+PIECE_BYTES = 2**18
+# If a pointer is not a multiple of this number, Triton compiles a different kernel.
 ALIGNMENT_BYTES = 16
 
 _Array = npt.NDArray[np.generic]
 
 
 class Sending:
-    """Transfer of the arrays of one step. Add all arrays, then send, then compute with the tensors that add returned.
+    """Transfers the arrays of one step. Call `add` for each array, then `send`, then use the tensors from `add`.
 
     Args:
         device: destination.
@@ -96,7 +98,7 @@ class Sending:
         return self._pieces[-1].add(values)
 
     def send(self) -> None:
-        """Start the copies, without waiting for them. Nothing can be added afterwards."""
+        """Start the copies without waiting for their end. `add` cannot be called afterwards."""
         for piece in self._pieces:
             piece.send()
         self._pieces = []
@@ -105,7 +107,7 @@ class Sending:
 class _Piece:
     """One pinned buffer and its copy on the device.
 
-    torch's allocators reuse both only after the device has finished with them, so they may be freed early.
+    Both may be freed while the device still uses them, because torch's allocators wait before they reuse the memory.
     """
 
     def __init__(self, byte_count: int, device: torch.device) -> None:

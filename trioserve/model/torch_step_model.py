@@ -1,4 +1,4 @@
-"""Steps in plain torch, operator by operator, or with Triton kernels, which compute decodes in steps of fixed shape."""
+"""Computes steps with torch, operator by operator. With Triton kernels, decodes are steps of fixed shape."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ class TorchStepModel:
         settings: settings of the model.
         dtype: number format.
         device: device that computes.
-        kernels: kernels that compute. None uses those that the settings select.
-        block_types: block types of the checkpoint's quantized matrices, by name. Matrices of 4 bits stay in 4 bits if
-            the kernels can multiply with them.
-        collectives: connection to the other ranks, if config has a part. Each rank must compute the same steps.
+        kernels: kernels that compute. None uses the kernels that the settings select.
+        block_types: block types of the checkpoint's quantized matrices, by name. 4-bit matrices stay in 4 bits if the
+            kernels can multiply with them.
+        collectives: connection to the other ranks, if config describes a shard. Each rank must compute the same steps.
 
     Raises:
-        StartupError: the settings require something that is unavailable here.
+        StartupError: the settings require a feature that is not available on this machine.
     """
 
     warms_by_shape = True
-    loading_threads = 1  # torch would make another team of threads for a second computing thread
+    loading_threads = 1  # For a second computing thread, torch would create a second team of threads.
 
     def __init__(
         self,
@@ -187,17 +187,17 @@ class TorchStepModel:
     @property
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
-        # The host reads from the device in the middle of a step which rows chose which expert, and it computes itself
-        # what rows of a section see.
+        # Steps of a fixed shape are not possible in two cases. With experts, the host reads each row's experts from the
+        # device during a step. With sections, the host computes the tokens that rows attend to.
         waits = self.config.has_experts or self.config.sections
-        # Hidden states to and from other stages pass through the host.
+        # A stage is also excluded, because hidden states from and to other stages are copied through the host.
         is_whole = self.config.stage is None
         return self._model.kernels.FUSED and is_whole and not (waits or self.config.has_latents or self.tapped_layers)
 
     @property
     def _has_static_steps(self) -> bool:
-        """True if decodes run as steps of fixed shape. Only fused kernels get all sizes of a step from the host, so
-        that they can be fixed.
+        """True if decodes run as steps of fixed shape. This needs fused kernels, because the host defines all sizes of
+        their launches.
         """
         return self.launches and not self._settings.enforce_eager
 
@@ -205,7 +205,7 @@ class TorchStepModel:
         return (slot.for_values() for slot in self.tensor_slots())
 
     def tensor_slots(self) -> Iterator[TensorSlot]:
-        """Yield the slots for values that are already tensors, possibly on the device."""
+        """Yield the loading slots for weights that are already torch tensors, possibly on the device."""
         assert self._model is not None, "tensor_slots after close"
         return self._model.slots()
 
@@ -230,7 +230,7 @@ class TorchStepModel:
         model = self._model
         assert model is not None, "allocate_kv after close"
         is_static = self._has_static_steps
-        self.release_kv()  # free the old cache first, because both might not fit
+        self.release_kv()  # The old cache is freed first, because there may not be enough memory for both.
         self._storage = KVStorage(
             self.config,
             block_count=block_count,
@@ -268,8 +268,8 @@ class TorchStepModel:
         """Capture CUDA graphs of the decode steps, if the model has static steps.
 
         Raises:
-            StartupError: the model must be batch-invariant, but torch's products on this machine depend on a row's
-                place.
+            StartupError: the model must be batch-invariant, but on this machine torch's products depend on the index of
+                a row.
         """
         assert self._model is not None, "warm_up after close"
         if self._settings.batch_invariant and self.device == "cpu":
@@ -288,7 +288,7 @@ class TorchStepModel:
         model, storage, states = self._model, self._storage, self._states
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
-        if self._is_alone and is_abandoned():  # ranks agree in their first sum
+        if self._is_alone and is_abandoned():  # Several ranks agree in their first sum.
             return None
         if (read := self.launch(chunks, {}, masks)) is not None:
             return ComputedStep(read())
@@ -392,7 +392,7 @@ class TorchStepModel:
         return id in self._adapters
 
     def _sent_masks(self, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> tuple[Tensor, Tensor] | None:
-        """Wait for the masks, and send them as choose_tokens accepts them. Meanwhile the device computes the layers."""
+        """Wait for the masks, and send them for choose_tokens. Meanwhile, the device computes the layers."""
         masked = masked_rows(chunks, masks, self.config.vocab_size)
         if masked is None:
             return None
@@ -429,10 +429,10 @@ def _four_bits(
 ) -> dict[str, str]:
     """Return the block types of matrices that stay in 4 bits, by name.
 
-    As with the native kernels, auto keeps them unless the dtype is float32.
+    As with the native kernels, quantization "auto" keeps 4-bit matrices unless the dtype is float32.
 
     Raises:
-        StartupError: quantization is file, and the checkpoint has no weights of 4 bits.
+        StartupError: quantization is "file", and the checkpoint has no 4-bit weights.
     """
     if not kernels.KEEPS_FOUR_BITS or settings.quantization == "none":
         return {}
@@ -451,10 +451,10 @@ def _head_shape(attention: AttentionConfig | LatentAttentionConfig) -> HeadShape
 
 
 def _check_places(model: Decoder) -> None:
-    """Check that torch's products do not depend on a row's place among the rows of a step.
+    """Check that torch's products of a row do not depend on the row's index in the step.
 
     Raises:
-        StartupError: some product depends on it.
+        StartupError: at least one product depends on the index.
     """
     attention, dtype = model.config.kv_attention, model.dtype
     entry = attention.kv_entry
@@ -479,7 +479,7 @@ def _check_places(model: Decoder) -> None:
 
 
 def _processor(device: torch.device) -> str:
-    """Return the property of the processor by which torch's libraries choose their kernels."""
+    """Return the processor's properties that determine which kernels torch's libraries choose."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return torch.backends.cpu.get_cpu_capability()

@@ -1,11 +1,11 @@
-"""Groups through which trainers send weights to this process, by name.
+"""Manages the torch.distributed groups through which trainers send weights to this process. Each group has a name.
 
-A torch.distributed group of a trainer and the engines that it sends weights to. It uses gloo.
+The members of a group are a trainer and the engines that receive its weights. Groups use gloo.
 
-The group is independent of a default group of the process. It is created like in SGLang and in trainers that support
-SGLang (init_custom_process_group), so that both sides connect: through a store at an address, with the group's name as
-prefix. torch has no public function for a second group that is not a part of the default one. So this module calls the
-private functions that init_process_group uses. Tests fail if a torch release changes them.
+A group is independent of the process's default group. It is created as in SGLang and in trainers that support SGLang
+(init_custom_process_group), so that both sides can connect: through a store at an address, with the group's name as
+prefix. torch has no public function for a second group that is not a part of the default group. Therefore, this module
+calls the private functions that init_process_group uses. Tests fail if a torch release changes these functions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["TrainerGroup", "TrainerGroups", "arriving_tensors"]
 
 
 class TrainerGroup:
-    """A group of a trainer, rank 0, and engines. Only one thread at a time may call it.
+    """A group that consists of a trainer, which is rank 0, and engines. Only one thread at a time may call its methods.
 
-    The constructor waits until all members have connected. Call leave at the end, and after any call that raised,
-    because the position in the trainer's stream is unknown then.
+    The constructor waits until all members have connected. Call `leave` at the end, and also after a call that raised
+    an exception, because the position in the trainer's stream is then unknown.
 
     Args:
         master_address: address where the trainer listens.
@@ -66,7 +66,7 @@ class TrainerGroup:
                 timeout=timeout,
             )
             c10d._world.pg_group_ranks[self._group] = {index: index for index in range(world_size)}
-            self._store = store  # in rank 0 the others need this object, so it must not be freed
+            self._store = store  # Rank 0 must not free the store, because all other ranks use it.
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise StartupError(
@@ -75,13 +75,13 @@ class TrainerGroup:
             ) from error
 
     def broadcast(self, tensor: Any) -> None:
-        """Send a tensor from rank 0 to the other members, who receive it in place.
+        """Send a tensor from rank 0 to all other members. The members overwrite their tensors with its values.
 
         Args:
             tensor: CPU tensor, with the same shape and dtype in all members.
 
         Raises:
-            RuntimeError: a member is lost, or the time is over.
+            RuntimeError: a member is lost, or the call takes too long.
         """
         import torch.distributed as dist
 
@@ -92,7 +92,8 @@ class TrainerGroup:
     def leave(self) -> None:
         """Leave the group without waiting. A second call does nothing.
 
-        The name is free for another group of this process. Members that wait in a call do so until their timeout.
+        Afterwards, another group of this process can use the name. Members that wait in a call continue to wait until
+        their timeout.
         """
         import torch.distributed as dist
 
@@ -107,14 +108,14 @@ GROUPS_MAX = 8
 class TrainerGroups:
     """All groups of this process.
 
-    Joining and receiving wait for other processes. Call them in threads, one call per group at a time.
+    `join` and `receive` wait for other processes. Call them in threads, with at most one call per group at a time.
     """
 
     def __init__(self) -> None:
         self._groups: dict[str, TrainerGroup | _Joining] = {}
 
     def join(self, asked: WeightGroup) -> None:
-        """Join a group, and wait for its other members.
+        """Join a group, and wait for all other members.
 
         Args:
             asked: name and address of the group.
@@ -143,7 +144,7 @@ class TrainerGroups:
             raise InvalidRequest(str(error), param="master_address") from error
         if self._groups.get(asked.group_name) is joining:
             self._groups[asked.group_name] = group
-        else:  # another call left the group meanwhile, or the engine was closed
+        else:  # While this call waited, another call left the group, or the engine was closed.
             group.leave()
             raise InvalidRequest(f"the group {asked.group_name} was left meanwhile", param="group_name")
 
@@ -160,7 +161,7 @@ class TrainerGroups:
             raise InvalidRequest(f"no group {name} was joined: init it first", param="group_name")
 
     def leave(self, name: str) -> None:
-        """Leave a group. It may still be joining, because its trainer may have disappeared.
+        """Leave a group, even while it is being joined. Its trainer may be lost.
 
         Args:
             name: name of the group.
@@ -172,13 +173,13 @@ class TrainerGroups:
             self.check(name)
         group = self._groups.pop(name)
         if isinstance(group, TrainerGroup):
-            with contextlib.suppress(RuntimeError):  # leaving a broken group fails
+            with contextlib.suppress(RuntimeError):  # Leaving a broken group raises this exception.
                 group.leave()
 
     def forget(self, name: str) -> None:
-        """Drop a group without waiting. Another group with this name can then be joined.
+        """Forget a group without waiting. A different group with this name can then be joined.
 
-        A thread may still wait in the old group until its timeout.
+        A thread that waits in the old group may continue to wait until its timeout.
 
         Args:
             name: name of the group. An unknown name is ignored.
@@ -189,7 +190,7 @@ class TrainerGroups:
                 group.leave()
 
     def close(self) -> None:
-        """Drop all groups."""
+        """Forget all groups."""
         for name in [*self._groups]:
             self.forget(name)
 

@@ -1,7 +1,7 @@
-"""Image encoder in torch, which turns images into embedding rows of the text model.
+"""Image encoder in torch, which converts images to embedding rows of the language model.
 
-It computes one layer of one tile at a time, so that other work can run between two layers. The bits of a tile depend
-only on its own pixels.
+The encoder computes one layer of one tile at a time, so that other work can run between two layers. The bits of a
+tile's result depend only on the tile's pixels.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class VisionTower:
         return self._layers[index](hidden)
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """Combine neighbouring patches and project them to rows of the text model.
+        """Combine adjacent patches and project them to rows of the language model.
 
         Args:
             hidden: [patches, hidden_size], output of the last layer.
@@ -160,7 +160,7 @@ class _Layer:
 
 
 class TileEncoding:
-    """Encoding of one image. Call advance until it returns True, then read rows. Use it in one thread at a time.
+    """Encodes one image. Call `advance` until it returns True, then read `rows`. Only one thread at a time may use it.
 
     Args:
         tower: encoder.
@@ -195,9 +195,9 @@ class TileEncoding:
 
 
 def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
-    """Return the position embedding of each patch, int64 [count * count].
+    """Return the index of each patch's position embedding, int64 [count * count].
 
-    Boundaries are computed in float32, as in transformers, because rounding decides the result at a boundary.
+    Limits between positions are computed in float32, as in transformers, because the rounding changes some results.
     """
     boundaries = torch.arange(1 / trained, 1.0, 1 / trained, device=device)
     step = 1.0 / torch.tensor(count, device=device)
@@ -207,7 +207,7 @@ def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
 
 
 def _pixel_table(processing: ImageProcessing) -> Float32Array:
-    """Return the normalized value of each number of each colour, float32 [3, 256], rounded as in transformers."""
+    """Return the normalized value of each pixel value and colour, float32 [3, 256], rounded as in transformers."""
     scaled = (np.arange(256, dtype=np.float64) * processing.rescale_factor).astype(np.float32)
     mean, std = (np.array(values, dtype=np.float32) for values in (processing.mean, processing.std))
     table: Float32Array = (scaled[None, :] - mean[:, None]) / std[:, None]

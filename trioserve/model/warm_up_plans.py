@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def warm_up_plans(
     context_max: int, block_count: int, vocab_size: int, *, has_states: bool = False
 ) -> Iterator[StepPlan]:
-    """Yield steps of common shapes: a prompt, and a decode after it, greedy and drawn.
+    """Yield steps of common shapes: a prompt and a decode, both with greedy sampling and with a temperature.
 
     Args:
         context_max: longest context in tokens that model, settings and KV cache allow.
@@ -45,7 +45,7 @@ def warm_up_plans(
 
 
 def first_step_plan(block_count: int, vocab_size: int, *, has_states: bool = False) -> StepPlan:
-    """Return a step with a prompt of one token. It claims the memory that every step needs.
+    """Return a step with a prompt of one token. Computing the step allocates the memory that every step needs.
 
     Args:
         block_count: KV blocks of the pool.
@@ -57,25 +57,24 @@ def first_step_plan(block_count: int, vocab_size: int, *, has_states: bool = Fal
 
 
 def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> Iterator[StepPlan]:
-    """Yield further steps whose kernels Triton would otherwise compile during the first requests, while all others
-    wait.
+    """Yield additional steps, so that Triton does not have to compile their kernels during the first requests.
 
-    Triton compiles a decode in one part and a decode in several parts differently. A step of fixed shape chooses by the
-    longest possible context, and other steps choose by their own longest context. So one plan has a decode in one part
-    beside a prompt, and one plan has a decode in two parts. Adjusted scores are float32, and both kinds of scores may
-    have masks.
+    For a decode, Triton compiles two kernels: one computes the context in one part, one in several parts. A step of
+    fixed shape chooses the kernel by the longest possible context, and other steps choose it by their longest context.
+    Therefore, one plan has a prompt and a decode with one part, and one plan has a decode with two parts. Adjusted
+    scores are float32. Scores with and without adjustment may have masks.
 
     Args:
         context_max: see warm_up_plans.
         block_count: KV blocks of the pool.
         vocab_size: tokens in the vocabulary.
     """
-    # This imports torch, which a model that launches has already loaded.
+    # This import imports torch, but only models that have already imported torch need these plans.
     from trioserve_kernels.paged import SPLIT_TOKENS
 
     for context in dict.fromkeys(min(count, context_max) for count in (SPLIT_TOKENS, SPLIT_TOKENS + 1)):
         if context < 3:
-            continue  # too short for a chunk of two tokens (a chunk of one token is a decode) and a token after it
+            continue  # The context is too short for a prompt chunk, which has at least two tokens, and one more token.
         prompt = _request("warm-up, prompt", context, vocab_size, GREEDY)
         decode = _request("warm-up, decode", context, vocab_size, GREEDY)
         # Both chunks use the same blocks, so the decode reads only blocks that the prompt writes.

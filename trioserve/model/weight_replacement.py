@@ -1,8 +1,8 @@
-"""Replacement of weights that a model computes with.
+"""Replaces the weights of a running model.
 
-New weights are checked before anything is written. Then they are read and written part by part, so memory never holds
-them twice. If a replacement ends halfway, the model has a mixture of old and new weights. The model must then not
-compute until a whole replacement has succeeded.
+New weights are checked before the first weight is written. Then they are read and written piece by piece, so they are
+never in memory twice. If a replacement fails in the middle, the model has a mixture of old and new weights. The model
+must then not compute until a later replacement has succeeded completely.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shared_file(name: str) -> Path:
         name: name of the segment.
 
     Raises:
-        ModelLoadError: the name cannot name a segment.
+        ModelLoadError: the name is not a valid name of a segment.
     """
     if not name or len(name) > NAME_CHARACTERS_MAX or name != Path(name).name or not name.isprintable():
         raise ModelLoadError("the name of a shared memory segment must be a plain name without slashes")
@@ -84,7 +84,7 @@ def identities_of(paths: Iterable[Path]) -> dict[Path, FileIdentity]:
     """Read the identities of files without opening them.
 
     Args:
-        paths: files. One that does not exist is left out of the result.
+        paths: files. The result does not contain files that do not exist.
     """
     found = {}
     for path in paths:
@@ -101,7 +101,7 @@ class DividedModel(NamedTuple):
 
     Attributes:
         config: config of the whole model.
-        part_of: returns this process's part of the whole model's tensors.
+        part_of: function that selects this process's shards of the whole model's tensors.
     """
 
     config: ModelConfig
@@ -111,14 +111,14 @@ class DividedModel(NamedTuple):
 class StoredWeights:
     """New weights in files, or in a shared memory segment that has the format of one file.
 
-    Positions in a file are known from its header. A file that is overwritten meanwhile would be read wrongly, so its
-    identity is checked before and after.
+    Offsets in a file are read from its header when it is opened. If the file was overwritten later, these offsets would
+    be wrong. Therefore, the file's identity is checked before and after the replacement.
 
     Args:
         runner: model whose weights are replaced.
         source: path of a checkpoint, or a shared memory segment.
         context_tokens: context length with which the model was opened, see open_checkpoint.
-        divided: how several processes share the model. None: the whole model is here.
+        divided: describes this process's shard, if several processes compute the model. None: there is one process.
 
     Attributes:
         state: progress of the replacement.
@@ -144,7 +144,8 @@ class StoredWeights:
         self._param = "name" if isinstance(source, SharedWeights) else "model_path"
         try:
             files = [shared_file(source.name)] if isinstance(source, SharedWeights) else weight_files(source)
-            identities = identities_of(files)  # read identities before any content, so that a later change is noticed
+            # Identities are read before any content, so that every later change is noticed.
+            identities = identities_of(files)
             if isinstance(source, SharedWeights):
                 given = _by_name(described_tensors(whole.config, shared_tensors(source.name)))
             else:
@@ -169,10 +170,10 @@ class StoredWeights:
             raise InvalidRequest(one_line(str(error)), param=self._param) from error
 
     def replace(self) -> None:
-        """Replace the weights. Call it once, in the computing thread.
+        """Replace the weights. Call this method once, in the computing thread.
 
         Raises:
-            InvalidRequest: a file was changed before the start. No weight has changed.
+            InvalidRequest: a file was changed before the replacement. No weight has changed.
             ModelLoadError: a file was changed during the replacement, or cannot be read.
         """
         self.confirm()
@@ -199,7 +200,7 @@ class StoredWeights:
 
 
 class ArrivingWeights:
-    """New weights that arrive one after the other, each with its name.
+    """New weights that another process sends one after the other, by name.
 
     Args:
         runner: model whose weights are replaced.
@@ -236,13 +237,13 @@ class ArrivingWeights:
         self.forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
     def put(self, name: str, values: Values) -> None:
-        """Write a tensor that has arrived into its slots. Call it in the computing thread.
+        """Write a received tensor into its loading slots. Call this method in the computing thread.
 
         Args:
             name: name of the tensor.
-            values: its values, which are not kept.
+            values: values of the tensor. They are not referenced after the call.
         """
-        self._runner.check_open()  # the memory of a closed model may already be reused
+        self._runner.check_open()  # Other code may already use the memory of a closed model.
         tensor = self._tensors.pop(name)
         self.state = ReplacementState.BEGUN
         tensor.values = values

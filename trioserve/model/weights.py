@@ -1,4 +1,4 @@
-"""Weight slots of a model, and their filling from a checkpoint. Each tensor must come once, in the right shape."""
+"""Defines the loading slots of a model's weights, and fills them from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ PART_VALUES = 2**20
 """Numbers of a large matrix that are read and filled in at once. Small parts need little memory besides the weights,
 and are still in the CPU's caches when they are packed."""
 
-PROGRESS_SECONDS = 0.1  # between two reads of the library's progress
+PROGRESS_SECONDS = 0.1  # time between two reads of the kernel library's progress
 
 
 class RowsTarget(NamedTuple):
-    """Destination into which the kernel library reads rows of a file by itself.
+    """Destination into which the kernel library reads rows of a file, without Python code.
 
-    The file must hold the rows in the slot's dtype, or in blocks of its block_type. cpu/loading.h describes the fields.
+    The file must contain the rows in the slot's dtype, or in blocks of the slot's block_type. cpu/loading.h describes
+    the fields.
 
     Attributes:
         to: address of the destination.
@@ -51,13 +52,13 @@ class Slot(NamedTuple):
         name: name of the weight.
         shape: shape of the values that fill expects.
         dtype: number format of the values that fill expects.
-        fill: copies values to the destination. It must not keep them.
+        fill: function that copies values to the destination. It must not reference the values after the call.
         block_type: type of quantized blocks that fill_blocks accepts.
-        fill_blocks: copies the weight as blocks, if the checkpoint stores it in blocks of block_type.
-        part: returns the slot of some rows, given first row and row count. None: the weight must come as a whole.
-        part_rows: first row and row count of a part must be multiples of this. The row count of the last part may be
-            smaller.
-        target: destination for the kernel library, if the library can do the work of fill or fill_blocks.
+        fill_blocks: function that copies blocks, if the checkpoint stores the weight in blocks of block_type.
+        part: function of a first row and a row count. It returns a slot for these rows. None: only the whole weight can
+            be copied.
+        part_rows: number of which the arguments of `part` must be multiples. Only the last row count may be smaller.
+        target: destination for the kernel library, if the library can replace fill or fill_blocks.
     """
 
     name: str
@@ -79,21 +80,21 @@ def fill_slots(
     progress: Progress | None,
     thread_count: int = 1,
 ) -> None:
-    """Read every tensor and fill it into its slot.
+    """Read every tensor and copy it to its slot.
 
-    Large tensors are read in parts where tensor and slot support it. Besides the weights, each thread holds one part,
-    or one whole tensor.
+    Large tensors are read in pieces, if the tensor and its slot support this. The additional memory of a thread is one
+    piece, or one whole tensor.
 
     Args:
         slots: slots of the model.
         tensors: tensors of the checkpoint.
         bytes_total: bytes of all tensors, for progress.
-        progress: called repeatedly. None: no calls.
-        thread_count: threads that read and fill at the same time. 1 does all work in the calling thread.
+        progress: function that is called repeatedly, or None.
+        thread_count: number of threads that read and copy at the same time. With 1, the calling thread does all work.
 
     Raises:
-        ModelLoadError: a tensor has no slot, comes twice, has another shape or never comes. This is raised before
-            anything is read. It is also raised if a tensor cannot be read.
+        ModelLoadError: a tensor is missing, has no slot, occurs twice or has a wrong shape. These errors are raised
+            before the first tensor is read. The error is also raised if a tensor cannot be read.
     """
     bytes_done = 0
     parts = [part for slot, tensor in paired(slots, tensors) for part in _parts(slot, tensor)]
@@ -163,8 +164,8 @@ def _is_for_library(slot: Slot, tensor: StoredTensor) -> bool:
 def _filled(
     by_library: list[tuple[Slot, StoredTensor]], others: list[tuple[Slot, StoredTensor]], thread_count: int
 ) -> Generator[int, None, None]:
-    """Fill all parts, and yield the byte count of each filled part. The first yield is 0, when reading has begun or is
-    about to begin.
+    """Fill all slots piece by piece, and yield the byte count of each piece. The first yielded number is 0, when
+    reading begins.
     """
     if thread_count == 1 or not by_library:
         yield 0
@@ -178,7 +179,7 @@ def _filled(
     with ThreadPoolExecutor(thread_count, "trioserve-load") as pool:
         if by_library:
             yield from _filled_by_library(_loading(by_library), pool, thread_count)
-        yield from pool.map(fill_slot, others)  # closing the generator early cancels parts that have not begun
+        yield from pool.map(fill_slot, others)  # Closing the generator early cancels pieces that have not begun.
 
 
 def _filled_by_library(loading: Loading, pool: ThreadPoolExecutor, thread_count: int) -> Generator[int, None, None]:
@@ -241,7 +242,7 @@ def _loading(parts: list[tuple[Slot, StoredTensor]]) -> Loading:
 
 
 def fill_slot(pair: tuple[Slot, StoredTensor]) -> int:
-    """Read one tensor and fill it into its slot.
+    """Read one tensor and copy it to its slot.
 
     Args:
         pair: slot and tensor.
