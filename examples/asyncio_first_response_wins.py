@@ -1,4 +1,4 @@
-"""Send three requests from asyncio, keep the first response and cancel the other tasks. Their KV blocks are free.
+"""Send three requests from asyncio, keep the first response and cancel the other tasks. This frees their KV blocks.
 
 python examples/asyncio_first_response_wins.py
 """
@@ -25,9 +25,9 @@ async def main() -> None:
         print("others:", [view.state for view in engine.live_requests()])
 
         for task in others:
-            task.cancel()  # cancels the request of the task
+            task.cancel()  # This also cancels the task's request.
         await asyncio.wait(others)
-        await asyncio.sleep(0.5)  # longer than a step
+        await asyncio.sleep(0.5)  # A step takes less time than this.
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

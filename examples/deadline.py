@@ -1,4 +1,4 @@
-"""A cancel scope as a deadline: after one second the response ends, and its KV blocks are free.
+"""Use a cancel scope as a deadline: after one second the response ends, and its KV blocks are freed.
 
 python examples/deadline.py
 """
@@ -16,7 +16,7 @@ async def main() -> None:
                     print(delta.text, end="", flush=True)
         print("\n-- deadline passed" if scope.cancelled_caught else "\n-- finished")
 
-        await engine.wait_all_free()  # waits for the step in flight
+        await engine.wait_all_free()  # The running step must end first.
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

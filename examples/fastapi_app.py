@@ -1,6 +1,7 @@
-"""A FastAPI application with its own handler and the whole API. A client that disconnects frees its KV blocks.
+"""A FastAPI application with its own handler and the server's whole API. If a client disconnects, its KV blocks are
+freed.
 
-Run `uvicorn fastapi_app:app` in this folder, or watch a demonstration: python examples/fastapi_app.py
+Run `uvicorn fastapi_app:app` in this folder, or run a demonstration: python examples/fastapi_app.py
 """
 
 import asyncio
@@ -14,8 +15,8 @@ import trioserve
 import trioserve.asyncio
 
 llm = trioserve.asgi_app("smollm2", max_num_seqs=8)
-app = FastAPI(lifespan=llm.lifespan)  # opens and closes the engine
-app.mount("/llm", llm)  # serves /llm/v1/chat/completions and all other routes
+app = FastAPI(lifespan=llm.lifespan)  # The lifespan opens and closes the engine.
+app.mount("/llm", llm)  # The mounted application serves /llm/v1/chat/completions and all other routes.
 
 
 @app.post("/story")
@@ -41,7 +42,7 @@ async def main() -> None:
             await client.post("/story", params={"words": 4000}, timeout=0.5)
         except httpx.ReadTimeout:
             print("the client has left")
-        await asyncio.sleep(0.5)  # longer than a step
+        await asyncio.sleep(0.5)  # A step takes less time than this.
         print("KV blocks in use:", llm.engine.stats().blocks_used)
     server.should_exit = True
     await serving

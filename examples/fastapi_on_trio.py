@@ -1,6 +1,7 @@
-"""A FastAPI application on Trio with its own handler and the whole API. A client that disconnects frees its KV blocks.
+"""A FastAPI application on Trio, with its own handler and the server's whole API. If a client disconnects, its KV
+blocks are freed.
 
-Run `hypercorn --worker-class trio fastapi_on_trio:app` in this folder, or watch a demonstration:
+Run `hypercorn --worker-class trio fastapi_on_trio:app` in this folder, or run a demonstration:
 python examples/fastapi_on_trio.py
 """
 
@@ -15,8 +16,8 @@ from hypercorn.config import Config
 import trioserve
 
 llm = trioserve.asgi_app("smollm2", max_num_seqs=8)
-app = FastAPI(lifespan=llm.lifespan)  # opens and closes the engine
-app.mount("/llm", llm)  # serves /llm/v1/chat/completions and all other routes
+app = FastAPI(lifespan=llm.lifespan)  # The lifespan opens and closes the engine.
+app.mount("/llm", llm)  # The mounted application serves /llm/v1/chat/completions and all other routes.
 
 
 @app.post("/story")

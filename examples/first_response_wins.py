@@ -1,4 +1,4 @@
-"""Send three requests, keep the first response and cancel the others. Their KV blocks are free one step later.
+"""Send three requests, keep the first response and cancel the other requests. Their KV blocks are free a step later.
 
 python examples/first_response_wins.py
 """
@@ -19,14 +19,14 @@ async def main() -> None:
             async with engine.generate(trioserve.ChatPrompt(messages=QUESTION), sampling) as stream:
                 text = "".join([delta.text async for delta in stream])
             responses.append(text)
-            nursery.cancel_scope.cancel()  # cancels the other two requests
+            nursery.cancel_scope.cancel()  # This cancels the other two requests.
 
         async with trio.open_nursery() as nursery:
             for seed in range(3):
                 nursery.start_soon(ask, seed, nursery)
         print("first:", responses[0])
 
-        await engine.wait_all_free()  # waits for the step in flight
+        await engine.wait_all_free()  # The running step must end first.
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

@@ -1,7 +1,7 @@
 """A GRPO loop: SmolLM2 learns to respond with digits.
 
-Each iteration samples groups of rollouts, cancels half of them half-way, trains, and replaces the weights. The next
-iteration resumes the cancelled rollouts with the new weights.
+Each iteration samples groups of rollouts, cancels half of the rollouts before they end, trains, and replaces the
+weights. The next iteration resumes the cancelled rollouts with the new weights.
 
 python examples/grpo.py                    engine in the trainer's own Trio program, weights through shared memory
 python examples/grpo.py --http             server on 127.0.0.1, weights through a directory
@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # must be set before transformers is imported
+os.environ.setdefault("TQDM_DISABLE", "1")  # This must be set before transformers is imported.
 
 import httpx
 import torch
@@ -33,7 +33,8 @@ from trioserve.rollouts import publish_weights
 
 PROMPTS = ("The first numbers are 1, 2, 3,", "Call me at +49 30", "Pi is about 3.14", "Born in 19")
 ENGINE = {"model": "smollm2", "dtype": "float32", "batch_invariant": True, "kv_cache_memory": 0.25}  # GiB
-DIFFERENCE_MAX = 1e-3  # of log-probabilities in float32: server and trainer sum in different orders
+# Log-probabilities in float32 may differ by this number, because server and trainer sum in different orders.
+DIFFERENCE_MAX = 1e-3
 CLIP, LEARNING_RATE, LAYERS_TRAINED = 0.2, 1e-4, 6
 
 
@@ -44,7 +45,7 @@ class Rollout:
     Attributes:
         prompt: the prompt.
         seed: seed of the sampling.
-        cut_at: number of tokens after which the request is cancelled once. None never cancels.
+        cut_at: number of tokens after which the request is cancelled once. None: the request is not cancelled.
         versions: for each token, the version of the weights that sampled it.
         state: state to resume from, or None.
     """
@@ -62,7 +63,7 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """The share of digits in the response, 0 to 1."""
+        """The fraction of digits in the response, from 0 to 1."""
         text = self.text.strip()
         return sum(letter.isdigit() for letter in text) / max(1, len(text))
 
@@ -87,11 +88,11 @@ class EmbeddedSampler:
                     rollout.text += delta.text
                     rollout.is_finished = delta.finish_reason is not None
                     if rollout.cut_at is not None and len(rollout.ids) >= rollout.cut_at:
-                        scope.cancel()  # the request is aborted when the `async with` ends
+                        scope.cancel()  # The end of the `async with` block aborts the request.
         rollout.prompt_ids, rollout.state = list(stream.prompt_token_ids), stream.resume_state()
 
     async def score(self, rollout: Rollout) -> list[float]:
-        """Compute the log-probabilities of a rollout's tokens again, as tokens of a prompt."""
+        """Compute the log-probabilities of a rollout's tokens again. Now the tokens are a prompt."""
         sampling = trioserve.SamplingParams(max_tokens=1, prompt_logprobs=0)
         async with self.engine.generate(rollout.prompt_ids + rollout.ids, sampling) as stream:
             async for _ in stream:
@@ -126,7 +127,7 @@ class HttpSampler:
                     if line.startswith("data: {"):
                         self._take(rollout, json.loads(line[6:])["choices"][0])
                     if rollout.cut_at is not None and len(rollout.ids) >= rollout.cut_at:
-                        scope.cancel()  # closes the connection, so the server aborts the request
+                        scope.cancel()  # This closes the connection, so the server aborts the request.
 
     def _take(self, rollout: Rollout, choice: dict) -> None:
         rollout.prompt_ids = choice.get("prompt_token_ids") or rollout.prompt_ids
@@ -155,16 +156,16 @@ class Trainer:
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        del self.model.config.quantization_config, self.model.hf_quantizer  # the weights are not quantized any more
+        del self.model.config.quantization_config, self.model.hf_quantizer  # The weights are no longer quantized.
         self.model.requires_grad_(False)
         self.model.model.layers[-LAYERS_TRAINED:].requires_grad_(True)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
 
     def logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Compute the log-probabilities of all tokens, one rollout after the other, float32 [tokens]."""
+        """Compute the log-probabilities of the tokens of all rollouts, in order, float32 [tokens]."""
         rows = [torch.tensor(rollout.prompt_ids + rollout.ids) for rollout in rollouts]
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding after the tokens has no effect
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # Padding after the tokens has no effect.
         hidden = self.model.model(inputs).last_hidden_state
         places = [slice(len(rollout.prompt_ids) - 1, len(row) - 1) for rollout, row in zip(rollouts, rows, strict=True)]
         logits = self.model.lm_head(torch.cat([row[place] for row, place in zip(hidden, places, strict=True)]))
@@ -175,7 +176,8 @@ class Trainer:
         """Train one step.
 
         Returns:
-            The largest difference between the server's log-probabilities and ours, for tokens of these weights.
+            The largest difference between the server's and the trainer's log-probabilities, for tokens that the current
+            weights sampled.
         """
         rewards = torch.tensor([rollout.reward for rollout in rollouts])
         groups = torch.tensor([PROMPTS.index(rollout.prompt) for rollout in rollouts])
@@ -214,7 +216,7 @@ async def learn(sampler: EmbeddedSampler | HttpSampler, trainer: Trainer, option
         for rollout in partial:
             rollout.cut_at = None
 
-        if isinstance(sampler, EmbeddedSampler):  # the same weights must give the same bits
+        if isinstance(sampler, EmbeddedSampler):  # Equal weights must give equal bits.
             own = next(rollout for rollout in finished if {*rollout.versions} == {version})
             assert await sampler.score(own) == own.logprobs
 

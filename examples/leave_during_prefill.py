@@ -1,4 +1,4 @@
-"""A client closes its connection during the prefill of a long prompt. One step later its KV blocks are free.
+"""Close a client's connection during the prefill of a long prompt. One step later, the request's KV blocks are free.
 
 python examples/leave_during_prefill.py
 """
@@ -26,7 +26,7 @@ async def main() -> None:
         port = int(url.rpartition(":")[2])
 
         client = await request(port, "POST", "/v1/completions", json.dumps({"prompt": PROMPT, "stream": True}).encode())
-        await client.receive_some()  # the server sends the head after the first chunk of the prompt
+        await client.receive_some()  # The server sends the response's head after the first chunk of the prompt.
         print("in the middle of its prompt:", engine.live_requests()[0])
 
         await client.aclose()

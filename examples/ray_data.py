@@ -1,4 +1,4 @@
-"""Ray Data: an actor with an engine answers the rows of a data set. Leaving the loop early ends all its requests.
+"""Use Ray Data: an actor with an engine responds to the rows of a data set. Breaking the loop cancels all requests.
 
 pip install "trioserve[ray]" "ray[data]"
 python examples/ray_data.py
@@ -13,14 +13,14 @@ import trioserve.asyncio
 
 
 class Answers:
-    """Answers rows, each as its own request. Ray Data creates it in an actor and calls it for many rows at once."""
+    """Sends one request for each row. Ray Data creates the object in an actor, and calls it for many rows."""
 
     def __init__(self, model: str) -> None:
         self._opening = trioserve.asyncio.open_engine(model)
         self._opened: asyncio.Task[trioserve.asyncio.Engine] | None = None
 
     async def __call__(self, row: dict[str, str]) -> dict[str, str]:
-        async with asyncio.timeout(120):  # its timer also references this task, which Ray Data does not
+        async with asyncio.timeout(120):  # The timer keeps a reference to this task, because Ray Data keeps none.
             if self._opened is None:
                 self._opened = asyncio.create_task(self._opening.__aenter__())
             engine = await asyncio.shield(self._opened)
@@ -38,7 +38,7 @@ def main() -> None:
     for count, row in enumerate(answers.iter_rows(), 1):
         print(row["question"], row["answer"].replace("\n", " "))
         if count == 4:
-            break  # cancels all unfinished requests
+            break  # This cancels all unfinished requests.
     ray.shutdown()
 
 

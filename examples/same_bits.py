@@ -1,4 +1,4 @@
-"""Send one request alone, in a batch, and as a prompt: all log-probabilities have the same bits.
+"""Compute the same tokens alone, in a batch, and as a prompt: all log-probabilities have equal bits.
 
 python examples/same_bits.py
 """
@@ -35,7 +35,7 @@ async def main() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(7):
                 nursery.start_soon(ask, engine, f"{number} other prompts: {PROMPT}")
-            in_batch = await ask(engine, PROMPT)  # its prompt is now in the prefix cache
+            in_batch = await ask(engine, PROMPT)  # The request's prompt is now in the prefix cache.
         print("in a batch:", in_batch.logprobs == alone.logprobs)
 
         async with engine.generate(alone.tokens, SCORED) as stream:

@@ -14,12 +14,12 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-SIDE, MARGIN = 32, 2  # the images have 8 x 8 pixels, and enlarging smooths them
-LATENT_CHANNELS = 2  # of 8 x 8 numbers, about as many as the small images have pixels
-ANY_CLASS = 1000  # DiTPipeline uses this class for rows without a class
+SIDE, MARGIN = 32, 2  # The images have 8 x 8 pixels. Enlarging makes them smooth.
+LATENT_CHANNELS = 2  # A channel has 8 x 8 numbers, so a latent has about as many numbers as an image has pixels.
+ANY_CLASS = 1000  # DiTPipeline uses this class for rows without a class.
 SHARE_WITHOUT_CLASS = 0.1
 LEARNING_RATE = 1.5e-3
-AUTOENCODER_SHARE = 0.2  # share of the training steps
+AUTOENCODER_SHARE = 0.2  # fraction of the training steps that train the autoencoder
 
 
 def load_images() -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,13 +32,13 @@ def load_images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(what: str, model: torch.nn.Module, loss_of, batch_size: int, count: int, step_count: int) -> torch.nn.Module:
-    """Train a model, and return a copy with the mean of the weights of the last steps.
+    """Train a model, and return a copy whose weights are the mean of the last steps' weights.
 
     Args:
         what: name of the model in progress lines.
         model: the model.
-        loss_of: returns the loss for random indexes of training images.
-        batch_size: indexes per step.
+        loss_of: function that returns the loss for random indexes of training images.
+        batch_size: number of indexes per step.
         count: number of training images.
         step_count: number of steps.
     """
@@ -100,9 +100,9 @@ def main() -> None:
         out_channels=LATENT_CHANNELS,
         sample_size=SIDE // 4,
         num_embeds_ada_norm=ANY_CLASS,
-    ).eval()  # in training mode, each block would drop different classes
+    ).eval()  # In training mode, each block would drop different classes.
     for linear in (*(block.norm1.linear for block in transformer.transformer_blocks), transformer.proj_out_2):
-        torch.nn.init.zeros_(linear.weight)  # each block starts without effect, as in the paper's code
+        torch.nn.init.zeros_(linear.weight)  # At the start, a block has no effect, as in the paper's code.
         torch.nn.init.zeros_(linear.bias)
     scheduler = DDIMScheduler(clip_sample=False, timestep_spacing="trailing")
 

@@ -23,14 +23,14 @@ KernelsName = Literal["torch", "triton"]
 
 
 class Kernels(Protocol):
-    """The kernels of a model's layers. reference.py documents shapes, dtypes and meanings."""
+    """The kernels of a model's layers. reference.py documents what each kernel computes, with shapes and dtypes."""
 
     @property
     def NAME(self) -> str: ...
 
     @property
     def FUSED(self) -> bool:
-        """True if paged_decode_, paged_chunks_ and choose_tokens are kernels of their own.
+        """True if the implementation has its own kernels for paged_decode_, paged_chunks_ and choose_tokens.
 
         A model then also samples with choose_tokens.
         """
@@ -38,7 +38,8 @@ class Kernels(Protocol):
 
     @property
     def WALKS(self) -> bool:
-        """True if a model attends with paged_decode_ and paged_chunks_, which need no masks and no cleared slots."""
+        """True if a model computes attention with paged_decode_ and paged_chunks_. They need no masks, and no clearing
+        of unused slots."""
         ...
 
     def linear(
@@ -145,9 +146,9 @@ def pick_kernels(name: KernelsName = "torch", *, batch_invariant: bool = False) 
     """Return an implementation of the kernels.
 
     Args:
-        name: "torch" is plain torch on any device. "triton" is for CUDA devices.
+        name: "torch" computes with torch on any device. "triton" computes on CUDA devices.
         batch_invariant: True for kernels in which the bits of a row depend only on its own token and context. With
-            "torch", this holds on a CPU only.
+            "torch", kernels are batch-invariant only on a CPU.
 
     Raises:
         ModuleNotFoundError: triton is not installed.

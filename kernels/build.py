@@ -3,8 +3,8 @@
 `python -m trioserve_kernels.build` compiles before the first start. The name of a library contains a hash of sources,
 compiler and flags, so an outdated library is never used.
 
-A wheel may contain compiled libraries for all levels (see `prebuild`), which need no compiler. Their names contain a
-hash of the sources. They are ignored if it does not match.
+A wheel may contain compiled libraries for all levels (see `prebuild`), which need no compiler. The name of such a
+library contains a hash of the sources. If the hash does not match the present sources, the library is ignored.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ SOURCES = Path(__file__).parent / "cpu"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of libraries that came with a wheel. It is missing in an installation from sources."""
 
-# If a compiler fused products and sums in some places only, the same row could have other bits in another batch.
+# -ffp-contract=off: if the compiler fused only some products with sums, the bits of a row could depend on the batch.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
-# The C++ library is linked statically and unused parts are dropped, since they would require a newer glibc. Its symbols
-# are hidden, because torch loads another C++ library into the same process.
+# The C++ library is linked statically. Its unused code is dropped, because that code would require a newer glibc. Its
+# symbols are hidden, because torch loads a different C++ library into the same process.
 PREBUILT_FLAGS = ("-static-libstdc++", "-static-libgcc", "-s", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
 COMPILERS = ("g++", "clang++", "c++")
-COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
-VERSION_SECONDS = 0.5  # a compiler tells its version in some milliseconds
+COMPILE_SECONDS_MAX = 600  # On an idle machine, compiling takes about ten seconds.
+VERSION_SECONDS = 0.5  # Usually, a compiler prints its version in some milliseconds.
 WATCH_SECONDS = 1.0
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_VNNI = (*_AVX512, "avx512_vnni")
-_AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")  # every CPU with bf16 has vnni
+_AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")  # Every CPU that has bf16 also has vnni.
 LEVELS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512_BF16, "avx512vbmi", "amx_tile", "amx_bf16"),
     "avx512_bf16": _AVX512_BF16,
@@ -65,11 +65,11 @@ LEVELS: dict[str, tuple[str, ...]] = {
 
 
 class CannotBuild(Exception):
-    """No library can be built here. The text says why."""
+    """No library can be built on this machine. The message contains the reason."""
 
 
 def supported_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return the LEVELS that this machine supports, best first. Only Linux on x86-64 has any.
+    """Return the LEVELS that this machine supports, best first. The result is empty unless it runs Linux on x86-64.
 
     Args:
         cpuinfo: file with the CPU's features.
@@ -93,17 +93,18 @@ def build_library(
 ) -> Path:
     """Return the library for a level: from the wheel, from the cache, or compiled now.
 
-    A lock keeps two processes from compiling the same library. The compiler ends with this process, however that ends.
+    A lock prevents two processes from compiling the same library. If this process ends for any reason, the compiler
+    also ends.
 
     Args:
         level: a name in LEVELS.
         cache: folder for compiled libraries. None is the user's cache folder.
-        more_flags: further compiler flags. A library from the wheel is then not used.
-        on_compile: called with a sentence and the seconds so far, before the compiler runs and then every second, also
-            while another process compiles the same library. An exception from it ends the compiler.
+        more_flags: additional compiler flags. A library from the wheel is then not used.
+        on_compile: called with a sentence and the seconds so far. It is called before the compiler starts and then
+            every second, also while another process compiles the same library. An exception ends the compiler.
 
     Raises:
-        CannotBuild: there is no compiler, or it fails.
+        CannotBuild: there is no compiler, or the compiler fails.
     """
     brought = brought_library(level)
     if brought is not None and not more_flags:
@@ -129,7 +130,7 @@ def build_library(
 
 
 def brought_library(level: str) -> Path | None:
-    """Return the library that came with the package, or None if there is none for the present sources.
+    """Return the library that the installed package contains. None if it has no library for the present sources.
 
     Args:
         level: a name in LEVELS.
@@ -139,11 +140,11 @@ def brought_library(level: str) -> Path | None:
 
 
 def prebuild(folder: Path, levels: Iterable[str] | None = None) -> None:
-    """Compile libraries for a wheel. They only need libc and libm of the system.
+    """Compile libraries for a wheel. The libraries need only the system's libc and libm.
 
     Args:
         folder: destination.
-        levels: names in LEVELS. None is all.
+        levels: names in LEVELS. None compiles all levels.
 
     Raises:
         CannotBuild: a level is unknown, or the compiler fails.
@@ -176,10 +177,10 @@ def _cache_folder() -> Path:
 
 
 def find_compiler() -> str:
-    """Return the path of the C++ compiler: CXX of the environment, or the first one of COMPILERS.
+    """Return the path of the C++ compiler: CXX of the environment, or the first compiler in COMPILERS that exists.
 
     Raises:
-        CannotBuild: there is none.
+        CannotBuild: there is no compiler.
     """
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
@@ -192,7 +193,7 @@ def find_compiler() -> str:
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], watch: Callable[[float], None]) -> str:
-    # Every start asks. So it is reported only if the compiler takes unusually long to reply.
+    # Every start runs this command. Progress is reported only if the compiler needs unusually long.
     _, version, _ = _run([compiler, "--version"], lambda seconds: watch(seconds) if seconds > VERSION_SECONDS else None)
     return hashlib.sha256(repr((compiler, version, flags, _sources_digest())).encode()).hexdigest()[:16]
 
@@ -207,10 +208,10 @@ def _sources_digest() -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, watch: Callable[[float], None]) -> Iterator[None]:
-    """Hold a lock file. The system releases the lock if the process dies.
+    """Hold the lock of a lock file. The system releases the lock if the process ends.
 
     Args:
-        path: lock file, which stays.
+        path: lock file, which is not deleted.
         watch: called every second with the seconds of waiting. An exception ends the waiting.
     """
     started_at = time.monotonic()
@@ -230,7 +231,7 @@ def _compile(
 ) -> None:
     """Compile the library in a temporary folder, then move it into place in one step.
 
-    The folder also holds the compiler's temporary files, which a killed compiler does not remove.
+    The folder also contains the compiler's temporary files, which a killed compiler does not delete.
     """
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
         made = Path(folder) / library.name
@@ -243,8 +244,9 @@ def _compile(
         made.rename(library)
 
 
-# Becomes the compiler, after starting a process that waits for the end of stdin: that end comes when our process dies,
-# for example by a signal. The waiting process then removes the temporary folder and kills the process group.
+# This program starts a guard process, then replaces itself by the compiler. The guard waits for the end of stdin, which
+# occurs when the parent process ends, for example by a signal. The guard then deletes the temporary folder and kills
+# the process group.
 _WITH_GUARD = """
 exec 3<&0 </dev/null
 (read -r _ <&3; test -z "$0" || rm -rf "$0"; kill -KILL 0) >/dev/null 2>&1 &
@@ -254,19 +256,19 @@ exec "$@"
 
 
 def _run(command: list[str], watch: Callable[[float], None], temporary_folder: str = "") -> tuple[int, str, str]:
-    """Run a compiler. When this function ends, all of its processes have ended. They also end if this process dies.
+    """Run a compiler. All processes of the compiler end before this function returns, and also if this process ends.
 
     Args:
-        command: path of the compiler, and its arguments.
-        watch: called at once and then every second with the seconds so far. An exception ends the compiler.
-        temporary_folder: folder of its temporary files. Empty: the usual one.
+        command: path and arguments of the compiler.
+        watch: called immediately and then every second with the seconds so far. An exception ends the compiler.
+        temporary_folder: folder of the compiler's temporary files. Empty: the system's default folder.
 
     Returns:
-        Exit code, and what the compiler wrote to stdout and stderr.
+        Exit code, and the compiler's output to stdout and stderr.
     """
     started_at = time.monotonic()
     environment = {**os.environ, **({"TMPDIR": temporary_folder} if temporary_folder else {})}
-    guard, lifeline = os.pipe()  # the write end is not inherited, so only this process holds it open
+    guard, lifeline = os.pipe()  # Child processes do not inherit the write end, so only this process keeps it open.
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _WITH_GUARD, temporary_folder, *command],
@@ -276,7 +278,7 @@ def _run(command: list[str], watch: Callable[[float], None], temporary_folder: s
             text=True,
             errors="replace",
             env=environment,
-            process_group=0,  # g++ starts further processes, which must end with it
+            process_group=0,  # g++ starts other processes, which must end when g++ ends.
         )
         try:
             seconds = 0.0
@@ -289,7 +291,7 @@ def _run(command: list[str], watch: Callable[[float], None], temporary_folder: s
                     return process.returncode, stdout, stderr
                 seconds = time.monotonic() - started_at
         finally:
-            # The guard still runs, so the group exists and its number has no other owner.
+            # The guard still runs, so the process group exists and its number is not reused.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
@@ -302,7 +304,7 @@ def main() -> int:
     """Compile the best library for this machine.
 
     Returns:
-        0 in every case, because without a library plain torch computes.
+        0 in every case, because torch computes if there is no library.
     """
     levels = supported_levels()
     if not levels:
@@ -319,7 +321,7 @@ def main() -> int:
 
 
 def _print_progress(sentence: str, seconds: float) -> None:
-    """Print the sentence, then a line from time to time. trioserve's progress bar is not imported here on purpose."""
+    """Print the sentence, then a line from time to time. This package must not import trioserve's progress bar."""
     if not seconds:
         print(sentence, file=sys.stderr, flush=True)
     elif int(seconds) % 10 == 0:

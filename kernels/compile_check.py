@@ -1,8 +1,8 @@
 """Compiles every Triton kernel for a GPU that need not be present: `python -m trioserve_kernels.compile_check`.
 
-It calls the kernels' own functions with CPU tensors. A replacement for Triton's driver only names the GPU. So strides,
-alignments, constants and stages are those of a real launch. This finds errors of types, layouts and shared memory, but
-does not check results.
+The check calls the kernels' functions with CPU tensors. A replacement for Triton's driver only reports the type of the
+GPU. Therefore, strides, alignments, constants and stages are those of a real launch. The check finds errors of types,
+layouts and shared memory. It does not check results.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trioserve_kernels.paged import DecodeWork
 
 __all__ = ["main"]
 
-# Bytes per program by compute capability (CUDA programming guide). Unknown GPUs get the smallest limit.
+# Bytes of shared memory per program, by compute capability (CUDA programming guide). Other GPUs get the smallest limit.
 SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-# head_dim, query heads, key/value heads, dtype
+# Each shape has head_dim, query heads, key/value heads and dtype.
 ATTENTION_SHAPES = (
     (64, 9, 3, torch.bfloat16),
     (80, 32, 32, torch.bfloat16),
@@ -31,11 +31,12 @@ ATTENTION_SHAPES = (
     (128, 32, 8, torch.float32),
     (256, 8, 4, torch.bfloat16),
 )
-VOCAB_SIZES = (50_257, 128_256)  # unaligned rows, and rows aligned to 16 numbers, which allow wider loads
+# Rows of the first size are unaligned. Rows of the second size are aligned and allow wider loads.
+VOCAB_SIZES = (50_257, 128_256)
 
 
 class _NoDevice:
-    """The part of a Triton driver that a launch uses."""
+    """Replacement for a Triton driver, with the methods that a launch uses."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -133,7 +134,7 @@ def main() -> None:
         launches(kernels, *shape)
 
     shared_bytes_max = SHARED_BYTES_MAX.get(arch, SHARED_BYTES_MAX[86])
-    # Neither is restored, because this process does nothing else.
+    # The driver and the patched function are not restored, because this process does nothing else.
     driver.set_active(_NoDevice(arch))
     attention.shared_bytes_max = lambda device: shared_bytes_max  # type: ignore[assignment]  # the original has a cache
     for head_dim, heads, kv_heads, dtype in ATTENTION_SHAPES:

@@ -1,7 +1,8 @@
-"""4-bit weights for torch and Triton, made from the quantized blocks of a file.
+"""4-bit weights for torch and Triton, created from the quantized blocks of a file.
 
 A block has 32 values of one output channel. Byte n stores value n in its low half and value 16 + n in its high half.
-Groups of 32, 64 or 128 values share a scale, and possibly a min. A value is scale * (code - 8), or scale * code + min.
+Groups of 32, 64 or 128 values share a scale, and possibly a minimum. A value is scale * (code - 8), or with a minimum,
+scale * code + minimum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["BLOCK_TYPES", "FourBitWeight", "join", "weight_of_blocks"]
 
 BLOCK_VALUES = 32
 GROUP_BLOCKS_MAX = 4
-# Dtype of scale and min, and whether there is a min.
+# For each block type, the dtype of scale and minimum, and True if there is a minimum.
 BLOCK_TYPES = {"Q4_0": (torch.float16, False), "Q4_1": (torch.float16, True), "Q4_F32": (torch.float32, True)}
 """Block types of native.BLOCK_FORMATS that can stay packed."""
 
@@ -52,7 +53,7 @@ class FourBitWeight:
         return sum(part.nbytes for part in parts)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Unpack all values, each rounded once.
+        """Unpack all values. Each value is rounded only once.
 
         Args:
             dtype: dtype of the result.
@@ -68,7 +69,7 @@ class FourBitWeight:
 
 
 def weight_of_blocks(block_type: str, blocks: Tensor) -> FourBitWeight:
-    """Build a weight from blocks of a file, with groups of 32 values. `join` makes larger groups.
+    """Create a weight from the blocks of a file, with groups of 32 values. `join` merges groups to larger groups.
 
     Args:
         block_type: a key of BLOCK_TYPES.
@@ -86,7 +87,7 @@ def join(parts: list[FourBitWeight]) -> FourBitWeight:
     """Concatenate weights along their outputs, and merge groups that have equal scales and mins.
 
     Args:
-        parts: weights with equal inputs.
+        parts: weights with equal numbers of inputs.
 
     Returns:
         A weight whose groups have 128, 64 or 32 values, the largest size that fits all parts.

@@ -1,9 +1,10 @@
 """Checks and times the Triton kernels on this machine's GPU: `python -m trioserve_kernels.gpu_bench`.
 
-First, every kernel is compared with the reference kernels in float64 on the same bfloat16 numbers. Then each kernel is
-captured in a CUDA graph, replayed and timed. The table also shows the time that the GPU's memory needs to move the same
-bytes, measured with one large copy. The launches of a graph use several sets of tensors in turn, so that a launch does
-not find its data in the L2 cache. The exit status is 1 if a result is wrong. It takes a few minutes at most.
+First, every kernel is compared with the reference kernels, which compute in float64 with the same bfloat16 inputs. Then
+each kernel is captured in a CUDA graph, replayed and timed. The table also shows the time that the GPU's memory needs
+to move the same bytes, measured with one large copy. The launches of a graph use several sets of tensors in turn, so
+that a launch does not find its data in the L2 cache. The exit status is 1 if a result is wrong. The program takes at
+most a few minutes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ __all__ = ["main"]
 
 # Rounding a result to bfloat16 changes it by up to 2 ** -8 of its size. Attention also rounds its weights.
 TOLERANCE = 1e-2
-SECONDS_MAX = 240.0  # after that, no further kernel is timed
-REPEATS = 20  # launches in a graph
-REPLAYS = 5  # the fastest one counts
-COLD_BYTES = 2**28  # bytes moved between two uses of a set of tensors, twice the largest L2 cache
+SECONDS_MAX = 240.0  # After this time, no other kernel is timed.
+REPEATS = 20  # number of launches in a graph
+REPLAYS = 5  # Number of replays of a graph. The time of the fastest replay is shown.
+# Bytes that are moved between two uses of a set of tensors. The number is twice the size of the largest L2 cache.
+COLD_BYTES = 2**28
 PAGE_TOKENS = 16
-# query heads, key/value heads, head_dim, hidden_size, intermediate_size, vocab_size
+# Each model has query heads, key/value heads, head_dim, hidden_size, intermediate_size and vocab_size.
 MODELS = {"SmolLM2-135M": (9, 3, 64, 576, 1_536, 49_152), "Llama-3-8B": (32, 8, 128, 4_096, 14_336, 128_256)}
 CHECKED_HEADS = ((64, 9, 3), (80, 4, 4), (96, 8, 2), (128, 16, 2))
 
@@ -43,9 +45,9 @@ class Timed:
 
     Attributes:
         name: label in the table.
-        make: creates tensors and returns a launch over them.
+        make: function that creates tensors and returns a launch with these tensors.
         moved_bytes: bytes that a launch must read and write.
-        operations: multiplications and additions, for kernels limited by them. 0 for others.
+        operations: number of multiplications and additions, if they limit the kernel's speed. 0 for other kernels.
     """
 
     name: str
@@ -54,7 +56,9 @@ class Timed:
     operations: int = 0
 
     def launches(self) -> list[Callable[[], object]]:
-        """Make enough launches that COLD_BYTES are moved between two uses of the same tensors, at most REPEATS."""
+        """Create launches with different tensors, enough to move COLD_BYTES before a tensor is reused. The maximum is
+        REPEATS.
+        """
         return [self.make() for _ in range(min(REPEATS, -(-COLD_BYTES // self.moved_bytes) + 1))]
 
 
@@ -70,7 +74,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def paged(contexts: list[int], kv_heads: int, head_dim: int) -> Paged:
-    """Make caches and block tables of sequences whose pages are at random positions.
+    """Create caches and block tables of sequences whose pages are at random positions.
 
     Args:
         contexts: tokens of each sequence.
@@ -156,12 +160,12 @@ def checks() -> Iterator[tuple[str, float]]:
     scores = numbers(40, 128_256) * 3
     chosen = kernels.choose_tokens(scores, parameters, words)
     different = (chosen != reference.choose_tokens(scores, parameters, words)).any(0).sum()
-    # If rounding hits the border between two tokens, the choice may differ. That happens about once in a million draws.
+    # If two tokens have almost equal results, rounding may change the choice. The probability is about 1e-6.
     yield "choose_tokens, share of other tokens", float(different) / 40
 
 
 def timed(model: str) -> Iterator[Timed]:
-    """Yield the kernels in the shapes of a model. Bytes are those that must be read and written once, in bfloat16.
+    """Yield the kernels in the shapes of a model. moved_bytes counts each bfloat16 number once.
 
     Args:
         model: a key of MODELS.
@@ -235,7 +239,7 @@ def four_bits(outputs: int, inputs: int, group: int, has_min: bool) -> FourBitWe
 def four_bit_launch(rows: int, outputs: int, inputs: int) -> Callable[[], object]:
     from trioserve_kernels import triton as kernels
 
-    # The depth must consist of whole groups. That of the smallest model does not.
+    # The number of inputs is rounded up to whole groups, which the smallest model needs.
     weight = four_bits(outputs, -(-inputs // 128) * 128, 128, True)
     return partial(kernels.four_bit_linear, numbers(rows, weight.inputs), weight, None)
 
@@ -287,19 +291,19 @@ def seconds_of(launches: Sequence[Callable[[], object]], repeats: int = REPEATS)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles the kernel
+        for _ in range(3):  # The first launch compiles the kernel.
             launches[0]()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Results stay alive, so that each launch writes its own memory.
+        # All results are kept, so that each launch writes to different memory.
         results = [launch() for launch in itertools.islice(itertools.cycle(launches), repeats)]
     graph.replay()
     others = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     best = float("inf")
     for _ in range(REPLAYS):
-        others.sum()  # reads only, because written data would leave the cache during the timing
+        others.sum()  # Only reads, because the GPU would write changed data back to memory during the timing.
         began, ended = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             for _ in range(2)
@@ -334,7 +338,7 @@ def main() -> None:
     with torch.inference_mode():
         print(f"\n{'compared in bfloat16':60} largest error (allowed: {TOLERANCE})")
         for name, error in checks():
-            good = error < TOLERANCE  # False for NaN
+            good = error < TOLERANCE  # The comparison is False for NaN.
             wrong += not good
             print(f"{name:60} {error:.1e}{'' if good else '   WRONG'}", flush=True)
         bandwidth = copy_bandwidth()

@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits, in torch. A head takes D + 2 bytes: D numbers, then their scale in bfloat16.
+"""8-bit format of keys and values, in torch. A head has D + 2 bytes: D numbers, then their scale in bfloat16.
 
-The numbers are int8 or fp8 (e4m3, https://arxiv.org/abs/2209.05433). The dtype of a page says which. The scale is about
-the largest number divided by 127 or 448. It depends only on the head's own numbers.
+The numbers are int8 or fp8 (e4m3, https://arxiv.org/abs/2209.05433), depending on the dtype of the page. The scale is
+about the head's largest number divided by 127 (int8) or 448 (fp8), and does not depend on other heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["CODED_DTYPES", "SCALE_BYTES", "decode", "encode", "head_dim_of", "is
 CODED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE_BYTES = 2
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-TINY = 1e-30  # smaller numbers are stored as zeros
+TINY = 1e-30  # If the largest number of a head is not larger than this, all numbers are stored as zeros.
 
 
 def is_coded(pages: Tensor) -> bool:
@@ -22,7 +22,7 @@ def is_coded(pages: Tensor) -> bool:
 
 
 def head_dim_of(pages: Tensor) -> int:
-    """Return D.
+    """Return D, the number of dimensions of a head.
 
     Args:
         pages: [..., D], or [..., D + 2] in 8 bits.
@@ -43,7 +43,7 @@ def encode(heads: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = heads.float()
     most = numbers.abs().amax(-1, keepdim=True)
     is_finite = numbers.isfinite().all(-1, keepdim=True)
-    # The scale is rounded up, so that the largest number does not overflow.
+    # The scale is rounded up, so that dividing by it does not make the largest number overflow.
     bits = ((most / LARGEST[dtype]).masked_fill_(most <= TINY, 0.0).view(torch.int32) + 0xFFFF) & -0x10000
     scales = bits.view(torch.float32)
     shares = (numbers / scales).masked_fill_(~is_finite | (scales == 0.0), 0.0)
@@ -53,7 +53,7 @@ def encode(heads: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(coded: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert 8-bit heads to numbers, each rounded once.
+    """Convert 8-bit heads to numbers. Each number is rounded only once.
 
     Args:
         coded: [..., D + 2] in an 8-bit dtype.
@@ -67,7 +67,7 @@ def decode(coded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def taken(pages: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy some pages, as numbers.
+    """Copy some pages, and convert 8-bit pages to numbers.
 
     Args:
         pages: one layer's cache.

@@ -1,4 +1,4 @@
-"""The native CPU library (cpu/, compiled by build.py) as Python calls: structs, functions and compute threads.
+"""Python interface of the native CPU library (cpu/, compiled by build.py): structs, functions and compute threads.
 
 Calls go through ctypes, which releases the GIL while a call runs. Arrays are numpy arrays, passed by address. numpy has
 no bfloat16, so such values are stored as their 16 bits in a uint16. torch is not needed.
@@ -88,23 +88,24 @@ FINISHED, ABANDONED = 0, 1
 FILE_ENDED = -1
 BLOCK_OUTPUTS = 16  # output channels in one block of a packed weight
 CACHE_LINE_BYTES = 64
-CONV_KERNEL_MAX = 64  # same as in cpu/state_space.h
-HEAD_DIM_MAX = 512  # size of the buffers in which one head is rotated
+CONV_KERNEL_MAX = 64  # cpu/state_space.h must have the same number.
+HEAD_DIM_MAX = 512  # Size of the buffers in which one head is rotated.
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
-NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT, FLAW_NOTHING_ALLOWED = 0, 1, 2, 3  # Flaw of cpu/sampling.h
+NO_FLAW, FLAW_NOT_FINITE, FLAW_NOTHING_LEFT, FLAW_NOTHING_ALLOWED = 0, 1, 2, 3  # numbers of Flaw in cpu/sampling.h
 
 
 class WeightFormat(enum.IntEnum):
-    """Storage format of a packed weight: the model's dtype, or quantized. The numbers are those of cpu/quantized.h.
+    """Storage format of a packed weight: the model's dtype, or quantized. cpu/quantized.h has the same numbers.
 
-    Each 32 values share a float16 scale, and a float16 min in formats with MIN. WIDE has float32 scales and mins. FINE
-    has a float32 scale for 16 values. With 2 and 3 bits, FINE has integer scales, and a float16 for 256 values that
-    multiplies them. CURVE looks values up in a table of 16 numbers. FLOAT has the values of FP4 and bfloat16 scales.
+    32 values share a float16 scale, and in formats with MIN also a float16 minimum. In formats with WIDE, scales and
+    minimums are float32. In formats with FINE, 16 values share a float32 scale. In FINE formats with 2 and 3 bits, the
+    scales are integers, and a float16 factor multiplies the scales of 256 values. In formats with CURVE, values are
+    read from a table of 16 numbers. FLOAT has FP4 values and bfloat16 scales.
     """
 
     DENSE = 0
@@ -148,7 +149,7 @@ bytes with 4 bits per value as in Q4_0, or 40 bytes with 8 bits as in Q8_0."""
 
 
 class NoNativeKernels(Exception):
-    """The native kernels are not available. The text says why."""
+    """The native kernels are not available. The message contains the reason."""
 
 
 class WeightPartStruct(ctypes.Structure):
@@ -306,8 +307,8 @@ class StepStruct(ctypes.Structure):
 class RowsKind(enum.IntEnum):
     """Conversion of rows of a file into a weight.
 
-    COPIED rows stay as they are. DENSE rows are packed, and their type is a number of DTYPES. BLOCKS rows are packed,
-    and their type is a number of BLOCK_FORMATS.
+    COPIED rows stay unchanged. DENSE rows are packed, and their type is a number of DTYPES. BLOCKS rows are packed, and
+    their type is a number of BLOCK_FORMATS.
     """
 
     COPIED = 0
@@ -379,7 +380,7 @@ class Library:
 
     Args:
         path: the shared object.
-        level: the instructions that it uses, a name in build.LEVELS.
+        level: instructions that the library uses, a name in build.LEVELS.
 
     Raises:
         NoNativeKernels: the library cannot be loaded, or the system does not allow its instructions.
@@ -453,7 +454,7 @@ class Library:
         return self._packed_count(rows, columns) * _ARRAY_TYPES[dtype].itemsize
 
     def pack(self, weight: Array, packed: int, *, first_block: int = 0, block_step: int = 1) -> None:
-        """Pack a matrix. Several threads may pack different parts.
+        """Pack a matrix. Several threads may pack different rows of a matrix at the same time.
 
         Args:
             weight: contiguous [rows, columns], float32 or bfloat16.
@@ -534,10 +535,10 @@ class Library:
         return values
 
     def use_large_pages(self, array: Array) -> None:
-        """Ask the system for large pages.
+        """Ask the operating system to use large pages for an array.
 
         Args:
-            array: memory that nothing has been written to yet.
+            array: memory to which no data was written yet.
         """
         self._use_large_pages(address(array), array.nbytes)
 
@@ -550,8 +551,8 @@ class Loading:
     Args:
         library: the native library.
         paths: the files.
-        rows: what to read, in reading order. `file` is an index of `paths`. The destination memory must stay valid
-            until every `run` has ended.
+        rows: rows to read, in reading order. The field `file` is an index of `paths`. The destination memory must stay
+            valid until every call of `run` has ended.
     """
 
     def __init__(self, library: Library, paths: Sequence[Path], rows: Sequence[FileRowsStruct]) -> None:
@@ -564,8 +565,8 @@ class Loading:
         """Work until all rows are read or being read by other threads.
 
         Raises:
-            OSError: a file cannot be read. It names the path, and makes the other threads stop.
-            EOFError: a file is too short. It names the path, and makes the other threads stop.
+            OSError: a file cannot be read. The error contains the path, and all other threads stop.
+            EOFError: a file is too short. The error contains the path, and all other threads stop.
         """
         with contextlib.ExitStack() as scopes:
             files = int32_array(scopes.enter_context(path.open("rb", buffering=0)).fileno() for path in self._paths)
@@ -578,19 +579,19 @@ class Loading:
             raise OSError(error.value, os.strerror(error.value), path)
 
     def stop(self) -> None:
-        """Skip all rows that are not being read yet. Any thread may call this."""
+        """Skip all rows that no thread reads yet. Any thread may call this method."""
         self._struct.is_stopped = 1
 
     @property
     def bytes_done(self) -> int:
-        """Progress: the sum of `counts_as` of all rows that have been read."""
+        """Progress of reading: the sum of the field `counts_as` of all rows that have been read."""
         return int(self._struct.bytes_done)
 
 
 class WeightMemory:
-    """One piece of zeroed memory for weights, which `take` hands out part by part.
+    """One range of zeroed memory for weights. `take` allocates pieces of this range.
 
-    The owner closes it once, when nothing computes with the weights any more.
+    The owner closes the object once, when no step uses the weights any more.
 
     Args:
         library: the native library.
@@ -609,10 +610,10 @@ class WeightMemory:
         self._taken = 0
 
     def take(self, byte_count: int) -> int:
-        """Return the address of the next free part.
+        """Return the address of the next free piece.
 
         Args:
-            byte_count: size of the part, a multiple of 64.
+            byte_count: size of the piece, a multiple of 64.
         """
         assert self._start is not None, "take after close"
         first = self._start + self._taken
@@ -631,7 +632,7 @@ class WeightMemory:
 
 
 class Engine:
-    """Compute threads of one model, with their buffers. One thread at a time may use it, and must close it once.
+    """Compute threads of one model, with their buffers. One thread at a time may call methods. Call `close` once.
 
     Args:
         library: the native library.
@@ -673,12 +674,13 @@ class Engine:
         Args:
             model: weights and dimensions.
             hidden: float32 [n, hidden_size], as a step returns it.
-            targets: int32 [n], a token for each row.
+            targets: int32 [n], one token for each row.
             top_count: number of most probable tokens, at most vocab_size.
 
         Returns:
-            Log-probabilities [n, 1 + top_count]: of the target, then of the most probable tokens, best first. And
-            ids of the most probable tokens, [n, top_count]. None if a row has NaN or infinity.
+            Two arrays. [n, 1 + top_count] has the log-probabilities of the target, then of the most probable tokens,
+            most probable first. [n, top_count] has the ids of the most probable tokens. None if a row has NaN or
+            infinity.
         """
         logprobs = np.empty((len(targets), 1 + top_count), dtype=np.float32)
         ids = np.empty((len(targets), top_count), dtype=np.int32)
@@ -699,7 +701,7 @@ class Engine:
         """Run only the sampling of a step.
 
         Args:
-            step: the fields that sampling uses must be set. Its output fields are written.
+            step: description whose sampling fields must be set. The method writes its output fields.
             logits: float32 [sampled_count, vocab_size].
         """
         self.library.sampling(self._handle, ctypes.addressof(step), logits.shape[1], address(logits))
@@ -736,8 +738,8 @@ class Engine:
         """Compute only the attention of a model's first layer, over keys and values in the step's pages.
 
         Args:
-            model: the fields that attention uses must be set.
-            step: the fields that attention uses must be set.
+            model: description whose attention fields must be set.
+            step: description whose attention fields must be set.
             queries: [rows, heads * head_dim] in the model's dtype.
 
         Returns:
@@ -762,10 +764,11 @@ class Engine:
 
 
 def matrix_of(*parts: tuple[int, int, int, WeightFormat]) -> MatrixStruct:
-    """Build a matrix of up to four parts, whose output channels follow each other.
+    """Describe a matrix that consists of up to four packed matrices, whose output channels are concatenated.
 
     Args:
-        parts: address, outputs, inputs and format of each part. All but the last need a multiple of 16 outputs.
+        parts: address, outputs, inputs and format of each packed matrix. The number of outputs must be a multiple of
+            16, except in the last one.
     """
     matrix = MatrixStruct()
     first_block = 0
@@ -796,7 +799,7 @@ def address(array: Array) -> int:
 
 
 def int32_array(values: Iterable[int]) -> array[int]:
-    """Build an array for the few numbers of one call. Its address is found 20 times faster than a numpy array's.
+    """Create an array for the few numbers of one call. Getting its address is 20 times faster than with numpy.
 
     Args:
         values: the numbers.
@@ -814,7 +817,7 @@ def _dtype_number(array: Array) -> int:
 
 
 def load_library(*, on_compile: Callable[[str, float], None] = lambda sentence, seconds: None) -> Library:
-    """Load the best library for this machine. It is compiled if necessary.
+    """Load the best library for this machine, and compile it if necessary.
 
     TRIOSERVE_NATIVE=0 in the environment disables it.
 
@@ -822,7 +825,7 @@ def load_library(*, on_compile: Callable[[str, float], None] = lambda sentence, 
         on_compile: see `build_library`.
 
     Raises:
-        NoNativeKernels: the library is not available. The text says why.
+        NoNativeKernels: the library is not available. The message contains the reason.
     """
     if os.environ.get("TRIOSERVE_NATIVE") == "0":
         raise NoNativeKernels("TRIOSERVE_NATIVE is 0")
@@ -833,7 +836,7 @@ def load_library(*, on_compile: Callable[[str, float], None] = lambda sentence, 
         except CannotBuild as error:
             raise NoNativeKernels(str(error)) from None
         except NoNativeKernels as error:
-            reason = str(error)  # the system refuses this level, so try one with fewer instructions
+            reason = str(error)  # The system rejects this level, so the next level with fewer instructions is tried.
     raise NoNativeKernels(reason)
 
 

@@ -1,7 +1,8 @@
 """setuptools commands that build this project's wheel.
 
-By default the wheel fits any machine, and the kernels are compiled at the first start. TRIOSERVE_PREBUILD=1 adds
-compiled kernels for all levels. TRIOSERVE_PREBUILD=avx2,avx512 adds those for the named levels.
+By default, the wheel contains no compiled kernels and can be installed on any machine. The kernels are then compiled at
+first start. TRIOSERVE_PREBUILD=1 adds compiled kernels for all levels. TRIOSERVE_PREBUILD=avx2,avx512 adds compiled
+kernels for the named levels.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # setuptools has no type
 
     def finalize_options(self) -> None:
         if IS_PREBUILT:
-            self.distribution.has_ext_modules = lambda: True  # makes setuptools treat the wheel as platform-specific
+            # With this, setuptools treats the wheel as platform-specific.
+            self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
@@ -46,7 +48,7 @@ class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # setuptools has no type
 
 
 def _build() -> ModuleType:
-    """Load build.py by its path, because nothing of this project can be imported while it is being built."""
+    """Load build.py by its path, because the project's packages cannot be imported while the wheel is built."""
     spec = importlib.util.spec_from_file_location("trioserve_kernels_build", Path(__file__).with_name("build.py"))
     assert spec is not None
     assert spec.loader is not None

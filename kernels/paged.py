@@ -1,6 +1,6 @@
-"""Splits a step's attention into GPU programs: sizes and work buffers.
+"""Computes how a step's attention is divided into GPU programs, and the sizes of work buffers.
 
-All of it is computed on the host without reading from the device, so a step can be captured in a CUDA graph.
+The host computes these sizes without reading from the device, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,34 +21,40 @@ __all__ = [
     "split_count",
 ]
 
-# A decode's context is split into parts of this many tokens. If that gives more than DECODE_PARTS_MAX parts, the length
-# of a part is doubled until it fits. Only the row's own length decides, so a row sums in the same order in every batch.
-# A part's result (float32) takes at most 1 / 128 of the memory of its keys and values (16 bits), per head that shares
-# them. With longer parts, most of a GPU would be idle while contexts are short.
+# Tokens of one part of a decode's context. If a context has more than DECODE_PARTS_MAX parts, the length of a part is
+# the smallest multiple of this number that needs at most DECODE_PARTS_MAX parts. The length depends only on the row's
+# context, so a row sums in the same order in every batch. For each query head, a part's result (float32) needs at most
+# 1 / 128 of the memory of the part's keys and values (16 bits). With longer parts, most of a GPU would be idle while
+# contexts are short.
 SPLIT_TOKENS = 128
-# The parts' results of 64 rows with 32 heads of 128 numbers take 34 MB. 32 parts of one row keep 256 programs busy.
+# With this limit, the parts' results of 64 rows with 32 heads of 128 numbers need 34 MB, and one row can use 256
+# programs at the same time.
 DECODE_PARTS_MAX = 32
-# Programs of one launch. A GPU runs about a thousand at a time. Several times as many even out rows of unequal length.
-# The limit keeps programs without work cheap: a captured launch is made for the longest context.
+# Programs of one launch. A GPU runs about a thousand programs at a time. A launch needs several times as many, so that
+# rows of unequal length are balanced. The number is limited because a captured launch is made for the longest context,
+# and with short contexts most of its programs have no work.
 DECODE_PROGRAMS = 4_096
-CHUNK_TILE_ROWS = 64  # query rows of one program: tokens times the heads that share keys and values
+# Query rows of one program. The number is the product of tokens and query heads that share keys and values.
+CHUNK_TILE_ROWS = 64
 
 
 def split_count(context_max: int, window: int | None) -> int:
-    """Return how many parts a context can need. A window may begin inside a part, so it can need one more.
+    """Return the largest number of parts that a context can have.
+
+    A window may begin inside a part. Then one more part is needed.
 
     Args:
         context_max: longest context in tokens.
-        window: tokens that a row sees, or None for all.
+        window: number of tokens that a row attends to, or None for all tokens.
     """
     parts = min(-(-context_max // SPLIT_TOKENS), DECODE_PARTS_MAX)
     return parts if window is None else min(parts, -(-window // SPLIT_TOKENS) + 1)
 
 
 def decode_program_count(rows: int, kv_heads: int, parts: int) -> int:
-    """Return how many programs share the parts of one row and key/value head.
+    """Return the number of programs that compute the parts of one row and key/value head.
 
-    This does not change any result, because each part is computed by one program.
+    The number does not change any result, because one program computes a whole part.
 
     Args:
         rows: rows of the batch.
@@ -59,7 +65,7 @@ def decode_program_count(rows: int, kv_heads: int, parts: int) -> int:
 
 
 def chunk_tile_tokens(group: int) -> int:
-    """Return how many tokens of a prompt chunk one program computes.
+    """Return the number of tokens of a prompt chunk that one program computes.
 
     Args:
         group: query heads per key/value head.
@@ -69,13 +75,13 @@ def chunk_tile_tokens(group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Buffers for the partial results of decodes. All layers of a stream share them and overwrite them.
+    """Buffers for the partial results of decodes. All layers that run on one CUDA stream share and overwrite them.
 
     A batch may use fewer rows and parts.
 
     Attributes:
         sums: float32 [rows, H, parts_max, D].
-        scales: float32 [rows, H, parts_max, 2]: largest score of a part, and sum of its weights.
+        scales: float32 [rows, H, parts_max, 2], largest score of a part, and sum of the part's weights.
     """
 
     sums: Tensor

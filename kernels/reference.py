@@ -4,14 +4,14 @@ Names in shapes: T tokens of a step, H query heads, K key/value heads, G = H / K
 numbers per head. A page is one KV block of P tokens. `pages` is one layer's cache, [pages, P, 2, K, D], with keys at
 index 0 and values at index 1.
 
-In latent attention `pages` is [pages, P, 1, 1, D]: one key for all heads, whose first `latent_dim` numbers are also its
-value. Then attention returns H * latent_dim numbers per row instead of H * D. If keys and values are stored in 8 bits,
-the last dimension is that of kv_format.py.
+In latent attention, `pages` is [pages, P, 1, 1, D]. All heads share one key, and the key's first `latent_dim` numbers
+are also the value. Attention then returns H * latent_dim numbers per row instead of H * D. If keys and values are
+stored in 8 bits, kv_format.py defines the last dimension.
 
-A row's result depends only on its own token and context, up to rounding. A product or softmax may be split differently
-for another number of rows or another padded length, and then sums in another order. The difference is about 1e-6 of the
-largest term in float32, and the last one or two bits in bfloat16 and float16. Padded positions are masked with minus
-infinity and add exactly 0, provided that their content is finite (see `clear_slots_`).
+A row's result depends only on its own token and context, except for rounding. With a different number of rows or a
+different padded length, a product or softmax may be split differently and then sums in a different order. In float32,
+the difference is about 1e-6 of the largest term. In bfloat16 and float16, it is the last one or two bits. Padded
+positions are masked with minus infinity and add exactly 0, provided that their content is finite (see `clear_slots_`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product
         values: [n, in].
         weight: [out, in], in the memory layout that `product` expects.
         bias: [out], or None.
-        product: computes the result unless an implementation has a better kernel.
+        product: function that computes the result, unless an implementation has a better kernel.
 
     Returns:
         [n, out].
@@ -243,8 +243,8 @@ def rotary_and_store_kv_(
 def clear_slots_(slots_of_layer: Tensor, slots: Tensor) -> None:
     """Zero the slots of a page after its last token.
 
-    Masked positions are multiplied by exactly 0, but 0 * NaN is NaN. So the numbers of the page's earlier owner must be
-    removed.
+    Masked positions are multiplied by exactly 0, but 0 * NaN is NaN. Therefore, numbers that an earlier owner of the
+    page has written must be overwritten.
 
     Args:
         slots_of_layer: see `store_kv_`.
@@ -255,11 +255,11 @@ def clear_slots_(slots_of_layer: Tensor, slots: Tensor) -> None:
 
 
 def decode_mask(visible_from: Tensor, visible_to: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Build the mask of decodes. Positions count from the first slot of the row's block table.
+    """Create the mask of decodes. Positions count from the first slot of the row's block table.
 
     Args:
         visible_from: int64 [n], first visible position of each row.
-        visible_to: int64 [n], position after the last visible one.
+        visible_to: int64 [n], position after the last visible position.
         width: number of positions.
         dtype: dtype of the mask.
 
@@ -274,9 +274,10 @@ def decode_mask(visible_from: Tensor, visible_to: Tensor, width: int, dtype: tor
 def prompt_mask(
     query_offset: int, query_count: int, context: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Build the mask of consecutive prompt tokens.
+    """Create the mask of consecutive prompt tokens.
 
-    Query i has position query_offset + i. It sees positions up to its own, and with a window of W only the last W.
+    Query i has position query_offset + i. It attends to positions up to its own position. With a window of W, it
+    attends only to the last W of these positions.
 
     Args:
         query_offset: position of the first query.
@@ -337,7 +338,7 @@ def paged_attention_decode(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> Tensor:
-    """Attend with one query per sequence over its pages: softmax(q k / sqrt(D) + mask) v.
+    """Compute attention of one query per sequence over the sequence's pages: softmax(q k / sqrt(D) + mask) v.
 
     Scores and sums are float32.
 
@@ -346,9 +347,9 @@ def paged_attention_decode(
         pages: one layer's cache.
         block_table: int64 [n, width]. Rows are padded with any page that the sequence owns.
         mask: [n, 1, 1, width * P], see `decode_mask`.
-        score_cap: c limits scores to c * tanh(q k / sqrt(D) / c). None does not limit.
-        sinks: float32 [H], an additional score of each head with the value 0. None adds no score.
-        latent_dim: numbers of a value, for pages of latents. None for other pages.
+        score_cap: with the cap c, scores become c * tanh(q k / sqrt(D) / c). None: there is no cap.
+        sinks: float32 [H], an additional score of each head, whose value vector is 0. None: no additional score.
+        latent_dim: size of a value, for pages of latents. None for other pages.
 
     Returns:
         [n, H * D].
@@ -356,7 +357,7 @@ def paged_attention_decode(
     count, width = block_table.shape
     _, page_tokens, parts, kv_heads, _ = pages.shape
     head_dim = head_dim_of(pages)
-    # Heads that share keys and values become query rows of one head, so nothing is repeated in memory.
+    # Query heads that share keys and values become query rows of one head, so keys and values are not copied.
     grouped = queries.view(count, kv_heads, -1, head_dim)
     found = taken(pages, block_table.view(-1), queries.dtype)
     context = found.view(count, width * page_tokens, parts, kv_heads, head_dim)
@@ -366,7 +367,7 @@ def paged_attention_decode(
 
 
 def _keys_values(context: Tensor, latent_dim: int | None) -> tuple[Tensor, Tensor]:
-    """Split keys and values: [2, ...] into two halves, or [1, ...] of latents into the key and its first numbers."""
+    """Split [2, ...] into keys and values. For latents [1, ...], values are the first numbers of the keys."""
     if latent_dim is None:
         keys, values = context.unbind(0)
         return keys, values
@@ -381,13 +382,13 @@ def attention_prompt(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> Tensor:
-    """Attend with consecutive tokens of one prompt, over keys and values up to the last of them.
+    """Compute attention of consecutive tokens of one prompt, over keys and values up to the last of these tokens.
 
     Args:
         queries: [n, H * D], head-major.
         keys_values: [context, 2, K, D], or [context, 1, 1, D] of latents.
-        mask: [n, context], see `prompt_mask`. None is a causal mask without a window, if there is one query for each
-            position of the context.
+        mask: [n, context], see `prompt_mask`. None is a causal mask without a window. It is allowed if there is one
+            query for each position of the context.
         score_cap: see `paged_attention_decode`.
         sinks: see `paged_attention_decode`.
         latent_dim: see `paged_attention_decode`.
@@ -397,7 +398,7 @@ def attention_prompt(
     """
     _, _, kv_heads, head_dim = keys_values.shape
     grouped = queries.view(queries.shape[0], kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    # Key/value heads take the place of the batch. Their group is a dimension of stride 0, so nothing is repeated.
+    # Key/value heads are the batch dimension. Their group is a dimension with stride 0, so they are not copied.
     repeated = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1)
     keys, values = _keys_values(repeated, latent_dim)
     by_row = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
@@ -413,12 +414,12 @@ def _attention(
     score_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with prepared tensors.
+    """Compute attention of prepared tensors.
 
     Args:
         queries: [K, G, n, D] or [n, K, G, D].
-        keys: as `queries`, with the context as second to last dimension.
-        values: as `keys`.
+        keys: shape of `queries`, with the context as second to last dimension.
+        values: shape of `keys`.
         mask: added to the scores. None is a causal mask.
         score_cap: see `paged_attention_decode`.
         sinks: shape of the scores, with a last dimension of 1.
@@ -450,20 +451,21 @@ def paged_decode_(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attend with one query per sequence over its pages. Row i sees the last `window` of its contexts[i] tokens.
+    """Compute attention of one query per sequence over the sequence's pages.
 
-    Tokens that a row does not see are not read. A row with a context of 0 is unused, and its result is 0. This
-    implementation loops over rows and reads lengths back to the host.
+    Row i attends to the last `window` of its contexts[i] tokens. Tokens outside of the window are not read. A row with
+    a context of 0 is unused, and its result is 0. This implementation loops over rows and reads lengths back to the
+    host.
 
     Args:
         attended: output, [n, H * D]. The numbers of a row are contiguous.
         queries: [n, H * D]. The numbers of a row are contiguous.
         pages: one layer's cache.
-        block_tables: int32 [n, width] with any strides. Entries of pages that a row does not see may have any value.
+        block_tables: int32 [n, width] with any strides. Entries of pages outside of a row's window may have any value.
         contexts: int32 [n].
-        window: tokens that a row sees, or None for all.
+        window: number of tokens that a row attends to, or None for all tokens.
         parts: `split_count` of the longest context, or more, up to the parts of `work`.
-        work: buffers for partial results. Not used here.
+        work: buffers for partial results. This implementation does not use them.
         score_cap: see `paged_attention_decode`.
         sinks: see `paged_attention_decode`.
     """
@@ -483,10 +485,11 @@ def paged_chunks_(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attend with chunks of consecutive tokens over their pages.
+    """Compute attention of chunks of consecutive tokens over their pages.
 
-    Rows row_starts[i] to row_starts[i + 1] - 1 are the last of the contexts[i] tokens of chunk i. Each sees the last
-    `window` tokens up to itself. This implementation loops over chunks and reads lengths back to the host.
+    Rows row_starts[i] to row_starts[i + 1] - 1 are the last of the contexts[i] tokens of chunk i. Each row attends to
+    the last `window` tokens up to its own token. This implementation loops over chunks and reads lengths back to the
+    host.
 
     Args:
         attended: output, [T, H * D].
@@ -495,9 +498,9 @@ def paged_chunks_(
         block_tables: int32 [m, width].
         contexts: int32 [m].
         row_starts: int32 [m + 1].
-        tiles: int32 [t, 2], contiguous. A tile is a chunk's index and a row's number in the chunk, for every
-            chunk_tile_tokens-th row of each chunk. Not used here.
-        window: tokens that a row sees, or None for all.
+        tiles: int32 [t, 2], contiguous. Each tile has the index of a chunk, and the number of the tile's first row in
+            the chunk. A tile has chunk_tile_tokens rows. This implementation does not use tiles.
+        window: number of tokens that a row attends to, or None for all tokens.
         score_cap: see `paged_attention_decode`.
         sinks: see `paged_attention_decode`.
     """
@@ -513,7 +516,7 @@ def paged_latents_(
     row_starts: Tensor,
     latent_dim: int,
 ) -> None:
-    """Attend with chunks of any length over pages of latents. A row sees all tokens up to itself.
+    """Compute attention of chunks of any length over pages of latents. A row attends to all tokens up to its own.
 
     Args:
         attended: output, [T, H * latent_dim].
@@ -522,7 +525,7 @@ def paged_latents_(
         block_tables: int32 [m, width].
         contexts: int32 [m].
         row_starts: int32 [m + 1], see `paged_chunks_`.
-        latent_dim: numbers of a value.
+        latent_dim: size of a value.
     """
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, None, None, None, latent_dim)
 
@@ -559,24 +562,25 @@ def choose_tokens(
 ) -> Tensor:
     """Choose the next token of every row.
 
-    The draw is a race of exponential clocks (arXiv 1411.0030), each as fast as the token's weight. It has two rounds: a
-    race of DRAW_TILES tiles, where a token is in tile id modulo DRAW_TILES, and a race of the tokens of the winner.
-    Clock i is -log of number i of the splitmix64 stream that starts at the row's word. i is the tile's number, or the
-    token's id plus DRAW_TILES.
+    Tokens are drawn by a race of exponential clocks (arXiv 1411.0030), whose rates are the tokens' weights. The race
+    has two rounds. In the first round, DRAW_TILES tiles compete. The tile of a token is the token's id modulo
+    DRAW_TILES. In the second round, the tokens of the winning tile compete. Clock i is -log of number i of the
+    splitmix64 stream that starts at the row's word. i is the tile's number, or the token's id plus DRAW_TILES.
 
     Args:
         scores: [n, vocab_size]. The numbers of a row are contiguous. Minus infinity hides a token.
-        parameters: float64 [n, 4]: temperature, top_k, top_p, min_p. Temperature 0 chooses the best token, the lowest
-            id among equals. top_k 0 keeps all tokens. Of the tokens that pass min_p and top_k, the nucleus with the
-            share top_p of their weight is kept. Tokens of equal weight are kept or dropped together.
+        parameters: float64 [n, 4]: temperature, top_k, top_p, min_p. Temperature 0 chooses the token with the largest
+            score, and the lowest id among equal scores. top_k 0 keeps all tokens. After min_p and top_k, only the
+            nucleus is kept, whose weight is the fraction top_p of the remaining weight. Tokens of equal weight are
+            either all kept or all dropped.
         words: int64 [n], 64 random bits for the row's request and position.
         masks: bits int32 [m, words of a row] and rows int32 [n], or None. Row i may choose token id if bit id % 32 of
             word id // 32 is set in row rows[i] of the bits. A negative rows[i] allows all tokens. NO_NUMBER and HIDDEN
             refer to the scores before masking.
 
     Returns:
-        int64 [2, n]: token ids, and Flaws. A row with NO_NUMBER or ALL_HIDDEN has a meaningless id. It is in the
-        vocabulary, because the next step may look it up.
+        int64 [2, n]: token ids, and Flaws. A row with NO_NUMBER or ALL_HIDDEN has an arbitrary id of the vocabulary,
+        because the next step may use the id as an index.
     """
     scores = scores.float()
     vocab_size = scores.shape[1]
@@ -616,9 +620,9 @@ def choose_tokens(
 
 
 def _clocks(word: Tensor, indices: Tensor) -> Tensor:
-    """Return numbers of the splitmix64 stream (Steele, Lea, Flood, OOPSLA 2014) as clocks, float64.
+    """Convert numbers of the splitmix64 stream (Steele, Lea, Flood, OOPSLA 2014) to exponential clocks, float64.
 
-    int64 arithmetic drops bits above 64, as the algorithm requires.
+    int64 arithmetic wraps at 64 bits, as the algorithm requires.
     """
     state = word + (indices + 1) * (0x9E3779B97F4A7C15 - 2**64)
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):

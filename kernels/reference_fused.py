@@ -1,6 +1,6 @@
-"""The reference kernels, declared as fused. A model then walks block tables and samples through kernels.
+"""The reference kernels, declared as fused. A model then uses kernels for paged attention and sampling.
 
-It is slow and serves to test those code paths without Triton.
+This implementation is slow. Its purpose is to test these code paths without Triton.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Plain torch kernels that are batch-invariant: the bits of a row depend only on its own token and context.
+"""Kernels in torch that are batch-invariant: the bits of a row depend only on its own token and context.
 
-The shapes of a call, and how torch divides it between threads, decide the order of torch's sums. They also decide
-whether a number is computed in a full vector register or in the remainder. So everything that is not exactly rounded is
-computed here in calls of one shape:
+The order of torch's sums depends on the shapes of a call, and on how torch divides the call between threads. These also
+determine if a number is computed in a full vector register or in the remainder, whose code may round differently.
+Therefore, all operations that are not exactly rounded are computed in calls of one fixed shape:
 
 - products and norms in tiles of ROW_TILE rows, the last one padded with zeros;
 - attention in tiles of ROW_TILE rows of one sequence, over tiles of CONTEXT_TILE tokens at absolute positions, in
-  order and in float32. A decode is computed like a row of a prompt. Positions that a row does not see are zeros;
-- exponentials and sigmoids on FLAT_NUMBERS numbers at a time: full vectors, and too few for a second thread.
+  order and in float32. A decode is computed like a row of a prompt. Masked positions are zeros;
+- exponentials and sigmoids on FLAT_NUMBERS numbers at a time, which are full vectors and too few for a second thread.
 
 One assumption remains: a row's index within its tile does not matter. `differing_rows` and `differing_attended_rows`
 check it.
@@ -69,7 +69,7 @@ KEEPS_FOUR_BITS = False
 
 ROW_TILE = 16
 CONTEXT_TILE = 64
-FLAT_NUMBERS = 2_048  # torch uses a second thread from this size on
+FLAT_NUMBERS = 2_048  # For more numbers, torch uses a second thread.
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: reference.Product) -> Tensor:
@@ -83,11 +83,11 @@ def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:
 def differing_rows(compute: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> list[int]:
     """Return the indexes within a tile at which a row's result differs from its result at index 0.
 
-    The row is the same at each index, and the other rows are different random numbers each time. An empty list means
-    that the index does not matter.
+    The row is equal at each index, and all other rows are different random numbers each time. If the list is empty, the
+    index does not matter.
 
     Args:
-        compute: maps [ROW_TILE, columns] to [ROW_TILE, n].
+        compute: function that maps [ROW_TILE, columns] to [ROW_TILE, n].
         columns: numbers per row.
         dtype: dtype of the rows.
     """
@@ -126,7 +126,7 @@ def _differing(compute: Callable[[Tensor, int], Tensor], columns: int, dtype: to
     """Compare the result of one row at all indexes of a tile.
 
     Args:
-        compute: takes a tile and an index, and returns the result of the row at that index.
+        compute: function of a tile and an index. It returns the result of the row at that index.
         columns: numbers per row.
         dtype: dtype of the rows.
     """
@@ -146,7 +146,7 @@ def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def add_rms_norm_(hidden: Tensor, product: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     if product is not None:
-        hidden.add_(product)  # a sum of two numbers is exactly rounded
+        hidden.add_(product)  # The sum of two numbers is always correctly rounded.
     return rms_norm(hidden, weight, eps)
 
 
@@ -231,7 +231,9 @@ def _attend_(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> None:
-    """Attend with the last len(queries) tokens of one context, and write `attended`. Arguments as in reference.py."""
+    """Compute attention of the last len(queries) tokens of one context, and write `attended`. See reference.py for
+    the arguments.
+    """
     count = queries.shape[0]
     kv_heads, head_dim = pages.shape[-2], head_dim_of(pages)
     group = queries.shape[1] // head_dim // kv_heads
@@ -245,10 +247,10 @@ def _attend_(
         rows = min(ROW_TILE, count - first)
         padded = queries.new_zeros(ROW_TILE, queries.shape[1], dtype=torch.float32)
         padded[:rows] = queries[first : first + rows]
-        # Rows and the heads that share keys and values become the rows of one product.
+        # The rows of one product are all combinations of a row and a query head of the group.
         shared = padded.view(ROW_TILE, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
         positions = start + first + torch.arange(ROW_TILE)
-        seen = -(-(start + first + rows) // CONTEXT_TILE) - first_tile  # number of tiles that any of these rows sees
+        seen = -(-(start + first + rows) // CONTEXT_TILE) - first_tile  # number of tiles up to the last row's token
         scores = []
         for number in range(seen):
             place = (first_tile + number) * CONTEXT_TILE + torch.arange(CONTEXT_TILE)
@@ -263,7 +265,7 @@ def _attend_(
         # A maximum is exact in any order, so the tiles' maxima need no fixed order.
         best = torch.stack([tile.amax(-1) for tile in scores]).amax(0)
         if sinks is None:
-            best.masked_fill_(best == float("-inf"), 0.0)  # padding rows see nothing
+            best.masked_fill_(best == float("-inf"), 0.0)  # Padding rows attend to no tokens.
             total = torch.zeros_like(best)
         else:
             by_row = sinks.view(kv_heads, 1, group).expand(-1, ROW_TILE, -1).reshape(kv_heads, -1)
@@ -293,10 +295,10 @@ def _context_tiles(
     Args:
         pages: one layer's cache.
         block_table: int32, pages of the sequence.
-        begin: first position of a tile.
-        first_seen: first visible position. Positions before it are zeros, because their pages may be freed already.
-        end: position after the last one. The rest of the last tile is zeros.
-        latent_dim: numbers of a value, for pages of latents.
+        begin: first position of the first tile.
+        first_seen: first visible position. Earlier positions become zeros, because their pages may already be freed.
+        end: position after the last token. Later positions of the last tile become zeros.
+        latent_dim: size of a value, for pages of latents.
         dtype: dtype to which 8-bit pages are decoded first.
 
     Returns:

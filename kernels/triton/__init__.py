@@ -1,8 +1,8 @@
-"""The kernels in Triton, for CUDA, one kernel per file. triton comes with CUDA builds of torch.
+"""The kernels in Triton, for CUDA, one kernel per file. CUDA builds of torch include triton.
 
-No launch waits for the device, reads from it, or takes its grid from it. So a step can be captured in a CUDA graph once
-all its kernels are compiled. Temporary memory comes from torch's allocator, which the capture owns. Functions that no
-model calls if kernels are FUSED are plain torch.
+No launch waits for the device, reads from the device, or depends on the device for its grid. Therefore, a step can be
+captured in a CUDA graph after all its kernels are compiled. torch's allocator provides temporary memory, which belongs
+to the capture. Functions that models do not call with FUSED kernels are not written in Triton: they use torch.
 """
 
 from __future__ import annotations

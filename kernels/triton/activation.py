@@ -1,4 +1,4 @@
-"""The activation of the gate, multiplied by the up projection. Memory bandwidth limits it."""
+"""Multiplies the activation of the gate by the up projection. Memory bandwidth limits the kernel's speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def activate_mul_kernel(
     if ACTIVATION == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # x (1 + tanh(y)) / 2 is x / (1 + exp(-2 y)).
+        # The identity x (1 + tanh(y)) / 2 = x / (1 + exp(-2 y)) is used.
         active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     elif ACTIVATION == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # keeps NaN

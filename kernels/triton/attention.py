@@ -1,7 +1,7 @@
 """Shared parts of the attention kernels: running softmax over tiles of a paged context, and the size of a tile.
 
-Source: FlashAttention (arXiv 2205.14135). Scores have the unit log 2, because the hardware computes exp2. Tokens that a
-row does not see are never read, so any content of a page after its last token is harmless.
+Source: FlashAttention (arXiv 2205.14135). Scores are in units of log 2, because the hardware computes exp2. Tokens that
+a row does not attend to are never read, so the unused slots of a page may contain any numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import triton.language as tl
 __all__ = ["attend_tile", "begin_softmax", "pipeline_stages", "score_numbers", "shared_bytes_max", "token_block"]
 
 LOG2_E = 1.4426950408889634
-TILE_BYTES_MAX = 16 * 1024  # of keys, and of values. Two tiles of each are in flight, and small GPUs have 99 KiB.
-# Keys and values are found through the block table, so their loads wait for another load of the same tile, and Triton
-# divides the stages between the two loads. Up to 4 stages give one buffer for keys and one for values. 5 stages give
-# two of each, so the next tile loads while this one is multiplied. Asynchronous products (wgmma) use one more.
+# Bytes of a tile of keys, and of a tile of values. Two tiles of keys and two of values are loaded at a time, and small
+# GPUs have 99 KiB of shared memory.
+TILE_BYTES_MAX = 16 * 1024
+# The loads of a tile's keys and values depend on a load from the block table, and Triton divides the stages between
+# both loads. With up to 4 stages, there is one buffer for keys and one for values. With 5 stages, there are two buffers
+# for each, so the next tile is loaded while this tile is multiplied. Asynchronous products (wgmma) use one more buffer.
 PIPELINE_STAGES = 5
-# Shared memory per program from which on more stages pay off. With heads of 128 numbers on sm_90, decodes need 71 KiB
-# and chunks 113 KiB, and three and two programs run on a multiprocessor, as without a pipeline. On sm_80 (164 KiB per
-# multiprocessor), sm_86 and sm_89 (100 KiB), only one program would run instead of two. On sm_86 and sm_89 chunks with
-# heads of 256 numbers would not fit.
+# Additional stages are used if a program may use at least this number of bytes of shared memory. With heads of 128
+# numbers on sm_90, decodes need 71 KiB and chunks need 113 KiB. Three or two programs then run on a multiprocessor, as
+# without a pipeline. On sm_80 (164 KiB per multiprocessor), sm_86 and sm_89 (100 KiB), only one program would run
+# instead of two. On sm_86 and sm_89, chunks with heads of 256 numbers would not fit.
 PIPELINED_SHARED_BYTES = 227 * 1024
 
 
@@ -42,7 +44,7 @@ def shared_bytes_max(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # The types of torch do not contain the attribute.
     return int(properties.shared_memory_per_block_optin)
 
 
@@ -53,7 +55,7 @@ def begin_softmax(sinks, head, is_there, ROWS: tl.constexpr, HAS_SINKS: tl.const
     Args:
         sinks: float32, the sink of each head. Not read if HAS_SINKS is False.
         head: int [ROWS], the head of each row.
-        is_there: bool [ROWS], True for rows that have a sink.
+        is_there: bool [ROWS], True for rows whose head has a sink.
         ROWS: number of rows.
         HAS_SINKS: True if heads have sinks.
     """
@@ -96,10 +98,10 @@ def attend_tile(
         attended: float32 [M, DIM_BLOCK], running weighted sum of values.
         pages: one layer's cache.
         block_table: int32, pages of the sequence.
-        page_stride: distance of two entries of the block table.
+        page_stride: distance between two entries of the block table.
         position: int [N], positions of the tile's tokens.
         in_context: bool [N], tokens that may be read.
-        seen: bool [M, N] or [1, N], tokens that a row sees.
+        seen: bool [M, N] or [1, N], tokens that a row attends to.
         kv_head: index of the key/value head.
         score_scale: see `score_numbers`.
         score_cap: see `score_numbers`.
@@ -124,7 +126,8 @@ def attend_tile(
         scores = score_cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has not seen anything has a maximum of minus infinity. 0 instead of it avoids NaN in differences.
+    # The maximum of a row without visible tokens so far is minus infinity. It is replaced by 0 to avoid NaN in
+    # differences.
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(maximum - base)
@@ -136,7 +139,7 @@ def attend_tile(
 def score_numbers(head_dim: int, score_cap: float | None) -> tuple[float, float]:
     """Return the factor on the product of query and key, and the cap, both in units of log 2.
 
-    With a cap, the kernel computes cap * (1 - 2 / (1 + 2 ** a)) from the scaled product a, which is a tanh.
+    With a cap, the kernel computes cap * (1 - 2 / (1 + 2 ** a)) from the scaled product a. This formula is a tanh.
 
     Args:
         head_dim: numbers per head.

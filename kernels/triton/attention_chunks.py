@@ -1,7 +1,7 @@
 """Attention of prompt chunks of any lengths over their pages, in one launch.
 
-Each program computes one tile of one chunk's tokens. A row of its products is a token and a head of the group that
-shares keys and values. The host makes the list of tiles.
+Each program computes one tile of one chunk's tokens. The rows of its products are all combinations of a token and a
+query head that shares the keys and values. The host creates the list of tiles.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def chunks_kernel(
     IS_CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    # One program per tile and key/value head.
+    # There is one program for each tile and key/value head.
     kv_head = tl.program_id(1)
     chunk = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile_first = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -62,7 +62,7 @@ def chunks_kernel(
     place = (kv_head * GROUP + member % GROUP)[:, None] * HEAD_DIM + dim[None, :]
     query = tl.load(queries + row[:, None] * query_stride + place, mask=inside, other=0.0)
     query_position = chunk_start + token
-    # First position that the tile's first token sees, and the end of what its last token sees.
+    # First position that the tile's first token attends to, and position after the tile's last token.
     first = tl.maximum(chunk_start + tile_first - window + 1, 0)
     end = chunk_start + tl.minimum(tile_first + TILE_TOKENS, count)
     maximum, total = begin_softmax(sinks, kv_head * GROUP + member % GROUP, computed, ROW_BLOCK, HAS_SINKS)
@@ -90,7 +90,7 @@ def chunks_kernel(
             DIM_BLOCK,
             IS_CAPPED,
         )
-    # Rows after the chunk's end may have seen nothing, and a chunk without a context is unused: its result is 0.
+    # Rows after the chunk's end may have no visible tokens. A chunk without a context is unused, and its result is 0.
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(attended + row[:, None] * attended_stride + place, result.to(attended.dtype.element_ty), mask=inside)
 
@@ -139,8 +139,8 @@ def paged_chunks_(
         TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
         IS_CAPPED=score_cap is not None,
         HAS_SINKS=sinks is not None,
-        # float32 and long heads need the registers of more warps. float32 already fills all registers, and a pipeline
-        # would spill more of them.
+        # float32 and large heads need the registers of more warps. float32 already uses all registers, so a pipeline
+        # would spill more registers to memory.
         num_warps=4 if dim_block * pages.dtype.itemsize <= 256 else 8,
         num_stages=pipeline_stages(pages.device) if pages.dtype.itemsize == 2 else 1,
     )

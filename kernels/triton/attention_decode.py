@@ -1,9 +1,10 @@
-"""Attention of one query per sequence over its pages. Programs share a context, and a second kernel joins their parts.
+"""Attention of one query per sequence over its pages. Several programs compute parts of a context, and a second kernel
+combines the parts.
 
-Source: flash decoding, https://pytorch.org/blog/flash-decoding/. The heads that share keys and values are the rows of
-one product, so keys and values are read once. The device computes where a context is split, from its length only. The
-grid depends on the number of rows and on the longest possible context, so a captured launch fits every step with as
-many rows.
+Source: flash decoding, https://pytorch.org/blog/flash-decoding/. The query heads that share keys and values are the
+rows of one product, so keys and values are read once. The device splits a context by its length only. The grid depends
+on the number of rows and on the longest possible context, so a captured launch can be used for every step with the same
+number of rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from trioserve_kernels.triton.attention import attend_tile, begin_softmax, pipel
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
 
-PART_BLOCK = 16  # parts that the second kernel reads at a time
+PART_BLOCK = 16  # number of parts that the second kernel reads at a time
 NO_WINDOW = 2**31 - 1
 
 
 @triton.jit
 def _part_tokens(context, SPLIT_TOKENS: tl.constexpr, PARTS_MAX: tl.constexpr):
-    """Return the tokens of one part: the smallest multiple of SPLIT_TOKENS that needs at most PARTS_MAX parts."""
+    """Return the tokens of one part: the smallest multiple of SPLIT_TOKENS with at most PARTS_MAX parts."""
     return tl.maximum(tl.cdiv(tl.cdiv(context, PARTS_MAX), SPLIT_TOKENS), 1) * SPLIT_TOKENS
 
 
@@ -58,8 +59,9 @@ def decode_split_kernel(
     IS_CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    # Program (row, key/value head, n) computes every n-th part of the row, from the part in which its window begins.
-    # With ONE_PART there is nothing to join, so the program writes the final result.
+    # Program (row, key/value head, n) computes part n of the row and every following part at a distance of the number
+    # of programs. Parts count from the part in which the window begins. With ONE_PART, the program writes the final
+    # result, because no parts have to be combined.
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     context = tl.load(contexts + row)
@@ -67,9 +69,9 @@ def decode_split_kernel(
     part_tokens = _part_tokens(context, SPLIT_TOKENS, PARTS_MAX)
     parts = tl.cdiv(context, part_tokens) - first // part_tokens
     if ONE_PART:
-        parts = 1  # also for an empty context, whose result of zeros must be written
+        parts = 1  # An empty context also has one part, because its result of zeros must be written.
     if tl.program_id(2) >= parts:
-        # The grid is made for the longest context. Most programs of a short context end here, without reading a query.
+        # The grid is made for the longest context. With a short context, most programs end now.
         return
     member = tl.arange(0, GROUP_BLOCK)
     head = kv_head * GROUP + member
@@ -80,9 +82,9 @@ def decode_split_kernel(
     for part in range(tl.program_id(2), parts, tl.num_programs(2)):
         begin = (first // part_tokens + part) * part_tokens
         end = tl.minimum(begin + part_tokens, context)
-        # Start at the tile of the first visible token, so that every tile has a visible token.
+        # The loop starts at the tile of the first visible token, so that every tile has a visible token.
         begin = tl.maximum(begin, first // TOKEN_BLOCK * TOKEN_BLOCK)
-        # A sink counts once, in the first part.
+        # A sink is added only once, in the first part.
         has_sink = (member < GROUP) & (part == 0) & (context > 0)
         maximum, total = begin_softmax(sinks, head, has_sink, GROUP_BLOCK, HAS_SINKS)
         result = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
@@ -135,7 +137,8 @@ def decode_join_kernel(
     DIM_BLOCK: tl.constexpr,
     PART_BLOCK: tl.constexpr,
 ):
-    # One program per row and head. Only parts with a visible token were written, and only these are read.
+    # There is one program for each row and head. It reads only parts with a visible token, because only these
+    # parts were written.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(contexts + row)
@@ -161,7 +164,7 @@ def decode_join_kernel(
         result = result * shrunk + tl.sum(part_sums * weights[:, None], 0)
         maximum = higher
     place = attended + row * attended_stride + head * HEAD_DIM + dim
-    result = result / tl.where(total > 0, total, 1.0)  # an empty context has no parts
+    result = result / tl.where(total > 0, total, 1.0)  # An empty context has a total of 0.
     tl.store(place, result.to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
 
 

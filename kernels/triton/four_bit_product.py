@@ -1,7 +1,8 @@
-"""A product with a 4-bit weight, which is unpacked tile by tile on its way to the tensor cores.
+"""A product with a 4-bit weight. Each tile of the weight is unpacked before the tensor cores multiply it.
 
-Programs walk the tiles as in product.py, each tile over its whole depth. Few rows use small tiles, so that there are
-many: reading the weight limits a decode. The batch-invariant mode uses one tile shape for any number of rows.
+Programs compute the tiles as in product.py, and one program sums the whole depth of a tile. With few rows, tiles are
+small, so that many programs read the weight at the same time. Reading the weight limits the speed of a decode. The
+batch-invariant mode uses one tile shape for any number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trioserve_kernels.triton.product import program_count
 __all__ = ["four_bit_product", "four_bit_product_kernel"]
 
 FEW_ROWS = 16
-FEW_TILE = (16, 32)  # rows, outputs
+FEW_TILE = (16, 32)  # number of rows and outputs of a tile, if there are few rows
 TILE = (64, 128)
 DEPTH_BLOCK_MAX = 64
 STAGES = 3
@@ -45,7 +46,7 @@ def four_bit_product_kernel(
     DEPTH_BLOCK: tl.constexpr,
 ):
     # Program n computes every tile with index n modulo the number of programs. Tiles of the same outputs are adjacent.
-    # DEPTH_BLOCK never exceeds a group, so one scale counts for a block.
+    # DEPTH_BLOCK is never larger than a group, so all values of a block have the same scale.
     row_tiles = tl.cdiv(rows, ROW_BLOCK)
     tiles = row_tiles * tl.cdiv(outputs, OUTPUT_BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -53,7 +54,8 @@ def four_bit_product_kernel(
         output = (tile // row_tiles * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)).to(tl.int64)
         is_output = output < outputs
         byte = tl.arange(0, DEPTH_BLOCK // 2)
-        number = byte // 16 * 32 + byte % 16  # value in the low half of the byte. The high half has value + 16.
+        # Number of the value in the byte's low half. The high half has number + 16.
+        number = byte // 16 * 32 + byte % 16
         total = tl.zeros([ROW_BLOCK, OUTPUT_BLOCK], tl.float32)
         for begin in range(0, depth, DEPTH_BLOCK):
             place = begin + number

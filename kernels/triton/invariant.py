@@ -1,9 +1,10 @@
 """Triton kernels that are batch-invariant: the bits of a row depend only on its own token and context.
 
-Norms, rotary embeddings, activation and sampling always are, because a program computes whole rows in blocks of one
-shape. Products use our own kernel instead of cuBLAS. A decode is computed like a row of a prompt, by the same kernel
-over the same tiles at absolute positions. Its context is not split between programs, which costs time for few rows with
-long contexts. One assumption remains: tensor cores give a row the same result at every index of a tile.
+Kernels for norms, rotary embeddings, activation and sampling are always batch-invariant, because a program computes
+whole rows in blocks of one shape. Products use the kernel of product.py instead of cuBLAS. A decode is computed like a
+row of a prompt, by the same kernel over the same tiles at absolute positions. The context of a decode is not split
+between programs, which is slower for few rows with long contexts. One assumption remains: the tensor cores' result for
+a row does not depend on the row's index in a tile.
 """
 
 from __future__ import annotations
@@ -86,6 +87,6 @@ def paged_decode_(
     # Each row is a chunk of one token. `parts` and `work` are not used.
     count = queries.shape[0]
     row_starts = torch.arange(count + 1, dtype=torch.int32, device=queries.device)
-    # An int64 is seen as two int32: the number of a chunk, and 0, since its only tile begins at its first row.
+    # Each int64 is viewed as two int32: the number of a chunk, and 0, because its only tile begins at its first row.
     tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
     paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap, sinks)

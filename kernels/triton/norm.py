@@ -1,4 +1,4 @@
-"""RMS norm, with or without the residual sum before it. Memory bandwidth limits it: values move once each way."""
+"""RMS norm, with or without a residual sum before the norm. Each value is read and written once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 __all__ = ["add_rms_norm_", "rms_norm", "rms_norm_kernel"]
 
-BLOCK_NUMBERS_MIN = 1024  # a program computes several short rows, such as heads
+BLOCK_NUMBERS_MIN = 1024  # If rows are shorter, such as heads, a program computes several rows.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -35,12 +35,13 @@ def rms_norm_kernel(
     place = (row // inner) * outer_stride + (row % inner) * inner_stride + column
     numbers = tl.load(values + place, mask=inside, other=0.0)
     if ADD:
-        # Rounded to the format of the residual before it is normed, as it will be read later.
+        # The sum is rounded to the dtype of the residual before it is normalized, because later code reads the rounded
+        # sum.
         added = tl.load(product + row * columns + column, mask=inside, other=0.0)
         numbers = (numbers.to(tl.float32) + added.to(tl.float32)).to(values.dtype.element_ty)
         tl.store(values + place, numbers, mask=inside)
     if WEIGHTED:
-        # Loaded before the sum is known, so that the program waits for memory only once.
+        # The weight is loaded before the sum is computed, so that the program waits for memory only once.
         factors = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     numbers = numbers.to(tl.float32)
     mean = tl.sum(numbers * numbers, 1) / columns
@@ -83,7 +84,8 @@ def _launch(values: Tensor, product: Tensor | None, weight: Tensor | None, eps: 
             WEIGHTED=weight is not None,
             ROW_BLOCK=row_block,
             COLUMN_BLOCK=column_block,
-            # 8 or 16 numbers per thread: one or two loads of 16 bytes from each tensor, all in flight at once.
+            # Each thread has 8 or 16 numbers. It loads them with one or two loads of 16 bytes from each tensor, which
+            # run at the same time.
             num_warps=4 if column_block <= 1024 else 8 if column_block <= 4096 else 16,
         )
     return normed

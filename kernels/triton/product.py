@@ -1,10 +1,10 @@
 """A matrix product whose sums do not depend on the number of rows.
 
-Tiles have one shape, and one program sums a tile's whole depth in order. cuBLAS chooses tiles by the number of rows,
-and may share a sum between programs. Here a fixed number of programs walk the tiles (persistent matmul:
-https://triton-lang.org/main/getting-started/tutorials/09-persistent-matmul.html). Which program computes a tile does
-not change its result. Decodes fill a part of a tile's rows. Reading the weight limits them, and the weight is read once
-for ROW_BLOCK rows.
+All tiles have the same shape, and one program sums a tile's whole depth in order. In contrast, cuBLAS chooses the tile
+shape by the number of rows, and may divide a sum between programs. A fixed number of programs compute all tiles
+(persistent matmul: https://triton-lang.org/main/getting-started/tutorials/09-persistent-matmul.html). The result of a
+tile does not depend on the program that computes it. Decodes do not fill all rows of a tile. Their speed is limited by
+reading the weight, which is read once for ROW_BLOCK rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ __all__ = ["product", "product_kernel", "program_count"]
 
 ROW_BLOCK = 64
 OUTPUT_BLOCK = 128
-DEPTH_BYTES = 128  # per row of a tile. Four tiles of each operand are in flight, and small GPUs have 99 KiB.
-STAGES = {2: 4, 4: 3}  # by bytes per number. float32 is split into three parts, which need shared memory as well.
-INTERPRETED_PROGRAMS = 3  # without a GPU: few, so that each computes several tiles
+# Bytes per row of a tile. Four tiles of each operand are loaded at a time, and small GPUs have 99 KiB of shared memory.
+DEPTH_BYTES = 128
+STAGES = {2: 4, 4: 3}  # Stages by bytes per number. float32 is split into three parts, which need more shared memory.
+INTERPRETED_PROGRAMS = 3  # Number of programs without a GPU. It is small, so that tests compute several tiles each.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -113,7 +114,7 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def program_count(device: torch.device) -> int:
-    """Return the number of programs: two per multiprocessor, so that one loads while the other multiplies.
+    """Return the number of programs. A multiprocessor runs two: one can load while the other one multiplies.
 
     Args:
         device: device of the tensors.

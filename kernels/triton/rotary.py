@@ -1,4 +1,4 @@
-"""Rotary embeddings of queries and keys, and the write of keys and values into their slots, in one pass over a row."""
+"""Rotates queries and keys (rotary embeddings) and writes keys and values into their slots, in one pass over a row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 __all__ = ["rotary_and_store_kv_", "rotary_store_kernel"]
 
-HEAD_BLOCK = 8  # heads of one program: 8 x 128 numbers
+HEAD_BLOCK = 8  # Number of heads of one program, usually with 8 x 128 numbers.
 
 
 @triton.jit
@@ -27,7 +27,8 @@ def rotary_store_kernel(
     HALF_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # Loaded before the first store, because the compiler moves no load ahead of a store. The address depends on it.
+    # The slot is needed for an address. It is loaded before the first store, because the compiler does not move a load
+    # before a store.
     slot = tl.load(slots + row).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
@@ -47,7 +48,7 @@ def rotary_store_kernel(
     rotated_high = (high.to(tl.float32) * cos_high + low.to(tl.float32) * sin_high).to(high.dtype)
     tl.store(first, rotated_low, mask=rotated)
     tl.store(second, rotated_high, mask=rotated)
-    # A slot has the same order as the rest of a row after the queries: all keys, then all values.
+    # A slot has the order of a row without its queries: all keys, then all values.
     kept = inside & (head >= HEADS)
     target = slots_of_layer + slot * slot_stride + (head - HEADS) * HEAD_DIM + half
     tl.store(target, tl.where(rotated, rotated_low, low), mask=kept)

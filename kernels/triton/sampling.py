@@ -1,10 +1,10 @@
-"""Chooses token ids from logits on the device: greedy, or drawn with temperature, min_p, top_k and top_p, no sorting.
+"""Samples token ids from logits on the device: greedy, or with temperature, min_p, top_k and top_p, without sorting.
 
-Probabilities are stored as weights exp((score - best) / temperature), at most 1. The threshold of a filter is the
-largest number t for which the weights of at least t suffice: top_k of them, or a share top_p of the sum. Floats from 0
-to 1 have the same order as their bits. So t is found bit by bit, two bits in each pass over the row. The draw is the
-race that reference.py describes: between tiles of tokens, then between the tokens of the winner. Its random numbers are
-a hash of seed and position, and of tile or token.
+Probabilities are stored as weights exp((score - best) / temperature), which are at most 1. The threshold t of a filter
+is the largest number for which enough weights are at least t: top_k weights, or weights whose sum is the fraction top_p
+of the total. Floats from 0 to 1 have the same order as their bits. Therefore, t is found bit by bit, two bits in each
+pass over the row. The token is drawn by the race that reference.py describes: first between tiles of tokens, then
+between the tokens of the winning tile. A random number is a hash of seed, position, and tile or token.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 __all__ = ["best_parts_kernel", "choose_kernel", "choose_tokens"]
 
-PART_TOKENS = 8192  # tokens of a row that one program searches for the best score
+PART_TOKENS = 8192  # number of tokens of a row that one program searches for the best score
 PART_TOKEN_BLOCK = 2048
-# One program walks a whole row, up to 15 times for each filter, so the speed of one multiprocessor limits it. It uses
-# as many threads as a program may have. Each thread has 8 tokens (16 bytes of 16-bit scores) in flight.
+# One program reads a whole row up to 15 times for each filter, so one multiprocessor limits the kernel's speed. The
+# program has the largest possible number of threads. Each thread loads 8 tokens (16 bytes of 16-bit scores) at a time.
 TOKEN_BLOCK = 8192
 CHOOSE_WARPS = 32
 DRAW_TILES = 512
@@ -27,13 +27,13 @@ DRAW_TILES = 512
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
-_FIRST_STEP = tl.constexpr(1 << 28)  # 1.0 is 0x3F800000, whose two highest bits are at this step
+_FIRST_STEP = tl.constexpr(1 << 28)  # This step covers the two highest bits of 1.0, which is 0x3F800000.
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _allowed(mask, token, inside):
-    """Return True where the mask has the token's bit."""
+    """Return True for each token whose bit is set in the mask."""
     word = tl.load(mask + (token >> 5), mask=inside, other=0)
     return ((word >> (token & 31)) & 1) != 0
 
@@ -79,8 +79,8 @@ def best_parts_kernel(
     PART_TOKENS: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
 ):
-    # Program (row, part) writes the part's best score, the lowest id that has it, and flaws: 1 is NaN or infinity, 2 is
-    # minus infinity. A row without a mask takes the branch of a launch without masks, so it gives the same bits.
+    # Program (row, part) writes the part's best score, the lowest id with this score, and flaws: 1 is NaN or infinity,
+    # 2 is minus infinity. A row without a mask uses the same code as a launch without masks, so its bits are equal.
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * PART_TOKENS
     scores += row * score_stride
@@ -101,7 +101,7 @@ def best_parts_kernel(
 
 @triton.jit
 def _weights(scores, mask, token, inside, best, scale, MASKED: tl.constexpr):
-    """Return the weights of tokens. Tokens that the mask forbids have 0."""
+    """Return the weights of tokens. The weight of a masked token is 0."""
     score = tl.load(scores + token, mask=inside, other=float("-inf")).to(tl.float32)
     weight = tl.exp2((score - best) * scale)
     if MASKED:
@@ -122,9 +122,9 @@ def _least_enough(
     MASKED: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
 ):
-    """Return the largest t for which the weights of at least t and `threshold` suffice, or 0 if there is none.
+    """Return the largest number t for which enough weights are at least t and `threshold`, or 0 if there is no such t.
 
-    They suffice if their number (COUNTED) or their sum reaches `wanted`.
+    The weights are enough if their number (with COUNTED) or their sum is at least `wanted`.
     """
     low = tl.full([], 0, tl.int32)
     lane = tl.arange(0, TOKEN_BLOCK)
@@ -133,7 +133,7 @@ def _least_enough(
         pivot_1 = (low + step).to(tl.float32, bitcast=True)
         pivot_2 = (low + 2 * step).to(tl.float32, bitcast=True)
         pivot_3 = (low + 3 * step).to(tl.float32, bitcast=True)
-        # Each lane sums on its own, so that there is one reduction per pass, not one per block.
+        # Each lane computes its own sum, so that one reduction per pass is needed instead of one per block.
         reached_1 = tl.zeros([TOKEN_BLOCK], tl.float32)
         reached_2 = tl.zeros([TOKEN_BLOCK], tl.float32)
         reached_3 = tl.zeros([TOKEN_BLOCK], tl.float32)
@@ -147,7 +147,8 @@ def _least_enough(
         enough = (tl.sum(reached_1, 0).to(tl.float64) >= wanted).to(tl.int32)
         enough += (tl.sum(reached_2, 0).to(tl.float64) >= wanted).to(tl.int32)
         enough += (tl.sum(reached_3, 0).to(tl.float64) >= wanted).to(tl.int32)
-        # A lower pivot is reached by more weights. So the number of sufficient pivots tells which one is the last.
+        # More weights are at least as large as a lower pivot. Therefore, the number of pivots with enough weights is
+        # the index of the largest one.
         low += enough * step
         step = step >> 2
     return low.to(tl.float32, bitcast=True)
@@ -155,7 +156,7 @@ def _least_enough(
 
 @triton.jit
 def _clocks(word, index):
-    """Return exponentially distributed numbers, float64: number `index` of the splitmix64 stream from `word` on."""
+    """Return exponentially distributed numbers, float64, from number `index` of the splitmix64 stream of `word`."""
     state = word + (index.to(tl.uint64) + 1) * _GAMMA
     state = (state ^ (state >> 30)) * _MULTIPLIER_1
     state = (state ^ (state >> 27)) * _MULTIPLIER_2
@@ -176,14 +177,14 @@ def _draw(
     DRAW_TILES: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
-    """Draw a token for a row with a temperature. `setting` points to the row's parameters."""
+    """Draw a token for a row whose temperature is above 0. `setting` points to the row's parameters."""
     scale = _LOG2_E / tl.load(setting).to(tl.float32)
     top_k = tl.load(setting + 1)
     top_p = tl.load(setting + 2)
-    threshold = tl.load(setting + 3).to(tl.float32)  # min_p, since the best weight is 1
+    threshold = tl.load(setting + 3).to(tl.float32)  # min_p is the threshold, because the best weight is 1.
     if (top_k > 0) & (top_k < vocab_size):
-        # Counting ignores min_p. Tokens that min_p drops have lower weights than all others, so the maximum of both
-        # thresholds is right.
+        # Counting for top_k ignores min_p. The maximum of both thresholds is correct, because tokens that min_p drops
+        # have lower weights than all other tokens.
         kth = _least_enough(scores, mask, vocab_size, best, scale, 0.0, top_k, True, MASKED, TOKEN_BLOCK)
         threshold = tl.maximum(threshold, kth)
     if top_p < 1.0:
@@ -198,7 +199,7 @@ def _draw(
         )
         threshold = tl.maximum(threshold, nucleus)
     tile = tl.arange(0, DRAW_TILES)
-    # Each lane sums on its own, as in _least_enough.
+    # Each lane computes its own sum, as in _least_enough.
     tile_sums = tl.zeros([TOKEN_BLOCK // DRAW_TILES, DRAW_TILES], tl.float64)
     line = tl.arange(0, TOKEN_BLOCK // DRAW_TILES)[:, None] * DRAW_TILES
     for start in range(0, vocab_size, TOKEN_BLOCK):
@@ -209,7 +210,7 @@ def _draw(
     token = tl.arange(0, COLUMN_BLOCK) * DRAW_TILES + winner
     weight = _weights(scores, mask, token, token < vocab_size, best, scale, MASKED)
     weight = tl.where((weight >= threshold) & (token < vocab_size), weight, 0.0).to(tl.float64)
-    # The tiles use the first numbers of the stream, so the tokens use later ones.
+    # Tiles use the first DRAW_TILES numbers of the stream, and tokens use later numbers.
     column = tl.argmax(weight / _clocks(word, token + DRAW_TILES), 0)
     return (column * DRAW_TILES + winner).to(tl.int64)
 
@@ -236,8 +237,8 @@ def choose_kernel(
     DRAW_TILES: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
-    # Program (row) joins the parts, and draws if the row has a temperature. A row without a mask takes the branch of a
-    # launch without masks, so it gives the same bits.
+    # Program (row) combines the parts, and draws a token if the temperature is above 0. A row without a mask uses the
+    # same code as a launch without masks, so its bits are equal.
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PART_BLOCK)
     place = row * PARTS + part
@@ -278,12 +279,12 @@ def choose_tokens(
     assert parameters.is_contiguous()
     parts = triton.cdiv(vocab_size, PART_TOKENS)
     best_scores = torch.empty(rows, parts, dtype=torch.float32, device=scores.device)
-    # Separate allocations are always aligned to 16 bytes. The second half of a shared one would be aligned for some
-    # numbers of rows only, and Triton would compile both variants.
+    # Separate allocations are always aligned to 16 bytes. With one common allocation, the second half would be aligned
+    # only for some numbers of rows, and Triton would compile the kernel twice.
     best_ids = torch.empty(rows, parts, dtype=torch.int32, device=scores.device)
     flaws = torch.empty_like(best_ids)
     chosen = torch.empty(2, rows, dtype=torch.int64, device=scores.device)
-    # Without masks, any integer tensor fills the argument. The kernel does not read it.
+    # Without masks, the arguments are arbitrary integer tensors, which the kernel does not read.
     bits, mask_rows = (best_ids, best_ids) if masks is None else masks
     assert bits.stride(1) == 1
     best_parts_kernel[(rows, parts)](
