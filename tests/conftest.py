@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 # Torch threads that wait for each other release their core soon. Otherwise tests with parallel work on two cores would
-# take several times as long. The server sets the same value.
+# take several times as long. The server sets this variable to the same value.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Generated examples have no time limits, because their time depends on how busy the machine is.

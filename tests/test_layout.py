@@ -42,7 +42,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Code that decides is replayed from a seed, so it uses no clock, socket or log, and never waits.
+# Packages that make decisions are replayed from a seed, so they use no clock, socket or log, and never wait.
 OUTSIDE_WORLD = words(
     "asyncio concurrent contextvars datetime http io logging multiprocessing os pathlib random secrets select "
     "selectors signal socket ssl subprocess tempfile threading time urllib uuid"
@@ -402,7 +402,7 @@ def test_settings_import_contracts_and_settings_alone():
 def test_init_files_import_nothing():
     """An import in `__init__.py` would load neighbours with every module of the package.
 
-    Exceptions are testing, asyncio and the kernels, which export names for users.
+    The packages testing, asyncio and the kernels are exceptions, since they export names for users.
     """
     wrong = [
         str(found)

@@ -1,6 +1,6 @@
 """Tests that every regular expression of the product takes time linear in the length of its text.
 
-The patterns are found in the source. Each pattern runs on texts of its own literals and classes, repeated, with a
+The tests find the patterns in the source. Each pattern runs on texts that repeat its own literals and classes, with a
 beginning and an end that can prevent a match. Python's `re` backtracks: a pattern that can match one text in two ways,
 or that reads far from each start position, takes quadratic time or more.
 """

@@ -1,7 +1,7 @@
 """Checks the table of scenarios in README.md.
 
-Each scenario has one line. Each test of a line exists and names the scenario. Each test that names a scenario is in the
-line of the scenario.
+Each scenario has one line. Each test in a line exists, and its docstring names the scenario. Each test whose docstring
+names a scenario is in the line of this scenario.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Fake:
         await self.engine.thread.run(functools.partial(self.fake.step, count))
 
     async def settle(self) -> None:
-        """Wait until every task in the engine's thread is waiting."""
+        """Wait until all tasks in the engine's thread are blocked."""
         await self.engine.thread.run(wait_all_tasks_blocked)
 
     async def until_queued(self, count: int) -> None:

@@ -108,7 +108,7 @@ def test_head_of_an_unstreamed_response_is_sent_early_if_the_app_is_mounted(run)
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_slow_client_blocks_no_other_and_gets_its_whole_response(run, host):
+def test_slow_client_blocks_no_other_client_and_gets_its_whole_response(run, host):
     async def program() -> None:
         app = asgi_app(opens())
         async with host(app) as port, connect(port) as slow:

@@ -79,7 +79,7 @@ def app_of(fake: Fake, ends: list[object]) -> FastAPI:
 @pytest.mark.parametrize("path", ["/text", "/body-read-inside", "/stream"])
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_handler_ends_when_its_client_leaves(run, host, steps, blocks, path, caplog):
+def test_handler_ends_when_its_client_disconnects(run, host, steps, blocks, path, caplog):
     async def program() -> None:
         ends: list[object] = []
         async with open_paused() as fake, host(app_of(fake, ends)) as port:
@@ -118,7 +118,7 @@ def test_handler_without_cancel_on_disconnect_keeps_running(run, host):
 
 @pytest.mark.parametrize("path", ["/text", "/body-read-inside"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_client_that_stays_gets_its_response(run, host, path):
+def test_client_that_stays_connected_gets_its_response(run, host, path):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake, host(app_of(fake, [])) as port:
             assert await ask(port, path, {"prompt": PROMPT}) == (200, '{"text":"' + 60 * "a" + '"}')
@@ -144,7 +144,7 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def test_request_body_can_still_be_read(run):
+def test_request_body_can_be_read_inside_of_cancel_on_disconnect(run):
     async def program() -> None:
         client = Client()
         async with cancel_on_disconnect(client.request):
@@ -227,7 +227,7 @@ def trio_app_of(engine: FakeEngine, ends: list[object]) -> FastAPI:
 
 
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
-async def test_trio_handler_ends_when_its_client_leaves(steps, blocks, caplog):
+async def test_trio_handler_ends_when_its_client_disconnects(steps, blocks, caplog):
     ends: list[object] = []
     caplog.set_level(logging.ERROR)
     async with (
@@ -247,7 +247,7 @@ async def test_trio_handler_ends_when_its_client_leaves(steps, blocks, caplog):
     assert not caplog.records, "no traceback for a client that left"
 
 
-async def test_trio_client_that_stays_gets_its_response():
+async def test_trio_client_that_stays_connected_gets_its_response():
     async with (
         open_fake_engine(next_token=lambda _ids: 97) as engine,
         under_hypercorn_on_trio(trio_app_of(engine, [])) as port,

@@ -93,7 +93,7 @@ def test_open_engine_accepts_the_parameters_of_the_trio_version():
 # --- results ---
 
 
-def test_text_chat_parts_embeddings_and_tokens(run):
+def test_asyncio_engine_returns_text_chats_parts_embeddings_and_tokens(run):
     def response(prompt: str) -> str:
         return '<tool_call>{"name": "look", "arguments": {}}</tool_call>' if "tools" in prompt else "a response"
 
@@ -279,7 +279,7 @@ def test_engine_errors_reach_the_caller(run):
     run(program)
 
 
-def test_passed_deadline_ends_a_request_and_is_named(run):
+def test_passed_deadline_ends_a_request_and_the_error_names_the_deadline(run):
     async def program() -> None:
         async with open_fake(paused=True) as fake:
             deadlines = Deadlines(ttft_timeout=0.001)
@@ -460,7 +460,7 @@ def test_engine_works_under_uvloop(run):
     assert not set(threading.enumerate()) - before
 
 
-def test_program_exits_while_tasks_still_read(run):
+def test_program_can_exit_while_tasks_still_read_streams(run):
     async def program() -> None:
         async def serve() -> None:
             async with open_fake(paused=True) as fake:
@@ -548,7 +548,7 @@ def test_engine_ends_if_its_loop_is_closed_before_its_scope_is_left():
         assert not thread.is_alive()
 
 
-def test_process_exits_without_leaving_its_engine():
+def test_process_can_exit_without_closing_its_engine():
     code = """
 import asyncio, functools, sys
 from trioserve.asyncio.engine import in_a_thread

@@ -1,9 +1,9 @@
 """Tests unmodified client libraries against a whole server whose model follows a script.
 
 Each client has a script in the folder `python` or `node`, and runs in the environment that clients.toml names. `make
-clients` builds the environments. Without its environment, a script runs if its library is installed here, and is
-skipped otherwise. The variable TRIOSERVE_CLIENTS sets the folder of the environments. TRIOSERVE_URL sets another
-server, such as a router.
+clients` builds the environments. Without its environment, a script runs only if its library is installed in the
+environment of the tests, and is skipped otherwise. The variable TRIOSERVE_CLIENTS sets the folder of the environments.
+TRIOSERVE_URL sets another server, such as a router.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def config_of(name: str) -> Any:
     return config_from(parsed, {}, kind=RouterOptions if parsed.command == "route" else Config)
 
 
-def test_router_lists_the_engines():
+def test_router_has_all_engines_as_endpoints():
     endpoints = [urlsplit(text.partition("=")[2]) for text in config_of("router").endpoint]
     engines = {name for name, service in SERVICES.items() if service["command"][0] == "serve"}
     assert len(engines) == 2
@@ -64,6 +64,6 @@ def test_models_are_stored_in_the_volume_of_the_image():
         assert (source in COMPOSE["volumes"], target) == (True, volume)
 
 
-def test_environment_variables_are_options():
+def test_every_environment_variable_is_an_option_of_the_program():
     names = SERVICES["router"]["environment"]
     assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= options_of(RouterOptions).keys()

@@ -75,7 +75,7 @@ def test_there_is_one_file_for_cpus_and_one_for_gpus():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_linter_finds_nothing(path: Path):
+def test_linter_accepts_the_container_files(path: Path):
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if linter is None:
         pytest.skip("there is no hadolint for this machine")
@@ -94,7 +94,7 @@ def test_server_uses_the_exposed_port(file: Containerfile):
     assert (config.host, config.port) == ("0.0.0.0", int(file.last("EXPOSE")))
 
 
-def test_environment_variables_are_options(file: Containerfile):
+def test_every_environment_variable_is_an_option_of_the_program(file: Containerfile):
     names = [name.removeprefix("TRIOSERVE_").lower() for name in file.environment if name.startswith("TRIOSERVE_")]
     assert names
     assert set(names) <= options_of(Config).keys()

@@ -57,7 +57,10 @@ def component(request: Any) -> str:
 
 
 def template_of(installed: dict, component: str) -> dict[str, Any]:
-    """Return the pod template of a component. "worker" is a pod of an engine on several nodes that does not serve."""
+    """Return the pod template of a component.
+
+    The component "worker" is a pod of a multi-node engine that does not serve.
+    """
     if component == "router" or GROUP not in installed:
         return installed["Deployment", f"trioserve-{component}"]["spec"]["template"]
     return installed[GROUP]["spec"]["leaderWorkerTemplate"][
@@ -403,7 +406,7 @@ def test_engines_with_ranks_in_one_pod_are_a_deployment(manifests):
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
 
 
-def test_group_has_only_fields_of_leader_worker_set(manifests):
+def test_leader_worker_set_has_only_fields_of_its_schema(manifests):
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     group = manifests("nodes")[GROUP]
     assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"

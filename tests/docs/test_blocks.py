@@ -221,7 +221,7 @@ def logical_lines(source: str) -> Iterator[str]:
 
 
 def simple_commands(line: str) -> list[list[str]]:
-    """Split a line into its commands, each a list of words, without leading assignments of variables."""
+    """Split a line into its commands, without leading assignments of variables. Each command is a list of words."""
     reader = shlex.shlex(line, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     commands: list[list[str]] = [[]]

@@ -31,7 +31,7 @@ FOREIGN_FLAGS = {
 
 
 def named(text: str) -> Iterator[str]:
-    """Yield each text in backticks."""
+    """Yield each text that a document puts in backticks."""
     yield from re.findall(r"`([^`\n]+)`", text)
 
 
@@ -178,7 +178,7 @@ def test_exposed_metrics_are_those_of_the_metrics_page(kind):
     assert shown == listed
 
 
-def test_every_question_is_answered_by_a_metric_with_a_unit_and_a_meaning():
+def test_every_operator_question_is_answered_by_a_metric_with_unit_and_meaning():
     assert {metric.question for metric in CATALOGUE} == set(Question)
     for metric in CATALOGUE:
         assert metric.unit, metric.name

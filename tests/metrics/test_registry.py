@@ -35,14 +35,14 @@ def test_metric_names_are_unique_and_match_the_kind_of_metric() -> None:
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
 
 
-def test_a_counter_is_shown_under_both_names_with_the_model() -> None:
+def test_a_counter_is_shown_under_its_own_name_and_its_vllm_name() -> None:
     metrics = Metrics("tiny")
     metrics.prompt_tokens_total.inc(7)
     assert value(metrics, "trioserve:prompt_tokens_total") == 7
     assert value(metrics, "vllm:prompt_tokens_total") == 7
 
 
-def test_a_histogram_is_shown_under_both_names() -> None:
+def test_a_histogram_is_shown_under_its_own_name_and_its_vllm_name() -> None:
     metrics = Metrics("tiny")
     metrics.time_to_first_token_seconds.observe(0.004)
     for prefix in ("trioserve:", "vllm:"):
@@ -65,7 +65,7 @@ def test_a_histogram_is_shown_under_all_its_aliases(other: str, count: int) -> N
     assert f"# TYPE {other} histogram" in metrics.expose().decode()
 
 
-def test_metric_with_a_foreign_name_has_only_its_own_labels() -> None:
+def test_metric_with_a_name_of_another_project_has_only_its_own_labels() -> None:
     metrics = Metrics("tiny")
     metrics.http_requests_by_handler_total.labels("/v1/models", "GET", "2xx").inc()
     metrics.http_request_duration_seconds.labels("/v1/models", "GET").observe(0.2)
@@ -89,7 +89,7 @@ def test_only_engine_metrics_have_the_engine_label() -> None:
     assert all("engine" not in dict(labels) for _name, labels in samples(router))
 
 
-def test_a_plain_histogram_is_shown_as_prometheus_client_shows_its_own() -> None:
+def test_a_plain_histogram_is_shown_in_the_format_of_prometheus_client() -> None:
     bounds = (0.001, 0.01, 1, 20)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     plain = PlainHistogram("seconds", "Of a thing.", buckets=bounds, registry=ours)
@@ -105,7 +105,7 @@ def test_a_plain_histogram_is_shown_as_prometheus_client_shows_its_own() -> None
     assert shown == expected
 
 
-def test_a_plain_histogram_with_labels_is_shown_as_prometheus_client_shows_its_own() -> None:
+def test_a_plain_histogram_with_labels_is_shown_in_the_format_of_prometheus_client() -> None:
     bounds = (0.1, 1)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     plain = PlainHistogram("seconds", "Of a thing.", ("a", "b"), buckets=bounds, registry=ours)

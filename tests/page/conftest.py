@@ -50,7 +50,10 @@ class Browser:
         self.driver.get(url)
 
     def prefer(self, **features: str) -> None:
-        """Set media features: `prefer(color_scheme="dark", reduced_motion="reduce")`. Without arguments, reset all."""
+        """Set media features: `prefer(color_scheme="dark", reduced_motion="reduce")`.
+
+        Without arguments, reset all features.
+        """
         told = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
 

@@ -1,4 +1,7 @@
-"""Runs a real server or router on a real socket in a thread: front end, API and core are real, the model is fake."""
+"""Runs a real server or router on a real socket in a thread.
+
+The front end, the API and the core are real. The model is fake.
+"""
 
 from __future__ import annotations
 
@@ -149,9 +152,9 @@ class RealImageServer(RealProgram):
 
 
 class RealRouter(RealProgram):
-    """Runs a router before two servers with the ids "a" and "b".
+    """Runs a router that sends requests to two servers with the ids "a" and "b".
 
-    `kill` breaks all connections of a server and refuses new ones. `revive` accepts connections again.
+    `kill` breaks all connections of a server and refuses new connections. `revive` accepts connections again.
 
     Args:
         options: options of open_memory_server, for both servers.

@@ -19,8 +19,8 @@ FILES_BYTES_MAX = 100_000
 THEMES = ("light", "dark")
 TEXTS = ("ink", "muted", "accent", "good", "bad", "warn")
 SHAPES = (*(f"owner-{number}" for number in range(8)), "edge", "other")
-# Matrices from linear red, green and blue to the colours that colour-blind people see: Machado, Oliveira and Fernandes
-# 2009, severity 1.
+# These matrices convert linear red, green and blue to the colours that colour-blind people see. Source: Machado,
+# Oliveira and Fernandes 2009, severity 1.
 BLINDNESSES = {
     "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
     "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
@@ -97,7 +97,7 @@ def test_texts_and_shapes_have_enough_contrast(theme: str) -> None:
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("blindness", BLINDNESSES)
-def test_used_and_cached_blocks_differ_from_free_ones_for_the_colour_blind(theme: str, blindness: str) -> None:
+def test_used_and_cached_blocks_differ_from_free_blocks_for_colour_blind_people(theme: str, blindness: str) -> None:
     found = colours((FILES / "page.css").read_text(), theme)
     palette = {name: seen(colour, blindness) for name, colour in found.items()}
     assert contrast(palette["free"], palette["cached"]) >= 1.6
@@ -107,7 +107,7 @@ def test_used_and_cached_blocks_differ_from_free_ones_for_the_colour_blind(theme
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("blindness", BLINDNESSES)
-def test_held_and_shared_blocks_differ_from_used_ones_for_the_colour_blind(theme: str, blindness: str) -> None:
+def test_held_and_shared_blocks_differ_from_used_blocks_for_colour_blind_people(theme: str, blindness: str) -> None:
     """Held blocks have stripes in the colour of their request and of the ground. Small cells are divided into halves.
 
     In shared blocks, the colour of ink replaces the ground.
@@ -228,7 +228,7 @@ def test_reduced_motion_disables_all_transitions(browser: Browser, script: Scrip
     assert browser.run(moving) == 0
 
 
-def test_scripted_server_sends_the_content_security_policy_of_the_real_one() -> None:
+def test_scripted_server_sends_the_content_security_policy_of_the_real_server() -> None:
     from .scripted_server import POLICY
 
     source = Path(FILES / "files.py")

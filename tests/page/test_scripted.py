@@ -24,7 +24,9 @@ def open_live(browser: Browser, script: ScriptedServer, path: str = "/", **size:
     browser.wait_text("#status", "Live")
 
 
-def test_keyboard_moves_over_blocks_and_the_page_describes_each(browser: Browser, script: ScriptedServer) -> None:
+def test_keyboard_moves_between_blocks_and_the_page_describes_each_block(
+    browser: Browser, script: ScriptedServer
+) -> None:
     script.snapshot = scripted_snapshot(
         blocks=[[10, 2], [10, 1], [4, 3], [40, 0]],
         requests={
@@ -152,7 +154,7 @@ def test_cancel_button_sends_delete_and_the_row_shows_freed_blocks(browser: Brow
     browser.wait_text("#said", "a/b is cancelled: 9 blocks free after 1 step, 9.4 ms")
 
 
-def test_rows_keep_their_order_while_one_has_focus(browser: Browser, script: ScriptedServer) -> None:
+def test_rows_of_requests_keep_their_order_while_a_row_has_focus(browser: Browser, script: ScriptedServer) -> None:
     script.snapshot = scripted_snapshot(
         requests={name: scripted_request(name, entered_at=990.0 + n) for n, name in enumerate("abc")}
     )

@@ -95,7 +95,7 @@ def test_actor_reports_why_its_engine_cannot_be_opened_and_ends_its_process(ende
     assert ended == [1]
 
 
-def test_state_is_returned_after_the_wait_if_nothing_changed(ended):
+def test_state_is_returned_after_the_timeout_if_it_did_not_change(ended):
     actor, thread = start_actor(model="/no/such/model")
 
     async def program() -> None:

@@ -1,7 +1,7 @@
 """Tests ranks of one engine that Ray places on two nodes.
 
-Streams must survive when the process, the actor or the node of a rank is killed. A closed engine must leave nothing in
-the cluster. The processes and Ray are real.
+Streams must survive when the process, the actor or the node of a rank is killed. A closed engine must leave no process,
+actor or placement group in the cluster. The processes and Ray are not fakes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ async def test_stages_are_placed_on_different_nodes(nodes: Nodes, model: Path, e
     nodes.check_nothing_is_left()
 
 
-async def test_ranks_that_fit_on_one_node_are_placed_on_one(nodes: Nodes, model: Path, expected: list[int]) -> None:
+async def test_ranks_that_fit_on_one_node_are_placed_on_one_node(
+    nodes: Nodes, model: Path, expected: list[int]
+) -> None:
     async with opened(model, threads=2) as engine:
         assert len({node_of(actor) for actor in nodes.processes(ACTOR)}) == 1
         assert await generated_tokens(engine) == expected

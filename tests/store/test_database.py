@@ -277,5 +277,5 @@ def test_a_path_that_cannot_be_written_is_reported(tmp_path):
         ("a'; DROP TABLE objects", False),
     ],
 )
-def test_ids_have_plain_characters_only(text, expect):
+def test_ids_contain_only_plain_characters(text, expect):
     assert is_id(text) is expect

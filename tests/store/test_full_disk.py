@@ -82,7 +82,7 @@ def test_a_final_state_is_readable_at_once_and_written_later(full, tmp_path):
     assert full.read_blob("response", "a", "alice", NOW, offset=0, size=100) == b"one two"
 
 
-def test_unwritten_objects_are_in_lists(full):
+def test_lists_contain_unwritten_objects(full):
     before = ids(full)
     assert full.settle([put("new1", FILL * 3)], NOW)
     assert full.settle([put("new2", FILL * 3), append("new2", b"blob")], NOW)

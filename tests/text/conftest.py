@@ -1,4 +1,4 @@
-"""Vocabularies for the tests of the package text: the packaged model's, and small ones, trained in milliseconds."""
+"""Provides vocabularies for tests of the package text: the packaged model's and several small, trained ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def smollm2(smollm2_metadata: Mapping[str, object]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smollm2_library(smollm2_metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
-    """Return the tokenizers library's own tokenizer for the packaged vocabulary, for comparison."""
+    """Return the tokenizers library's own tokenizer for the packaged vocabulary.
+
+    Tests compare results with this tokenizer.
+    """
     return vocabulary_from_gguf(smollm2_metadata).backend
 
 

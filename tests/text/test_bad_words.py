@@ -1,4 +1,4 @@
-"""Tests of bad words: the tokens that they bar, and the cost of finding these tokens."""
+"""Tests of bad words: the tokens that bad words bar, and the cost of finding these tokens."""
 
 from __future__ import annotations
 

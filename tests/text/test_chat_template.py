@@ -172,7 +172,7 @@ def test_continuing_a_message_that_the_template_does_not_show_is_refused() -> No
 
 
 @pytest.mark.slow
-def test_the_packaged_models_template_renders(smollm2: Tokenizer) -> None:
+def test_the_template_of_the_packaged_model_renders_a_chat(smollm2: Tokenizer) -> None:
     assert smollm2.chat_template is not None
     text = smollm2.chat_template.render(ChatPrompt(messages=[{"role": "user", "content": "hi"}]))
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
@@ -221,7 +221,7 @@ def test_content_is_converted_to_the_format_of_the_template(source: str, content
      "messages[0].tool_calls[0]", "is not JSON"),
 ])  # fmt: skip
 @pytest.mark.parametrize("source", [CHATML, TOOLS])
-def test_content_other_than_text_is_refused_and_the_error_names_its_place(
+def test_content_other_than_text_is_refused_and_the_error_names_its_field(
     source: str, messages: Any, param: str, said: str
 ) -> None:
     error = refusal(source, messages)

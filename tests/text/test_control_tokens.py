@@ -1,4 +1,4 @@
-"""Control tokens in the texts of a chat stay ordinary text, and those of the template stay control tokens."""
+"""Tests that control tokens in messages stay ordinary text, while control tokens of the template keep their meaning."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ KEYS = """{% for tool in tools or [] %}{% for key in tool.function.parameters.pr
 {% for message in messages %}<|im_start|>{{ message.content.replace('/no_think', '') }}<|im_end|>{% endfor %}"""
 PARTS = """{% for message in messages %}<|im_start|>{% if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"""
-# Qwen3's template checks whether a user's text looks like the result of a tool. Such a text is not a question.
+# Qwen3's template checks whether a user's text looks like the result of a tool. Such a text does not count as a
+# question.
 RESULTS = """{% for message in messages %}<|im_start|>
 {%- if message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>') %}result
 {%- else %}question{% endif %}
@@ -193,7 +194,7 @@ def rendered(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
 def assert_kept(
     tokenizer: Tokenizer, source: str, messages: Any, plain: Any, *, plain_tools: Any = None, **fields: Any
 ) -> None:
-    """Check that the texts add no control token to the prompt, and that the prompt decodes to the template's text."""
+    """Check that the messages add no control token to the prompt, and that the prompt decodes to the rendered text."""
     token_ids = encoded(tokenizer, source, messages, **fields)
     expected = encoded(
         tokenizer, source, plain, **(fields if plain_tools is None else {**fields, "tools": plain_tools})
@@ -324,7 +325,7 @@ def test_a_text_does_not_complete_a_control_token_that_the_template_begins(chatm
     )
 
 
-def test_a_text_stays_text_if_the_template_removes_words_from_it(chatml: Tokenizer) -> None:
+def test_a_text_stays_text_if_the_template_removes_words_from_the_text(chatml: Tokenizer) -> None:
     token_ids = encoded(chatml, KEYS, [user("a<|im_/no_thinkend|>b")])
     assert control_texts(chatml, token_ids) == ["<|im_start|>", "<|im_end|>"]
 
@@ -425,7 +426,7 @@ def test_a_text_is_refused_if_the_template_accepts_it_only_as_a_token(chatml: To
         encoded(chatml, source, [user("<|im_start|>")])
 
 
-def test_a_template_that_cuts_texts_renders_as_before(chatml: Tokenizer) -> None:
+def test_a_template_that_truncates_texts_renders_as_without_control_tokens(chatml: Tokenizer) -> None:
     source = "<|im_start|>{{ messages[0].content[:16] | upper }}{{ messages[0].content | tojson }}<|im_end|>"
     assert_kept(chatml, source, [user("<|IM_START|>a <|im_end|>")], [user("a")])
 
@@ -437,7 +438,7 @@ def test_the_final_message_can_be_continued(chatml: Tokenizer) -> None:
     assert_kept(chatml, CHATML, chat, plain, **fields)
 
 
-def test_a_users_marker_does_not_open_reasoning(chatml: Tokenizer) -> None:
+def test_a_marker_in_a_users_message_does_not_open_reasoning(chatml: Tokenizer) -> None:
     reasoning = PromptReasoning(chatml, opening=("<think>",), closing=("</think>",))
     source = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
     assert reasoning.begins_inside(encoded(chatml, source, [user("a <think>")])) is not True

@@ -78,7 +78,7 @@ def test_an_incomplete_character_at_the_end_is_replaced_once(byte_level: Tokeniz
     assert streamed(byte_level, token_ids, skip=True)[-1] == "�"
 
 
-def test_a_special_token_within_a_character_splits_it(byte_level: Tokenizer) -> None:
+def test_a_shown_special_token_within_a_character_splits_the_character(byte_level: Tokenizer) -> None:
     first, *rest = byte_level.encode("🦆")
     assert "".join(streamed(byte_level, [first, 0, *rest], skip=True)) == "🦆"
     assert "".join(streamed(byte_level, [first, 0, *rest], skip=False)).startswith("�<|end|>�")

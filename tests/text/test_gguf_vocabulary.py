@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF files, compared with the tokenizers that transformers makes from these files."""
+"""Compares tokenizers from GGUF files with the tokenizers that transformers makes from the same files."""
 
 from __future__ import annotations
 
@@ -267,8 +267,9 @@ def test_sentence_piece_tokenizes_like_transformers(
     sentence_piece: Tokenizer, sentence_piece_metadata: dict[str, Any], write_gguf: WriteGguf
 ) -> None:
     reference = _transformers_tokenizer(write_gguf(sentence_piece_metadata))
-    # transformers drops one of several leading spaces, and writes the space prefix only once, not after each special
-    # token. SentencePiece and llama.cpp do both as here. All other texts are tokenized alike.
+    # The library transformers drops one of several leading spaces, and writes the space prefix only once, not after
+    # each special token. SentencePiece and llama.cpp agree with our tokenizer in both cases. All other texts are
+    # tokenized alike.
     texts = [text for text in TEXTS + DIGIT_TEXTS if text and not text.startswith(" ")]
     check_same(sentence_piece, reference, texts)
 

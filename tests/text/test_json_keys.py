@@ -110,7 +110,7 @@ def allowed(guide: SequenceGuide) -> set[int]:
 
 
 def faults(text: bytes) -> tuple[bool, bool]:
-    r"""Return whether the beginning of a JSON text repeats a key, and whether it writes a key with a \u escape."""
+    r"""Return two booleans for the beginning of a JSON text: if it repeats a key, and if a key contains a \u escape."""
     stack: list[set[bytes] | None] = []
     is_key_next, repeats, escapes = False, False, False
     for found in re.finditer(rb'"((?:[^"\\]|\\.)*)("?)|[{}\[\],]', text, re.DOTALL):

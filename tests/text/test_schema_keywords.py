@@ -258,6 +258,6 @@ def test_schemas_of_pydantic_are_accepted(name: str) -> None:
         COMPILER.compile(StructuredOutput.json(schema))
 
 
-def test_requiring_more_keys_than_are_allowed_is_refused():
+def test_a_schema_that_requires_more_keys_than_it_allows_is_refused():
     with pytest.raises(InvalidRequest):
         COMPILER.compile(StructuredOutput.json(an_object(a=INTEGER, b=INTEGER) | {"minProperties": 3}))

@@ -268,7 +268,7 @@ def test_a_grammar_may_begin_like_reasoning(text, next_tokens):
         ({"bad_words": ("ab",)}, False),
     ],
 )
-def test_is_free_ahead_only_if_no_token_changes_the_mask_after_it(sampling, is_free):
+def test_is_free_ahead_is_true_only_if_no_token_changes_later_masks(sampling, is_free):
     assert guide_for(**sampling).is_free_ahead is is_free
 
 

@@ -59,7 +59,7 @@ def check(stops: list[str], pieces: list[str], *, expect: list[str], found: str 
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(stops=stop_lists, pieces=deltas)
-def test_result_for_any_pieces_equals_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
+def test_finder_with_any_pieces_agrees_with_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
     finder = StopStringFinder(stops)
     shown = seen = ""
     for piece in pieces:

@@ -41,7 +41,7 @@ STRUCTURES = {
         ('<f=a>{"x": 1}', False),
     ],
 )
-def test_structures_and_triggers_restrain_text(text, is_taken):
+def test_notation_with_structures_and_triggers_restrains_text(text, is_taken):
     check(STRUCTURES, text, is_taken)
 
 
@@ -116,7 +116,7 @@ for _ in range(40):
         ({"format": DEEP}, "format" + ".elements[0]" * 33),
     ],
 )
-def test_errors_in_a_structural_tag_name_their_place(tag, param):
+def test_errors_in_a_structural_tag_name_the_path_of_the_field(tag, param):
     with pytest.raises(InvalidRequest) as raised:
         COMPILER.compile(StructuredOutput.structural_tag(tag))
     assert raised.value.param == f"structured.{param}"

@@ -245,7 +245,7 @@ def test_a_range_beyond_jinjas_own_limit_is_refused() -> None:
 
 
 def test_constant_expressions_are_not_computed_at_compile_time() -> None:
-    # This branch is never taken, so no bound at rendering would protect it.
+    # This branch is never executed, so no bound at rendering time would apply to its expression.
     assert render("{% if false %}{{ 'a' * 10**12 }}{{ 'a' | center(10**12) }}{% endif %}ok") == "ok"
 
 

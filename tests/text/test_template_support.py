@@ -54,7 +54,7 @@ def test_tools_that_a_template_drops_are_described_in_the_system_message(source:
     assert text != rendered(source, [{"role": "system", "content": "Be brief."}, USER], None)
 
 
-def test_a_template_that_shows_tools_gets_no_plain_messages() -> None:
+def test_tools_are_not_converted_to_plain_messages_if_the_template_shows_tools() -> None:
     text = rendered(WITH_TOOLS, HISTORY, TOOLS)
     assert text.startswith("<tools>")
     assert '<call>weather {"city": "Oslo"}</call>' in text
@@ -94,7 +94,7 @@ def test_the_final_message_can_be_continued_in_a_chat_with_tools() -> None:
     assert "# Tools" in text
 
 
-def test_invalid_arguments_are_refused_and_the_error_names_their_place() -> None:
+def test_invalid_arguments_are_refused_and_the_error_names_their_field() -> None:
     broken = [USER, {**HISTORY[1], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}]
     for source in (PLAIN, WITH_TOOLS):
         with pytest.raises(InvalidRequest, match="not JSON") as caught:

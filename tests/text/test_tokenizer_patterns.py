@@ -82,7 +82,7 @@ def test_a_tokenizer_that_lengthens_texts_too_much_is_refused(part: str, value: 
         check_tokenizer(tokenizer, FILE)
 
 
-def test_growth_by_normalizer_and_template_is_multiplied() -> None:
+def test_growth_factors_of_normalizer_and_post_processor_are_multiplied() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([DOUBLING] * 5)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $A $A", pair=None, special_tokens=[])

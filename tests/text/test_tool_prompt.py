@@ -60,7 +60,7 @@ def test_calls_and_results_become_the_text_of_messages():
     ]
 
 
-def test_arguments_may_be_objects_and_calls_in_the_older_shape():
+def test_arguments_may_be_objects_and_calls_may_have_the_older_shape():
     call = {"function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}
     [message] = plain_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], [], "llama3_json")
     assert message["content"] == '{"name": "get_weather", "parameters": {"city": "Zürich"}}'

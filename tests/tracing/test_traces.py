@@ -59,7 +59,9 @@ async def test_request_of_a_server_is_one_span_with_its_phases_as_events(collect
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-async def test_a_cancelled_requests_span_ends_with_the_cancel_and_the_free(collector, otel, steps, autojump_clock):
+async def test_span_of_a_cancelled_request_ends_with_events_for_cancel_and_freed_blocks(
+    collector, otel, steps, autojump_clock
+):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1) as server:
         with trio.move_on_after(steps + 0.5):
             async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
@@ -74,7 +76,9 @@ async def test_a_cancelled_requests_span_ends_with_the_cancel_and_the_free(colle
     assert all(span.ended_at <= generated.ended_at for span in collector.spans if span.parent_id == generated.id)
 
 
-async def test_waiting_requests_span_ends_with_cancel_and_free(collector, otel, autojump_clock):
+async def test_span_of_a_cancelled_waiting_request_ends_with_events_for_cancel_and_free(
+    collector, otel, autojump_clock
+):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1, max_num_seqs=1) as server:
         async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
             with trio.move_on_after(2):
@@ -178,7 +182,7 @@ async def test_spans_of_a_router_and_its_servers_form_one_trace(collector, otel,
     assert endpoints == {"a", "b"}
 
 
-async def test_client_that_leaves_a_router_ends_both_spans(collector, otel, autojump_clock):
+async def test_disconnect_of_a_routers_client_ends_the_spans_of_router_and_server(collector, otel, autojump_clock):
     async with routed(otel, "a") as (router, servers):
         with trio.move_on_after(3.5):
             async with router.client().ask(PATH, body(model="fake", max_tokens=50, stream=True)):

@@ -83,7 +83,9 @@ COMMENT = b"\x21\xfe\x01a\0"
     ],
     ids=["png chunks", "jpeg comments", "jpeg markers", "jpeg scans", "gif comments", "gif pieces", "webp frames"],
 )
-def test_too_many_parts_are_refused_at_bounded_cost(content: Callable[[int], bytes], words: str) -> None:
+def test_too_many_segments_chunks_or_blocks_are_refused_at_bounded_cost(
+    content: Callable[[int], bytes], words: str
+) -> None:
     def lines_run(count: int) -> int:
         lines = 0
 
@@ -106,7 +108,7 @@ def test_too_many_parts_are_refused_at_bounded_cost(content: Callable[[int], byt
     assert lines_run(20_000) == lines_run(40_000)
 
 
-def test_files_with_a_realistic_number_of_parts_are_accepted() -> None:
+def test_files_with_a_realistic_number_of_segments_chunks_and_blocks_are_accepted() -> None:
     size = ImageHeader("PNG", 16, 8)
     assert read_header(png_with(png_chunk(b"prVt") * 1000), LIMITS, "x") == size
     assert read_header(jpeg_with(segment(0xE2, bytes(100)) * 512), LIMITS, "x") == size._replace(format="JPEG")
@@ -180,7 +182,7 @@ def test_exif_directory_is_read_up_to_a_bound() -> None:
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_truncated_file_has_a_header_or_is_refused(format: str) -> None:
+def test_truncated_file_is_refused_unless_its_header_is_complete(format: str) -> None:
     content = saved(format)
     for end in range(len(content)):
         with contextlib.suppress(InvalidRequest):

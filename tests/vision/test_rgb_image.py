@@ -56,7 +56,7 @@ def test_colours_survive_encoding_and_decoding(kind: Any) -> None:
     colour = (200, 40, 90)
     picture = RGBImage(*SIZE, bytes(colour) * (SIZE[0] * SIZE[1]))
     again = decoded_image(encoded_image(picture, ImageFormat(kind)), LIMITS, "image")
-    # JPEG and WebP round when they convert to another colour space.
+    # JPEG and WebP round values when they convert to another colour space.
     assert max(abs(one - other) for one, other in zip(again.rgb, picture.rgb, strict=True)) <= (
         0 if kind == "png" else 4
     )

@@ -1,4 +1,4 @@
-"""Runs the probe of canitoolcall: it compares streamed and unstreamed tool calls."""
+"""Runs the probe of canitoolcall, which compares streamed and unstreamed tool calls."""
 
 import subprocess
 import sys

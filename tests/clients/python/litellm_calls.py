@@ -1,4 +1,4 @@
-"""Checks LiteLLM: chat, a stream, tools, a class as schema, its error for a long context, messages and responses."""
+"""Checks LiteLLM: chat, a stream, tools, a class as schema, the error for a too long prompt, messages and responses."""
 
 import litellm
 from _env import BASE_URL, KEY, MODEL, ROOT, WEATHER

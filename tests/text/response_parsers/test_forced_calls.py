@@ -1,4 +1,4 @@
-"""Grammars of forced calls compile, allow the texts that the family's parser reads, and exclude wrong arguments."""
+"""Tests that grammars of forced calls compile, allow texts that the parser reads, and exclude wrong arguments."""
 
 from __future__ import annotations
 

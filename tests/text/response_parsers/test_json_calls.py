@@ -112,7 +112,7 @@ def test_a_text_that_only_resembles_a_call_is_content(read, text):
         ("```json", "```json", []),
     ],
 )
-def test_lenient_parsing_accepts_unmarked_calls_if_the_response_has_nothing_else(read, family, text, content, calls):
+def test_lenient_parsing_accepts_unmarked_calls_if_the_response_has_only_calls(read, family, text, content, calls):
     found = read(text, family, is_lenient=True)
     assert found.calls == calls
     assert content is None or found.content == content
@@ -201,7 +201,7 @@ def test_a_marked_call_after_a_quotation_is_a_call(read, before):
 
 @pytest.mark.parametrize("text", ['{"title"', '{"type": "report", "title"', '{"name": "Ann"', '[{"a"', "[1", "{ }"])
 @pytest.mark.parametrize(("family", "is_lenient"), [("hermes", False), ("hermes", True), ("llama3_json", False)])
-def test_a_json_answer_is_shown_as_soon_as_it_cannot_be_a_call(tools, text, family, is_lenient):
+def test_json_content_is_shown_as_soon_as_it_cannot_be_a_call(tools, text, family, is_lenient):
     parser = make_response_parser(family, None, tools=tools, is_lenient=is_lenient)
     assert parser.feed(text + ": 1") == [ContentText(text + ": 1")]
 
@@ -281,7 +281,7 @@ def test_parser_bounds_argument_depth_call_count_and_name_length(read):
     assert read(long, "hermes").content == long
 
 
-def test_deep_arguments_within_the_bound_are_parsed(read):
+def test_nested_arguments_within_the_depth_limit_are_parsed(read):
     value: object = 1
     for _ in range(100):
         value = {"a": value}

@@ -80,7 +80,7 @@ def test_decoder_keeps_special_tokens_if_the_request_offers_tools(family):
 
 
 @pytest.mark.parametrize("family", REASONING)
-def test_decoder_keeps_special_tokens_of_reasoning_always(family):
+def test_decoder_always_keeps_special_tokens_of_reasoning(family):
     tokenizer = Vocabulary(REASONING_FAMILIES[family].special_tokens).tokenizer
     families = ResponseFamilies(tokenizer, tool_call_parser="none", reasoning_parser=family)
     assert families.needs_special_tokens(has_tools=False)
