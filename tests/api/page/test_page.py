@@ -349,9 +349,7 @@ async def test_a_later_reader_gets_the_history(autojump_clock):
 
 
 async def test_expensive_events_are_sent_less_often(autojump_clock):
-    """The fake CPU clock advances by 10 ms at each reading. So an event costs 10 ms, and the next event follows after 2
-    s.
-    """
+    """The fake CPU clock advances by 10 ms at each reading. So an event costs 10 ms, and the pause is 2 s."""
     seconds = itertools.count(0.0, 0.01)
     async with open_memory_server(step_seconds=0.05) as server:
         settings = PageSettings(history_seconds=0)
