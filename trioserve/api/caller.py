@@ -317,7 +317,9 @@ class ApiKeys:
         return self._callers[given] if any(matches) else None
 
     def _add(self, key: str, kind: CallerKind) -> None:
-        """Add a key. If it was added before with another kind, the new kind counts. So add trusted kinds last."""
+        """Add an API key of one kind. If the key was added before with another kind, the new kind counts. So the more
+        trusted kinds must be added later.
+        """
         digest = _checked_digest(key)
         if kind is CallerKind.ADMIN:
             self._callers[digest] = Caller(kind=kind)

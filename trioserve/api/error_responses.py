@@ -107,7 +107,7 @@ class HandedOver(TrioserveError):
     """Signal, not an error: another server continues the response.
 
     Args:
-        kv_transfer: how the other server reads the KV. None: it recomputes the KV.
+        kv_transfer: how the other server reads the KV. None: the other server recomputes the KV.
     """
 
     def __init__(self, kv_transfer: KVTransferParams | None) -> None:

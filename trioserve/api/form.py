@@ -1,4 +1,4 @@
-"""Parser of multipart/form-data bodies (RFC 7578), with bounds. For large bodies, callers run it in a thread."""
+"""Parser of multipart/form-data bodies (RFC 7578), with bounds. Callers run the parser in a thread for large bodies."""
 
 from __future__ import annotations
 

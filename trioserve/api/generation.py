@@ -89,7 +89,7 @@ def is_partial(reason: FinishReason | None) -> bool:
     """Return True if an abort or a deadline ended the choice.
 
     Args:
-        reason: finish reason of the choice. None: it has not ended.
+        reason: finish reason of the choice. None: the choice has not ended.
     """
     return reason is FinishReason.ABORT or reason is FinishReason.DEADLINE
 
@@ -232,7 +232,8 @@ async def read_streams(
 
     Raises:
         TrioserveError: raised by a stream, by `take`, or by `foreign_end` after the last text of a choice. The first
-            error ends the reading of all streams. The caller then leaves the streams' scopes, which cancels them.
+            error ends the reading of all streams. The caller then leaves the scopes of the streams, and so cancels the
+            streams.
     """
     if len(streams) > 1:
         await _read_merged(streams, take, keep_alive, is_partial)

@@ -7,8 +7,8 @@ server sends an interim response (102) before the head of its response, or a com
 each response names the server process. The engine's own alarms send the heartbeats, and these alarms stop while a step
 hangs. So a server whose engine hangs sends no heartbeats, but a server that computes a long prompt does.
 
-With `x-trioserve-heartbeat: 5, now`, one heartbeat is sent at once. It shows a router whether heartbeats arrive, since
-a proxy in between may drop interim responses.
+With `x-trioserve-heartbeat: 5, now`, one heartbeat is sent at once. This first heartbeat shows a router whether
+heartbeats arrive, because a proxy in between may drop interim responses.
 
 JSON may begin with white space, so clients read a response with an early head like any other. The head has status 200,
 because it is sent before the outcome is known. If the request fails later, the error becomes the body.

@@ -140,7 +140,8 @@ class RequestContext(EngineContext):
         keep_logprobs: bool = False,
         shape: ResponseShape = PLAIN,
     ) -> RequestStream:
-        """Make an engine request in this caller's name. Enter it with `async with`.
+        """Make an engine request in this caller's name. The caller of this method must enter the request with `async
+        with`.
 
         Args:
             prompt: text, messages or token ids.
@@ -202,7 +203,8 @@ class RequestContext(EngineContext):
         add_special_tokens: bool = True,
         is_base64: bool | None = None,
     ) -> PoolingStream:
-        """Make an engine request for vectors or scores in this caller's name. Enter it with `async with`.
+        """Make an engine request for vectors or scores in this caller's name. The caller of this method must enter the
+        request with `async with`.
 
         Args:
             inputs: all texts, all token ids, or all pairs.

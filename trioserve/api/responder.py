@@ -41,7 +41,7 @@ REQUEST_ID_CHARACTERS_MAX = 128  # The length is limited, because headers, log l
 
 
 class Responder:
-    """Sends the response to one request, once.
+    """Sends the only response to one request.
 
     Answer with `respond_json` or `respond_bytes`, or with `start_events`, `exchange.send` and `finish`.
 
@@ -209,7 +209,7 @@ class Responder:
             self.outcome = Outcome.FAILED
 
     def json_head(self) -> HeaderFields:
-        """Make the header fields of a JSON response, as far as they are known by now."""
+        """Make the header fields of a JSON response that are known at the time of this call."""
         return self._head("application/json", ())
 
     def _head(self, content_type: str, headers: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:

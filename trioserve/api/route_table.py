@@ -194,7 +194,7 @@ class RouteTable(Generic[ContextType]):
         self._others = others
 
     def find(self, path: str) -> Route[ContextType] | None:
-        """Find the route of a path. A declared path without ids takes precedence over one with ids.
+        """Find the route of a path. A declared path without ids takes precedence over a declared path with ids.
 
         Args:
             path: path of a request.

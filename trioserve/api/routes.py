@@ -129,7 +129,7 @@ class App(BaseApp[ServerContext]):
 
     Args:
         engine: computes the responses.
-        api_keys: each of them opens the routes that need a key. Without keys, all routes are open.
+        api_keys: each key opens the routes that need a key. Without keys, all routes are open.
         admin_api_key: a key that also sees the requests of all keys. Other keys see their own requests only.
         access: which fields callers may choose, and which further routes need a key.
         trust_request_chat_template: True: requests may bring their own chat template.

@@ -39,7 +39,7 @@ class ServerServices:
 
 
 class ServerContext(RequestContext):
-    """Context of a request, with the parts of the server that outlive it. Route handlers get one.
+    """Context of a request, with the parts of the server that outlive the request. Route handlers get this context.
 
     Args:
         exchange: the HTTP exchange of the request.

@@ -1,4 +1,5 @@
-"""Bounds the size of whole responses, and encodes large ones piece by piece so that the event loop is not blocked.
+"""Bounds the size of whole responses, and encodes large responses piece by piece, so that the event loop is not
+blocked.
 
 The size is estimated from the request, before computation starts. Every API asks for tokens with
 RequestContext.generate and for vectors with RequestContext.embed. Both check the size with ResponseBound. Most
@@ -357,7 +358,8 @@ class LargeJson:
         return msgspec.Raw(b'"%b-%d"' % (self._mark, len(self._lists) - 1))
 
     def pieces(self, value: object) -> Iterator[bytes]:
-        """Yield the bytes of a value, in pieces of about PIECE_BYTES. Can be called once, since it frees the lists.
+        """Yield the bytes of a value, in pieces of about PIECE_BYTES. Call this method only once, because it frees the
+        lists.
 
         Args:
             value: the value, with placeholders for large lists.

@@ -183,7 +183,7 @@ class ContentBlocks:
     def _end_call(self) -> None:
         call = self._call
         assert call is not None
-        # The model's own text. In a complete call, the text is one JSON object.
+        # The arguments are the text of the model. In a complete call, they are one JSON object.
         given = msgspec.Raw("".join(self._texts).encode() or b"{}")
         self._blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given, "caller": DIRECT})
         self._kind, self._call = None, None

@@ -1,4 +1,4 @@
-"""The state of a batch, as an immutable value. The store has it, and the owner can read it.
+"""The state of a batch, as an immutable value. The store keeps the state, and the owner of the batch can read it.
 
     validating ──► in_progress ──► finalizing ──► completed | expired
         │               │
@@ -124,7 +124,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """State of a batch.
 
     Attributes:
-        tenant: Tenant that the creating request named. None if it named none.
+        tenant: Tenant that the creating request named. None if that request named no tenant.
         times: Unix time in seconds for each status that the batch has had.
         is_expired: True if the time limit passed before the last line.
         total: Number of lines.

@@ -139,7 +139,9 @@ class BatchRun:
             self.done.set()
 
     async def _break_off(self, error: BatchError) -> None:
-        """End the batch early: as cancelled if it is being cancelled, otherwise as failed."""
+        """End the batch early. The batch gets the status cancelled if a cancellation was requested, and otherwise the
+        status failed.
+        """
         if self.book.record.status is BatchStatus.CANCELLING:
             await self.book.close(BatchStatus.CANCELLED)
         else:
@@ -172,7 +174,7 @@ class BatchRun:
         await book.close(BatchStatus.EXPIRED if book.record.is_expired else BatchStatus.COMPLETED)
 
     async def _validate(self) -> bool:
-        """Read all lines, to count them and note their ids. At the first start of the batch, also begin it.
+        """Read all lines, count them, and record their ids. At the first start of the batch, also begin the batch.
 
         Returns:
             False if the input is invalid and the batch has failed.

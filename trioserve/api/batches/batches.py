@@ -192,14 +192,14 @@ class Batches:
 
     @contextmanager
     def deleting(self, file_id: str) -> Iterator[str | None]:
-        """Keep new batches from using a file while it is deleted.
+        """Refuse new batches that use a file while the file is being deleted.
 
         Args:
             file_id: The file.
 
         Yields:
-            The id of an unfinished batch that needs the file, which must not be deleted then. None if there is no such
-            batch.
+            The id of an unfinished batch that needs the file. Then the file must not be deleted. None if no unfinished
+            batch needs the file.
         """
         for batch_id, record in self._unfinished():
             if file_id in (record.input_file_id, record.output_file_id, record.error_file_id):

@@ -161,7 +161,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def custom_id_of(raw: bytes | None) -> str | None:
-    """Return the custom_id of a line, or None if the line has no valid one.
+    """Return the custom_id of a line, or None if the line has no valid custom_id.
 
     Args:
         raw: The line. None if it is too long.

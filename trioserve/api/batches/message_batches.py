@@ -170,7 +170,7 @@ async def delete_message_batch(context: ServerContext) -> None:
 
 
 async def read_message_results(context: ServerContext) -> None:
-    """Answer with one line for each request: first all successful requests, then all others.
+    """Answer with one line for each request: first all successful requests, then all other requests.
 
     Within each group, the order is that in which the requests ended.
 

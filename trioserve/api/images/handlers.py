@@ -108,7 +108,8 @@ async def edit_images(context: ImageContext) -> None:
         context: The request.
 
     Raises:
-        InvalidRequest: The form is invalid. If the model cannot edit images, this is raised before an image is decoded.
+        InvalidRequest: The form is invalid. If the model cannot edit images, the error is raised before an image is
+            decoded.
     """
     if not context.engine.model.takes_images:
         raise InvalidRequest(
@@ -207,7 +208,7 @@ async def _finish(context: ImageContext, made: WholeResponse | None) -> None:
 async def _collect(context: ImageContext, stream: ImageStream, writer: ImageWriter, share: UnsentShare) -> list[bytes]:
     """Return the images as objects of a whole response, in order.
 
-    Encodes an image while the engine computes the others.
+    An image is encoded while the engine computes the other images.
     """
     entries: dict[int, bytes] = {}
     async for delta in stream:

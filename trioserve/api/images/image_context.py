@@ -79,7 +79,7 @@ class EditSlots:
         """Take a slot until the context is left.
 
         Args:
-            tenant: Tenant of the request. "" if it has no name.
+            tenant: Tenant of the request. "" if the tenant has no name.
 
         Raises:
             Overloaded: All slots, or all slots of the tenant, are in use.
@@ -116,7 +116,7 @@ class UnsentImages:
 
     @contextmanager
     def share(self) -> Iterator[UnsentShare]:
-        """Yield the counter of one response. Its bytes count until the response is sent.
+        """Yield the counter of one response. The bytes of the response count until the response is sent.
 
         Raises:
             Overloaded: The limit is reached.
@@ -222,7 +222,8 @@ class ImageContext(EngineContext):
         return await self.services.threads.run(function, tenant=self.tenant)
 
     def generate_image(self, body: ImageRequest, params: ImageParams, deadlines: Deadlines) -> ImageStream:
-        """Create a request to the engine in this caller's name. Enter it with `async with`.
+        """Create an engine request in this caller's name. The caller of this method must enter the request with `async
+        with`.
 
         Args:
             body: The body.

@@ -49,7 +49,7 @@ class ImageWriter:
         self._given = given
 
     def progress(self, delta: ImageDelta) -> bytes:
-        """Return the event of a step without an image. Fast, so it may run on the event loop.
+        """Return the event of a step without an image. This method is fast, so it may run on the event loop.
 
         Args:
             delta: The step.

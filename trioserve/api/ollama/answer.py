@@ -41,7 +41,7 @@ def chat_piece(content: str, reasoning: str, calls: Sequence[ToolCall], first_ca
                 "function": {
                     "index": index,
                     "name": call.name,
-                    # The model's own text. In a complete call, the text is one JSON object.
+                    # The arguments are the text of the model. In a complete call, they are one JSON object.
                     "arguments": msgspec.Raw(call.arguments.encode() or b"{}"),
                 },
             }

@@ -225,7 +225,7 @@ def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: 
 def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, model: str) -> TurnRequest:
     """Translate the body of a text request.
 
-    The prompt becomes a message of the user, unless it is raw or has a suffix.
+    The prompt becomes a message of the user, unless the prompt is raw or has a suffix.
 
     Args:
         body: The body.

@@ -102,13 +102,14 @@ def finish_shown(body: ChatBody, reason: TurnFinish | None) -> str | None:
 
     Args:
         body: body of the request.
-        reason: finish reason of the choice. None: it has not ended.
+        reason: finish reason of the choice. None: the choice has not ended.
     """
     return "function_call" if reason == "tool_calls" and body.functions else reason
 
 
 def echo_of(body: ChatBody) -> str:
-    """Return the text that the response repeats: with `echo`, the last message if it is the assistant's.
+    """Return the text that the response repeats. With `echo`, this is the last message if the assistant wrote that
+    message.
 
     Args:
         body: body of the request.

@@ -135,7 +135,7 @@ class CompletionLogprobs:
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
         """Return the best tokens by their text, and the chosen token if it is not among them.
 
-        If two tokens have the same text, the better one is shown.
+        If two tokens have the same text, the more probable token is shown.
         """
         top: dict[str, float] = {}
         for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
@@ -144,7 +144,7 @@ class CompletionLogprobs:
 
 
 def _token_name(piece: bytes) -> str:
-    r"""Return the text of a token. Part of a character is written as OpenAI does, such as `bytes:\\xf0\\x9f`."""
+    r"""Return the text of a token. A part of a character is written as in OpenAI's API, such as `bytes:\\xf0\\x9f`."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

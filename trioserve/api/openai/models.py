@@ -91,7 +91,7 @@ async def load_adapter(context: RequestContext) -> None:
 
 
 async def unload_adapter(context: RequestContext) -> None:
-    """Unload an adapter. Responds when no request uses it any more, and its memory is free.
+    """Unload an adapter. Responds when no request uses the adapter any more, and its memory is free.
 
     Args:
         context: the request.

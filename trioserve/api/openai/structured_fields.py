@@ -245,7 +245,7 @@ def _by_kind(values: dict[str, Any], prefix: str) -> dict[str, StructuredOutput]
 
 
 def _made(kind: str, value: Any, param: str) -> StructuredOutput:
-    """Make one structured output. `strict` is False, since no API has it for these fields."""
+    """Make one structured output. `strict` is False, because no API has `strict` for these fields."""
     if kind in ("json", "structural_tag"):
         return cast(StructuredOutput, getattr(StructuredOutput, kind)(value, param=param, strict=False))
     return cast(StructuredOutput, getattr(StructuredOutput, kind)(value, param=param))

@@ -4,8 +4,8 @@ Each change is a server-sent event, in the format of trioserve/contracts/kv_even
 a caller who knows a prompt can see whether it was sent before. So if there are keys, only the admin may read the
 events.
 
-With `?load=only`, the stream has the load instead, for routers that would otherwise poll it. It sends the load after a
-change and at regular times, so that silence means a failure. A slow reader gets only the latest load.
+With `?load=only`, the stream has the load instead, for routers that would otherwise poll /load. The stream sends the
+load after a change and at regular times, so that silence means a failure. A slow reader gets only the latest load.
 """
 
 from __future__ import annotations

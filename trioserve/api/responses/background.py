@@ -272,7 +272,7 @@ class BackgroundResponses:
         try:
             await store.settle(ReplaceObject(kind=KIND, id=live.id, body=kept, is_evictable=True))
         except (StoreFull, StoreFault) as error:
-            # Connected readers get the failed response. The store keeps it as unfinished, which later reads as failed.
+            # Connected readers get the failed response. The store has the unfinished response, which counts as failed.
             logger.error("end of background response not stored response=%s error=%s", live.id, error)
 
     def _forget(self, live: BackgroundResponse) -> None:

@@ -89,7 +89,7 @@ class ResponseEvents:
     def continue_at(self, number: int) -> None:
         """Set the number of the next event, for a response that another server began.
 
-        The numbers cannot be computed here, because the other server may have split the text into other pieces.
+        This server cannot compute the number, because the other server may have split the text into other pieces.
 
         Args:
             number: Number of the next event.

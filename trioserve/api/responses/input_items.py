@@ -260,7 +260,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _add_to_assistant(messages: list[dict[str, Any]], item: Item, field: str, value: Any) -> None:
-    """Add a value to the last message if it is the assistant's, otherwise to a new assistant message.
+    """Add a value to the last message if the assistant wrote it, and otherwise to a new message of the assistant.
 
     Within a message, reasoning comes before content, and content before tool calls. A value that would break this order
     gets a new message.

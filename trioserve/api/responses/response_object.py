@@ -221,7 +221,8 @@ def response_error(message: str, code: str = "server_error") -> dict[str, str]:
 
 
 def failed_object(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a response as failed that was stored as unfinished and does not run any more. A restart causes this.
+    """Return the failed response object for a response that was stored as unfinished and does not run any more. A
+    restart of the server causes this state.
 
     Args:
         stored: The stored response object.

@@ -50,7 +50,7 @@ SKIPPED_MAX = 256  # After this number of deltas, which takes about two millisec
 
 
 class Resumption:
-    """State of one request whose response may be resumed, or resumes an earlier one.
+    """State of one request whose response may be resumed later, or resumes an earlier response.
 
     Args:
         context: the request.
@@ -269,7 +269,8 @@ class Resumption:
 
 
 async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delta], object]) -> None:
-    """Pass the known output of resumed streams to `skip`, which must not show it. Call once.
+    """Pass the known output of resumed streams to `skip`, which must not send this output again. Call this function
+    once.
 
     Args:
         streams: engine requests.

@@ -154,7 +154,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
     Args:
         context: The HTTP request that asks for the turn.
         request: The turn.
-        resumption: Resume state. None if the response neither continues an earlier one nor can be continued later.
+        resumption: Resume state. None if the response neither continues an earlier response nor can be continued later.
 
     Raises:
         InvalidRequest: The request cannot be served.
@@ -283,7 +283,7 @@ class ChatTurn:
         await wait_until_begun(self.stream)
 
     async def skip_known(self, skip: Callable[[list[ResponsePart], Delta], object]) -> None:
-        """Process the known part of a resumed response without sending it to the client.
+        """Process the known output of a resumed response without sending this output to the client.
 
         Args:
             skip: Receives the parts and the delta that `read` would pass to `take`.
@@ -315,7 +315,7 @@ class ChatTurn:
         await read_streams([self.stream], take_next, keep_alive=keep_alive, is_partial=self.is_partial)
 
     async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
-        """Return all choices when they are complete. A resumed response includes its known part.
+        """Return all choices when they are complete. The choices of a resumed response include the known output.
 
         Args:
             note: Called with each new delta.
