@@ -32,8 +32,9 @@ EngineT = TypeVar("EngineT", bound=EngineLifecycle[Any, Any])
 class ThreadedEngine(Generic[EngineT]):
     """An engine for asyncio tasks of one or several loops.
 
-    A method that is not async in the Trio engine is not async here either. It runs in the engine's thread, and blocks
-    the caller's loop until it has run. This time is short, because nothing blocks the engine's thread.
+    A method that is not async in the Trio engine is not async in this class either. Such a method runs in the engine's
+    thread, and blocks the caller's loop until it has run. This time is short, because nothing blocks the engine's
+    thread.
 
     Attributes:
         thread: the thread that the engine runs in. Packages that extend the asyncio engine use it.
