@@ -1,7 +1,7 @@
 """The server side of HTTP/1.1 without I/O: it turns bytes into requests, and responses into bytes.
 
-It uses two parsers. The fast path (fast_head) reads ordinary requests, and ordinary responses are encoded here. h11
-handles all other messages. Only this module knows which parser has seen which message.
+It uses two parsers. The fast path (plain_request) reads ordinary requests, and this module encodes ordinary responses.
+h11 handles all other messages. Only this module knows which parser has seen which message.
 """
 
 from __future__ import annotations

@@ -475,7 +475,9 @@ class H2Connection:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """End the connection if it has no streams and accepts no more. Call it when all bytes are written."""
+        """End the connection if it has no streams and accepts no more streams. Call this method when all bytes are
+        written.
+        """
         if not self._streams:
             if self._has_read_all or self._last_stream_id is not None or self._gate.goaway_received:
                 self._scope.cancel()

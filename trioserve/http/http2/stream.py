@@ -1,7 +1,7 @@
 """The exchange of one HTTP/2 stream, with its buffers for the request body and the response.
 
-Response bytes wait here, not in h2, until the connection writes them. So the number of waiting bytes is known and
-bounded, and the bytes of all streams of a connection are sent in one write. The Outbox decides the order.
+Response bytes wait in the stream, and not in h2, until the connection writes them. So the number of waiting bytes is
+known and bounded, and the bytes of all streams of a connection are sent in one write. The Outbox decides the order.
 """
 
 from __future__ import annotations
