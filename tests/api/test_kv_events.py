@@ -111,7 +111,7 @@ async def test_with_keys_only_the_admin_reads_kv_events():
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, monkeypatch):
+async def test_a_reader_that_leaves_makes_room_for_another_reader(memory_server, http, monkeypatch):
     monkeypatch.setattr(kv_events, "READERS_MAX", 1)
     for _ in range(3):
         async with memory_server.client(http=http).ask(PATH) as response:

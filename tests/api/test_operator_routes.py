@@ -146,7 +146,7 @@ async def test_a_page_with_a_rebound_dns_name_cannot_read_anything(autojump_cloc
 
 
 @SERVERS
-async def test_strangers_cannot_operate_the_server_but_may_use_it(autojump_clock, kind):
+async def test_callers_without_a_key_cannot_operate_the_server_but_may_use_it(autojump_clock, kind):
     async with served(kind, AccessRules(operates_without_key=False)) as client:
         for route, method, path in changes(kind):
             status, code = await asked(client, method, path)
@@ -158,7 +158,7 @@ async def test_strangers_cannot_operate_the_server_but_may_use_it(autojump_clock
 
 
 @pytest.mark.parametrize("kind", ["engine", "router"])
-async def test_strangers_may_abort_a_known_id_but_not_all_requests(autojump_clock, kind):
+async def test_callers_without_a_key_may_abort_a_known_id_but_not_all_requests(autojump_clock, kind):
     async with served(kind, AccessRules(operates_without_key=False)) as client:
         for path, body in (("/abort_request", {"abort_all": True}), ("/abort_requests", {})):
             assert await asked(client, "POST", path, body) == (403, "operator_routes_off")
@@ -193,7 +193,7 @@ async def test_with_keys_a_page_may_operate_the_server_if_it_has_the_admins_key(
         assert (await asked(server.client(), "POST", "/pause", b"", OWN_PAGE))[0] == 401
 
 
-async def test_strangers_see_no_ids_on_the_live_page(autojump_clock):
+async def test_callers_without_a_key_see_no_ids_on_the_live_page(autojump_clock):
     for rules, shown in ((AccessRules(operates_without_key=False), False), (AccessRules(), True)):
         async with open_memory_server(access=rules, paused=True) as server:
             ask = {"prompt": "x", "max_tokens": 4, "stream": True}

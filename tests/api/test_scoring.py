@@ -82,7 +82,7 @@ async def test_a_model_with_a_scoring_head_scores_each_pair(autojump_clock: Any)
         (["a"], ["c", "d"], [("a", "c"), ("a", "d")]),
     ],
 )
-async def test_one_text_is_compared_with_all_or_each_with_its_partner(
+async def test_one_text_is_compared_with_all_texts_or_each_text_with_its_partner(
     path: str, names: tuple[str, str], left: Any, right: Any, pairs: list[tuple[str, str]], autojump_clock: Any
 ) -> None:
     async with served() as server:

@@ -158,7 +158,7 @@ async def test_allowed_tokens_and_bad_words_restrict_the_output(api: Any) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_allowed_tokens_that_contradict_a_schema_are_a_400(api: Any, stream: bool) -> None:
+async def test_allowed_tokens_that_contradict_a_schema_are_refused_with_400(api: Any, stream: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     for ask in (api.chat, api.complete):
         refused = await ask(allowed_token_ids=[97, 98], response_format=form, stream=stream)

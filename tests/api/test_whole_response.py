@@ -222,7 +222,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-async def test_a_large_response_has_the_value_of_a_small_one(autojump_clock, name, monkeypatch):
+async def test_a_large_response_has_the_same_value_as_a_small_response(autojump_clock, name, monkeypatch):
     path, body = LARGE[name]
     values = []
     for small_items_max in (10**9, 10):
@@ -266,7 +266,7 @@ WITH_LOGPROBS = {"prompt": "a", "max_tokens": 200, "logprobs": 20, "ignore_eos":
 ROOM_FOR_TWO = AccessRules(responses_bytes_max=800_000)
 
 
-async def test_large_responses_share_a_limit_and_small_ones_are_not_refused(autojump_clock):
+async def test_large_responses_share_a_limit_and_small_responses_are_not_refused(autojump_clock):
     async with open_memory_server(access=ROOM_FOR_TWO, max_model_len=256, block_count=512, max_num_seqs=16) as server:
         statuses: list[tuple[int, str | None]] = []
         small: list[int] = []

@@ -81,7 +81,7 @@ async def test_missing_sampling_fields_have_the_models_default(api: Any, path: s
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == expect
 
 
-async def test_several_prompts_get_the_same_responses_as_each_alone(
+async def test_several_prompts_in_one_request_get_the_same_responses_as_single_prompts(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):

@@ -98,7 +98,7 @@ async def test_wrong_content_length_of_a_handler_breaks_the_response_off(autojum
     client = front(handler).h11()
     await client.raw(b"GET / HTTP/1.1\r\nhost: test\r\n\r\nGET / HTTP/1.1\r\nhost: test\r\n\r\n")
     received = await read_all(client.stream)
-    # The client would read a second response as the rest of the first.
+    # The client would read a second response as the rest of the first response.
     assert received.count(b"HTTP/1.1 200") <= 1
 
 
@@ -530,7 +530,7 @@ async def test_large_response_arrives_whole(autojump_clock, front, h11_client, p
     await client.stream.aclose()
 
 
-async def test_chunks_have_the_same_bytes_as_those_of_h11(autojump_clock, front):
+async def test_chunks_have_the_same_bytes_as_chunks_of_h11(autojump_clock, front):
     pieces = [b"x", b"y" * 255, b"z" * 5000]
 
     async def handler(exchange):

@@ -200,7 +200,7 @@ HEADS = st.lists(
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(HEADS)
-def test_heads_are_decoded_as_by_h2_and_hpack(heads):
+def test_decoded_heads_equal_those_of_h2_and_hpack(heads):
     blocks = Blocks()
     check([(blocks.of(changes, kind, number), is_whole) for changes, kind, number, is_whole in heads])
 

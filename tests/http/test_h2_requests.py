@@ -319,7 +319,7 @@ async def test_larger_initial_window_releases_waiting_bytes(autojump_clock, fron
     assert len((await client.response(stream_id)).body) == 30_000
 
 
-async def test_large_response_shares_the_connection_with_small_ones(autojump_clock, front):
+async def test_large_response_shares_the_connection_with_small_responses(autojump_clock, front):
     async def handler(exchange):
         await exchange.respond(200, [], bytes(1_000_000) if exchange.path == "/large" else b"small")
 

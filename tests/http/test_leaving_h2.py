@@ -7,7 +7,8 @@ import pytest
 import trio
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 
-# The reader wakes and cancels the scope, then the handler's task runs. The client's own send takes a few passes.
+# First the reader wakes and cancels the scope, and then the handler's task runs. The client's own send takes a few
+# passes of the scheduler.
 PASSES_MAX = 6
 
 
@@ -128,7 +129,7 @@ async def test_running_streams_finish_after_a_goaway_of_the_client(autojump_cloc
     the_front = front(handler)
     client = await the_front.h2()
     stream_id = await client.request()
-    # Send all frames in one write, so that the server reads the GOAWAY and the later frames together.
+    # The client sends all frames in one write, so that the server reads the GOAWAY and the later frames together.
     await client.send(frames.GoAwayFrame(0, last_stream_id=0), frames.PingFrame(0, opaque_data=b"12345678"))
     await the_front.settle()
     proceed.set()

@@ -62,7 +62,7 @@ async def test_client_that_leaves_frees_all_blocks_one_step_later(http, stream, 
         await server.assert_all_free()
 
 
-async def test_client_that_leaves_the_queue_is_never_computed(autojump_clock):
+async def test_request_of_a_client_that_leaves_the_queue_is_never_computed(autojump_clock):
     async with open_memory_server(max_num_seqs=1, step_seconds=0.1) as server, trio.open_nursery() as nursery:
         first, second = server.client(), server.client()
         nursery.start_soon(first.post, PATH, body(max_tokens=10))
