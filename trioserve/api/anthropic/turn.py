@@ -51,7 +51,7 @@ MISPLACED_IMAGE = "is an image, but images are allowed in messages of the user o
 # otherwise no two prompts would share a prefix that the prefix cache could use.
 BILLING_LINE = "x-anthropic-billing-header:"
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
-# Separator between blocks of one message, and between adjacent messages of one role.
+# This separator is inserted between blocks of one message, and between adjacent messages of one role.
 BETWEEN = "\n"
 
 ReadableBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
@@ -342,7 +342,7 @@ def _tools(body: CountTokensBody) -> list[dict[str, Any]] | None:
     try:
         return checked_tools(chat_tools(body.tools))
     except InvalidRequest as error:
-        # Replace OpenAI's field names by those of this API.
+        # The error names fields of OpenAI's API, which are replaced by the field names of Anthropic's API.
         message, param = (
             text.replace(".function.parameters", ".input_schema").replace(".function.", ".")
             for text in (str(error), error.param or "tools")

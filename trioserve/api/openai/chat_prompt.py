@@ -47,7 +47,7 @@ def prompt_cut(asked: int | None, context_tokens_max: int, response_tokens_max: 
             f"truncate_prompt_tokens is {asked}, allowed is 1 to {context_tokens_max}, or -1 for as many as fit",
             param="truncate_prompt_tokens",
         )
-    # If the response alone is too long, a later check reports that to the client.
+    # If the response alone is too long for the context, a later check refuses the request.
     fitting = max(1, context_tokens_max - max(1, response_tokens_max or 1))
     return Cut(fitting if asked == AS_FITS else asked, "left")
 

@@ -106,8 +106,9 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 """Type of every number that may reach a tensor or a float, since JSON's integers are unbounded."""
 
 CACHE_SALT_CHARACTERS_MAX = 256  # The length is limited, because the salt is hashed with every block.
-# Limit for the number of values. Decoding holds the GIL, and takes 15 ms for this many numbers. Brackets count too,
-# since nested empty lists have no commas. Marks inside texts also count: a million tokens of prose have fewer.
+# The number of values is limited, because decoding holds the GIL, and takes 15 ms for this number of values. Brackets
+# count too, because nested empty lists have no commas. Marks inside texts also count, but even a million tokens of
+# prose have fewer marks.
 VALUE_MARKS = (b",", b"[", b"{")
 VALUE_MARKS_MAX = 250_000
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's API has this default of max_tokens for text completions.
@@ -549,7 +550,7 @@ def decode_body(
     if values_max is not None and sum(map(raw.count, VALUE_MARKS)) > values_max:
         raise InvalidRequest(f"the body has too many values: more than {values_max} commas and opening brackets")
     try:
-        # Decode the text strictly first: msgspec skips invalid bytes in unknown fields.
+        # The text is decoded strictly first, because msgspec skips invalid bytes in unknown fields.
         text = raw.decode("utf-8")
         body = msgspec.json.decode(text, type=kind)
         if ignored is not None or hasattr(kind, "REFUSED_FIELDS"):
