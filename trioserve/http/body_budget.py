@@ -15,8 +15,8 @@ from trioserve.trio_tools.fair_slots import FairSlots
 
 __all__ = ["CODINGS", "BodyBudget", "BodyShare", "decoded_body"]
 
-# Decompressions that may run at the same time, each in a thread. The bound leaves processors for the model if many
-# compressed bodies arrive.
+# At most this number of bodies is decompressed at the same time, each in a thread. The bound leaves processors for the
+# model if many compressed bodies arrive.
 DECOMPRESSIONS_MAX = 2
 
 
@@ -159,8 +159,8 @@ class BodyShare:
 
 
 CODINGS = "gzip, deflate"
-# Size of one decompressed piece. The first piece takes about a millisecond and is decompressed in this thread. Further
-# pieces are decompressed in another thread.
+# A decompressed piece has at most this size. The first piece takes about a millisecond and is decompressed in the event
+# loop's thread. Further pieces are decompressed in another thread.
 PIECE_BYTES = 256 * 1024
 GZIP = 16 + zlib.MAX_WBITS
 RAW_DEFLATE = -zlib.MAX_WBITS
@@ -192,7 +192,7 @@ async def _decompressed(share: BodyShare, coding: str, key: str | None) -> bytes
         return raw
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise UnknownCoding(f'the body has the content-encoding "{coding[:40]}", allowed are {CODINGS}, or none at all')
-    # The compressed body stays counted until the end of the decompression: both bodies are in memory.
+    # The compressed body stays counted until the end of the decompression, because both bodies are in memory.
     decoder = zlib.decompressobj(_window_bits(coding, raw))
     rest = raw
     pieces = [_piece(decoder, rest, coding)]

@@ -134,7 +134,8 @@ class Flusher:
                 connection.flush()
 
 
-# Most bytes that are read from the client after our last byte. A client that sends more is in the middle of an upload.
+# After the server's last byte, at most this number of bytes is read from the client. A client that sends more is in the
+# middle of an upload.
 LINGER_BYTES_MAX = 1024 * 1024
 
 

@@ -16,8 +16,8 @@ __all__ = ["CrossOrigin", "checked_origins"]
 
 EXPOSED = "x-request-id, request-id, retry-after, x-trioserve-reason"
 METHODS = "GET, HEAD, POST, DELETE"
-# Most characters of the requested header names that the response repeats. OpenAI's browser client sends about ten
-# names.
+# The response repeats at most this number of characters of the requested header names. OpenAI's browser client sends
+# about ten names.
 REQUESTED_CHARACTERS_MAX = 2000
 PREFLIGHT_SECONDS = "600"  # A browser may cache the response for this time. Chromium allows at most two hours.
 

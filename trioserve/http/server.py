@@ -187,7 +187,8 @@ class FrontendServer:
                         connection = await self._identify(stream, peer)
                 finally:
                     self._unidentified.discard(scope)
-            # Another connection may have claimed this position at the moment when the first bytes arrived.
+            # While the first bytes arrived, the server may have chosen this connection to end, to accept another
+            # connection.
             if connection is not None and not place.is_ending:
                 self._connections.add(connection)
                 if counted_place is not None and not self._setup.slots.treats_callers_equally:

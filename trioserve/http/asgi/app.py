@@ -94,8 +94,8 @@ class AsgiApp:
                     if exchange.response.finished:
                         await exchange.drained()
             finally:
-                # The handler has ended. Release its share of the body budget now: the host may delay the end of this
-                # call.
+                # The handler has ended, so its share of the body budget is released now. The host may delay the end of
+                # this call.
                 share.release()
                 self._exchanges.discard(exchange)
                 if self._early is not None:

@@ -78,7 +78,7 @@ class ChunkSizes:
 
 EncodedFields = list[tuple[bytes, bytes]]
 
-# Chunks of a body that are read before other tasks run. h11 needs about 10 us for each chunk, even for a small one.
+# After this number of chunks, other tasks run. h11 needs about 10 us for each chunk, even for a small chunk.
 CHUNKS_A_PIECE_MAX = 32
 # ChunkSizes reads at most this number of bytes of a chunked body at a time, at about 1 us per chunk.
 FED_BODY_BYTES_MAX = 8192
@@ -133,7 +133,7 @@ class H1Protocol:
         self._unfed_head = b""  # The head of a plain request that h11 has not seen.
         self._chunk_sizes: ChunkSizes | None = None  # The chunk framing of a body without content-length.
         self._request_broken = False
-        self._may_encode_here = False  # If True, the response may be encoded without h11 if the response is ordinary.
+        self._may_encode_here = False  # If True, an ordinary response may be encoded without h11.
         self._is_encoded_here = False  # True if the current response is encoded without h11.
         self._is_chunked = False
 
@@ -454,7 +454,8 @@ def _has_length(fields: EncodedFields) -> bool:
 
 
 _REQUEST_LINE = re.compile(r"([-!#$%&'*+.^_`|~0-9A-Za-z]+) ([!-~]+) HTTP/1\.1")
-# Only values of visible characters and blanks match. h11 also allows some other characters in some positions.
+# The pattern allows only values of visible characters and blanks. h11 also allows some other characters in some
+# positions.
 _FIELDS = re.compile(r"(?:\r\n[-!#$%&'*+.^_`|~0-9A-Za-z]+:[\t -~]*)*")
 _LENGTH = re.compile(r"[0-9]{1,15}")
 _NOT_PLAIN = frozenset({"transfer-encoding", "expect", "upgrade", "connection"})

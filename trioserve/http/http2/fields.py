@@ -19,11 +19,11 @@ from hpack.table import HeaderTable, table_entry_size
 
 __all__ = ["FieldDecoder", "FieldEncoder", "is_ordinary"]
 
-# First bits of a representation (RFC 7541): indexed field (6.1), literal without indexing (6.2.2), table size update
-# (6.3).
+# These are the first bits of a representation (RFC 7541): indexed field (6.1), literal without indexing (6.2.2), and
+# table size update (6.3).
 INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20
-# Largest block that is remembered, in bytes. A typical block has a few hundred bytes, and fewer once its fields are in
-# the table.
+# The decoder remembers the last block only up to this size in bytes. A typical block has a few hundred bytes, and fewer
+# once its fields are in the table.
 REMEMBERED_BYTES_MAX = 1024
 # At most this number of updates is allowed at the start of a block. An encoder needs two (RFC 7541, 4.2).
 SIZE_UPDATES_MAX = 4
@@ -34,8 +34,8 @@ _NAME_INDEXES: dict[bytes, int] = {}
 for _index, (_name, _value) in enumerate(HeaderTable.STATIC_TABLE, start=1):
     _NAME_INDEXES.setdefault(_name, _index)
 
-# The fields of an ordinary request: each name and each value is followed by a line feed. h2 accepts more requests than
-# this pattern.
+# The pattern matches the fields of an ordinary request, where a line feed follows each name and each value. h2 accepts
+# more requests than this pattern.
 _ORDINARY = re.compile(
     rb"(?:(?::method\n(?!CONNECT\n)|:scheme\n|:authority\n|:path\n)[!-~]+\n){4}"
     rb"(?:(?!(?:connection|cookie|host|keep-alive|proxy-connection|te|transfer-encoding|upgrade)\n)[-_0-9a-z]+\n"

@@ -45,8 +45,8 @@ def refusal_of(error: h2.exceptions.ProtocolError) -> ConnectionRefusal:
     return ConnectionRefusal.MALFORMED
 
 
-# Bytes of requests that may be in flight on one connection. The windows of the streams limit the bytes that are held in
-# memory.
+# At most this number of request bytes may be in flight on one connection. The windows of the streams limit the bytes
+# that are held in memory.
 CONNECTION_WINDOW_BYTES = 1024 * 1024
 
 
