@@ -1,7 +1,7 @@
 """The HTTP/1.1 client, and what it shares with the HTTP/2 client: requests, listeners, failures and connections.
 
-The listener gets the body in the task that reads the socket, with the time of the read. No task switch and no queue
-lies between the socket and the clock. Only the listener knows the meaning of the bytes.
+The task that reads the socket passes the body to the listener, with the time of the read. So no task switch and no
+queue delays the measured time. Only the listener interprets the bytes.
 
 httptools parses responses in a third of h11's time. A load generator on the server's machine takes its CPU time from
 the server.
@@ -45,22 +45,22 @@ OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
 
 
 class FailureKind(enum.Enum):
-    CONNECT = "connect"  # no connection
-    DISCONNECT = "disconnect"  # the connection ended before the response did
-    UNPROCESSED = "unprocessed"  # like DISCONNECT, but the server says or shows that it did not process the request
-    RESET = "reset"  # the server reset the HTTP/2 stream
-    PROTOCOL = "protocol"  # not HTTP, or another version
+    CONNECT = "connect"  # The client could not open a connection.
+    DISCONNECT = "disconnect"  # The connection ended before the response was complete.
+    UNPROCESSED = "unprocessed"  # The connection ended, and the server certainly did not process the request.
+    RESET = "reset"  # The server reset the HTTP/2 stream.
+    PROTOCOL = "protocol"  # The response is not HTTP, or has another HTTP version.
     TIMEOUT = "timeout"
-    STATUS = "status"  # a status other than 200
-    RESPONSE = "answer"  # status 200, but not the requested stream of tokens
+    STATUS = "status"  # The response has a status other than 200.
+    RESPONSE = "answer"  # The response has status 200, but is not the requested stream of tokens.
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a request failed.
+    """The reason why a request failed.
 
     Attributes:
         kind: kind of the failure.
-        message: one sentence for people.
+        message: error message for the user, in one sentence.
         code: HTTP status or HTTP/2 error, or "".
     """
 
@@ -70,7 +70,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name by which failures are counted, such as "status 503"."""
+        """Name under which failures of this kind are counted, such as "status 503"."""
         return f"{self.kind.value} {self.code}".rstrip()
 
 
@@ -92,7 +92,7 @@ class Listener(Protocol):
             now_seconds: time at which it was read, by Trio's clock.
 
         Returns:
-            False to leave now, without the rest of the response.
+            False to disconnect now, without the rest of the response.
         """
 
 
@@ -109,22 +109,22 @@ class Client(Protocol):
             path: path and query.
             body: the body.
             listener: receiver of the response.
-            withheld_bytes: number of bytes at the end of the body that are announced but never sent, for a client that
-                leaves before.
+            withheld_bytes: number of bytes at the end of the body that the head announces but that are never sent. The
+                client must disconnect instead.
 
         Returns:
-            None, or why there is no whole response. The status is not judged here.
+            None, or the reason why there is no complete response. A response with an error status is not a failure.
         """
 
     async def aclose(self) -> None: ...
 
 
 def stream_opener(target: Target, http: int) -> OpenStream:
-    """Return a function that opens connections. It raises OSError, also for errors of TLS.
+    """Return a function that opens connections. The function raises OSError for all failures, including TLS errors.
 
     Args:
         target: the server.
-        http: HTTP version, 1 or 2, which TLS negotiates.
+        http: HTTP version, 1 or 2. With TLS, the client offers only this version.
     """
     context: ssl.SSLContext | None = None
     protocol = "h2" if http == 2 else "http/1.1"
@@ -164,10 +164,10 @@ async def opened(open_stream: OpenStream) -> trio.abc.Stream | Failure:
 
 
 async def receive(stream: trio.abc.Stream) -> bytes:
-    """Receive as receive_some does, but wait before the first read.
+    """Receive bytes as `receive_some` does, but wait until the socket is readable before the first read.
 
-    The kernel is not asked before data is there. The failed read would be a fifth of a load generator's cost per token,
-    which a server on the same machine would lack.
+    A read without data would fail, and cost a fifth of a load generator's CPU time per token. A server on the same
+    machine would lack this CPU time.
 
     Args:
         stream: the connection.
@@ -185,7 +185,7 @@ async def receive(stream: trio.abc.Stream) -> bytes:
 
 
 def _attempt_reasons(cause: BaseException | None) -> str:
-    """Return why the attempts to connect failed.
+    """Return the reasons why the attempts to connect failed.
 
     Trio tries every address of a name, and its own message has no reasons.
     """
@@ -236,14 +236,14 @@ class Http1Client:
             failure = await connection.exchange(head, body, listener, is_whole=is_whole)
         finally:
             if not connection.reusable:
-                # Closing comes before any wait, so that cancellation cannot prevent it.
+                # The connection is closed before any wait, so that a cancellation cannot prevent the close.
                 await trio.aclose_forcefully(connection.stream)
         if connection.reusable:
             self._idle.append(connection)
         return failure
 
     def _head(self, method: str, path: str, body_bytes: int) -> bytes:
-        """Return the bytes of a head. They are cached, since a load has few different heads."""
+        """Return the bytes of a request's head. The heads are cached, since a load has few different heads."""
         head = self._heads.get((method, path, body_bytes))
         if head is None:
             headers = [*self._headers, ("content-length", str(body_bytes))]
@@ -253,7 +253,7 @@ class Http1Client:
         return head
 
     async def aclose(self) -> None:
-        """Close the idle connections. Connections in use close when their requests are left."""
+        """Close the idle connections. A connection in use closes when its request is cancelled."""
         while self._idle:
             await trio.aclose_forcefully(self._idle.pop().stream)
 
@@ -269,13 +269,13 @@ class _Http1Connection:
 
     def _begin_response(self, listener: Listener) -> None:
         self._listener = listener
-        self._status = 0  # status of the final head, or 0
-        self._is_framed = False  # True if the head says where the body ends
+        self._status = 0  # status of the final head, or 0 before the head
+        self._is_framed = False  # True if the head defines where the body ends
         self._is_whole = False
         self._keeps_alive = False
-        self._body: list[bytes] = []  # pieces that the parser has found and the listener has not received
+        self._body: list[bytes] = []  # pieces of the body that the listener has not received yet
 
-    # --- called by the parser ---
+    # --- Callbacks of the parser ---
 
     def on_header(self, name: bytes, _value: bytes) -> None:
         self._is_framed = self._is_framed or name.lower() in (b"content-length", b"transfer-encoding")
@@ -296,7 +296,7 @@ class _Http1Connection:
             self._is_whole = True
             self._keeps_alive = self._parser.should_keep_alive()
 
-    # --- the exchange ---
+    # --- Exchange ---
 
     async def exchange(self, head: bytes, body: bytes, listener: Listener, *, is_whole: bool) -> Failure | None:
         """Send a request and read its response.
@@ -330,7 +330,8 @@ class _Http1Connection:
             try:
                 self._parser.feed_data(data)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-                # The context is an exception of a method of this class, which is then the reason.
+                # If a callback of this class has raised an exception, it is the context of the error and the real
+                # reason.
                 reason = error.__context__ or error
                 return Failure(FailureKind.PROTOCOL, f"the response is not HTTP/1.1: {reason}")
             if self._body:

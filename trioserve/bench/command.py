@@ -1,8 +1,8 @@
 """`python -m trioserve bench`: the measurements, their flags, and the modules that run them.
 
-Each measurement is a command. Its flags are the fields of its settings, so its help shows only those. This file imports
-neither trio nor h2, so that a command line shows its help at once. Measurements of parts of this program (`bench
-inside`) import the engine, which is forbidden here. So the caller passes the function that runs them.
+Each measurement is a command. The flags of a command are the fields of its settings. This file imports neither trio nor
+h2, so that a command shows its help at once. Measurements of parts of this program (`bench inside`) import the engine,
+which this file must not import. So the caller passes the function that runs them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Flag(NamedTuple):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the commands.
+    """One measurement, which is a command of `bench`.
 
     Attributes:
         name: name of the command.
@@ -130,7 +130,8 @@ def main(arguments: Sequence[str], *, run_inside: Callable[[Sequence[str]], int]
     if arguments[:1] == [INSIDE]:
         return run_inside(arguments[1:])
     if arguments[:1] == ["router"] and any(word.partition("=")[0] == SEVERAL_ROUTERS for word in arguments):
-        return run_inside(["routers", *arguments[1:]])  # the cores of routers, without sockets
+        # `bench routers` measures only the routers' cores, without sockets.
+        return run_inside(["routers", *arguments[1:]])
     parser = bench_parser()
     if not arguments:
         parser.print_help()
@@ -164,7 +165,7 @@ def bench_parser() -> argparse.ArgumentParser:
 
 
 def _refuse_flags_first(arguments: Sequence[str]) -> None:
-    """Refuse former command lines, in which a flag named the measurement."""
+    """Refuse command lines of former versions, in which a flag selected the measurement."""
     if not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"):
         return
     former = {f"--{measurement.name}": measurement.name for measurement in MEASUREMENTS}

@@ -1,8 +1,8 @@
 """Compares a prefill/decode pair with one server on the same cores: the latency of streams while long prompts are
 computed, and the speed of KV transfers relative to a plain socket copy.
 
-This command starts all servers as separate processes. The rounds of the two are measured in turn, so that a noisy
-machine affects both.
+This command starts all servers as separate processes. It measures rounds of the pair and of the single server in turn,
+so that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ __all__ = [
 
 READY_SECONDS_MAX = 120.0
 METRICS_SECONDS_MAX = 60.0
-LONG_OUTPUT_TOKENS = 8  # enough that the prompt goes to the decode server, but few to decode
+LONG_OUTPUT_TOKENS = 8  # With several output tokens, the router sends the request to the decode server.
 COPIES = 5
 POLL_SECONDS = 0.01
 COMPLETIONS = "/v1/completions"
 
 
 class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One round at one server or at the pair.
+    """Figures of one round, at the single server or at the pair.
 
     Attributes:
         is_pair: True for the pair.
@@ -220,7 +220,7 @@ def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
     )
 
 
-# --- measurements ---
+# --- Measurements ---
 
 
 async def _round(settings: DisaggregatedSettings, url: str, number: int, is_pair: bool) -> RoundFigures:
@@ -243,7 +243,8 @@ class _Round:
         self._settings = settings
         self._is_pair = is_pair
         self._client = http1_client(target)
-        # Each round has other prompts, but the server and the pair have the same ones. So caches help neither of them.
+        # Prompts differ between rounds, so that a prefix cache finds nothing. The server and the pair get the same
+        # prompts.
         self._seed = settings.seed + 1000 + number
         self._streams: list[Measurement] = []
         self._longs: list[Measurement] = []
@@ -267,7 +268,7 @@ class _Round:
                     nursery.start_soon(self._decode_on, requests)
                 before = self._tally.output_tokens
                 while self._tally.output_tokens < before + 2 * settings.concurrency:  # noqa: ASYNC110  # readers have no event
-                    await trio.sleep(POLL_SECONDS)  # wait until all streams decode
+                    await trio.sleep(POLL_SECONDS)  # This loop waits until all streams decode.
                 began_at = trio.current_time()
                 async with trio.open_nursery() as arrivals:
                     for planned in longs.requests():
@@ -377,7 +378,7 @@ async def _scrape(url: str) -> Scrape:
     return found
 
 
-# --- processes ---
+# --- Processes ---
 
 
 def _start_pair(stack: contextlib.ExitStack, settings: DisaggregatedSettings) -> tuple[str, str]:
@@ -402,7 +403,7 @@ def _started(stack: contextlib.ExitStack, server: ServerProcess) -> str:
     return server.url
 
 
-# --- plain socket copies ---
+# --- Plain socket copies ---
 
 BUFFER_BYTES = 1 << 20
 SECONDS_MAX = 60.0

@@ -1,4 +1,4 @@
-"""An HTTP/2 client. Many requests share a connection. Leaving a request resets its stream."""
+"""An HTTP/2 client. Many requests share a connection. A cancelled request resets its stream."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 __all__ = ["Http2Client"]
 
-WINDOW_BYTES = 1 << 24  # for each stream and connection, so that the server never waits for the client
-NO_ERROR = "NO_ERROR"  # error code of a server that leaves gracefully
+WINDOW_BYTES = 1 << 24  # window of each stream and connection, so large that the server never waits for credit
+NO_ERROR = "NO_ERROR"  # error code of a server that shuts down gracefully
 
 
 class Http2Client:
@@ -59,7 +59,7 @@ class Http2Client:
 
     @property
     def stream_wait_count(self) -> int:
-        """Number of requests that waited, since the server allows no more streams on a connection."""
+        """Number of requests that waited because the server allowed no more streams on a connection."""
         return sum(slot.stream_wait_count for slot in self._slots)
 
     async def request(
@@ -98,11 +98,11 @@ class Http2Client:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close all connections, with the requests on them. A later request opens new ones."""
+        """Close all connections, which ends the requests on them. A later request opens a new connection."""
         for slot in self._slots:
             if slot.connection is not None:
                 slot.connection.close()
-                slot.connection = None  # Ending takes a moment, in which no request may begin on this connection.
+                slot.connection = None  # The connection takes a moment to end. Meanwhile, no new request may use it.
 
 
 class _ConnectionSlot:
@@ -116,7 +116,7 @@ class _ConnectionSlot:
 
 
 class _Exchange:
-    """One request. It is the protocol's listener for the response."""
+    """One request. The object is the protocol's listener for the response."""
 
     __slots__ = ("connection", "ended", "failure", "is_over", "listener", "stream_id")
 
@@ -137,7 +137,7 @@ class _Exchange:
 
     def on_end(self, end: ResponseEnd) -> None:
         if end.result is ResponseResult.COMPLETE:
-            if not end.was_request_sent:  # The server answered early, so it will not read the rest of the request.
+            if not end.was_request_sent:  # The server has responded early, so it will not read the rest of the request.
                 self.connection.protocol.reset(self.stream_id)
         elif end.result is ResponseResult.RESET:
             message = f"the server reset the stream: {end.error}"
@@ -191,9 +191,9 @@ class _Http2Connection:
         self._scope.cancel()
 
     async def greeted(self) -> Failure | None:
-        """Wait for the server's SETTINGS, which say how many streams it allows.
+        """Wait for the server's SETTINGS, which contain the maximum number of streams.
 
-        If they do not come, close the connection.
+        If the SETTINGS do not arrive in time, close the connection.
         """
         with trio.move_on_after(CONNECT_SECONDS_MAX):
             await self._settled.wait()
@@ -203,7 +203,7 @@ class _Http2Connection:
         return self.end if self._ended else Failure(FailureKind.PROTOCOL, "the server sent no HTTP/2 SETTINGS")
 
     async def run(self) -> None:
-        """Run until the connection ends. By then, all of its requests have failed."""
+        """Run until the connection has ended and all requests on it have failed or ended."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -283,12 +283,12 @@ class _Http2Connection:
                 try:
                     await self._stream.send_all(data)
                 except trio.BrokenResourceError:
-                    return  # The reader sees the end after the last bytes of the server.
+                    return  # The reading task ends the connection after it has read the server's last bytes.
             else:
                 await self._writer.park()
 
     def _drain(self, error: str) -> None:
-        """Handle GOAWAY: streams that the server has accepted continue, new requests need another connection."""
+        """Handle GOAWAY. Streams that the server has accepted continue. New requests need another connection."""
         if error != NO_ERROR:
             self.end = Failure(FailureKind.DISCONNECT, f"the server ended the connection: {error}", error)
         self.stream_waiters.unpark_all()

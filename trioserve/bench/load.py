@@ -1,6 +1,6 @@
-"""Requests and responses of a measurement: arrivals, prompts and leaving clients from a seed, and figures from streams.
+"""Requests of a measurement, which are drawn from a seed, and the parser of their streamed responses.
 
-All knowledge about the OpenAI-compatible API is in this file. It neither sends nor waits.
+This file contains all code that depends on the OpenAI-compatible API. It neither sends nor waits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ __all__ = ["EventParser", "EventTooLong", "Load", "PlannedRequest", "PromptMode"
 
 PromptMode = Literal["ids", "text"]
 
-# Tokenizers have their special and byte tokens first. A prompt of end tokens would be a different measurement.
+# Most tokenizers have their special tokens and byte tokens first. Prompts must not contain such tokens.
 SPECIAL_TOKENS_MAX = 512
 
 EVENT_BYTES_MAX = 1 << 24  # A longer event cannot be part of a stream of tokens.
 REFUSAL_BYTES_MAX = 4096  # maximum bytes of an error's body that are kept
 EXCERPT_CHARACTERS_MAX = 200
-PARTIAL_REASONS = frozenset({"abort", "cancelled", "deadline", "error"})  # reasons of the server, not of the model
+# A response with such a finish reason was ended by the server, not by the model.
+PARTIAL_REASONS = frozenset({"abort", "cancelled", "deadline", "error"})
 
 # Short and common words: nearly every tokenizer has each of them, with the space before it, as one token.
 _TEXT = (
@@ -122,8 +123,7 @@ class Load:
             body["prompt"] = prompt
         body["max_tokens"] = settings.output_tokens if stream else 1
         body["temperature"] = settings.temperature
-        # The body has no seed: some servers sample requests with a seed one by one, which would be a different
-        # measurement.
+        # The body has no seed. Some servers sample requests with a seed one by one, which would change the result.
         if settings.ignore_eos:
             body["ignore_eos"] = True
         if stream:
@@ -138,8 +138,8 @@ class Load:
         else:
             low, high = min(SPECIAL_TOKENS_MAX, self._settings.vocab_size // 2), self._settings.vocab_size
         span = high - low
-        # One draw for all tokens is about ten times faster than one per token. It runs while a server is being
-        # measured.
+        # One draw for all tokens is about ten times faster than one draw per token. The load generator must be fast,
+        # since it runs during the measurement.
         drawn = random.Random(f"{self._settings.seed}/{name}").randbytes(4 * count)
         return [low + value % span for value in memoryview(drawn).cast("I")]
 
@@ -185,7 +185,7 @@ class EventParser:
 
 
 def _event_data(block: bytes) -> bytes | None:
-    if block.startswith(b"data: ") and b"\n" not in block:  # the form of nearly all events
+    if block.startswith(b"data: ") and b"\n" not in block:  # Nearly all events consist of a single line.
         return block[6:]
     fields = (line.partition(b":") for line in block.split(b"\n"))
     lines = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
@@ -244,7 +244,7 @@ class Tally:
 
 
 class ResponseReader:
-    """Listener of one streamed response. It measures times, and says when a leaving client has to leave.
+    """Listener of one streamed response. It measures times, and ends the response of a client that disconnects early.
 
     A gap is the time between two chunks that carry tokens. Without token ids, a chunk counts as one token for
     abort_after_tokens.
@@ -264,8 +264,8 @@ class ResponseReader:
         self._refusal = b""
         self._failure: Failure | None = None
         self._first_at: float | None = None
-        self._last_at = started_at  # time of the last chunk with tokens
-        self._received_at = started_at  # time of the last byte
+        self._last_at = started_at  # time at which the last chunk with tokens arrived
+        self._received_at = started_at  # time at which the last byte arrived
         self._gaps_seconds = array.array("d")
         self._token_count = 0
         self._usage: _Usage | None = None
@@ -317,7 +317,7 @@ class ResponseReader:
         """Return the measured request.
 
         Args:
-            failure: why the transport failed, or None.
+            failure: reason why the transport failed, or None.
             is_over: False if the measurement was interrupted while the request ran.
         """
         failure = failure or self._failure
@@ -345,7 +345,7 @@ class ResponseReader:
         )
 
     def _shortcoming(self) -> Failure | None:
-        """Return why a response is not the requested one, although the transport did not fail. None: it is."""
+        """Return the reason why a complete response is not the requested stream of tokens, or None."""
         if self._status != 200:
             message = f"status {self._status}: {excerpt(self._refusal)}"
             return Failure(FailureKind.STATUS, message, str(self._status))
@@ -370,6 +370,6 @@ def excerpt(body: bytes) -> str:
             content = content.get("error", content.get("message"))
         text = content if isinstance(content, str) else text
     except (msgspec.DecodeError, UnicodeDecodeError):
-        pass  # not JSON: use the text unchanged
+        pass  # The body is not JSON, so its text is used unchanged.
     line = " ".join(text.split()) or "an empty body"
     return line if len(line) <= EXCERPT_CHARACTERS_MAX else line[:EXCERPT_CHARACTERS_MAX] + " ..."

@@ -65,7 +65,7 @@ class _Reader:
         self.status: int | None = None
         self.events = 0
         self.bytes = 0
-        self.has_ended = False  # True if the stream of events ended before the load did
+        self.has_ended = False  # True if the stream of events ended before the load was complete
 
     def head(self, status: int) -> None:
         self.status = status
@@ -98,7 +98,7 @@ async def measure_page(
         open_stream: opens a connection to the server. Default: as the settings say.
 
     Returns:
-        The report, or the reason why there is none.
+        The report, or the reason why there is no report.
     """
     opener = open_stream or stream_opener(settings.target, 1)
     rounds = []
@@ -106,8 +106,8 @@ async def measure_page(
         found: dict[bool, Figures] = {}
         reader = _Reader()
         for is_open in (False, True) if number % 2 == 0 else (True, False):
-            # Both measurements need different prompts. Otherwise the second would find the first one's in the prefix
-            # cache.
+            # The two measurements need different prompts. Otherwise, the second one would find the prompts of the first
+            # one in the prefix cache.
             seed = settings.seed + 2 * number + is_open
             measured = await _measure_one(settings, seed, opener, reader if is_open else None)
             if isinstance(measured, CannotMeasure):

@@ -36,17 +36,17 @@ __all__ = [
 
 class Outcome(enum.Enum):
     COMPLETED = "completed"
-    ABORTED = "aborted"  # the client left on purpose
+    ABORTED = "aborted"  # The client disconnected as planned.
     FAILED = "failed"
-    INTERRUPTED = "interrupted"  # the measurement ended while the request ran
+    INTERRUPTED = "interrupted"  # The measurement ended while the request ran.
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured times and tokens of one request. Times are seconds, or None if they were not reached.
+    """The measured times and tokens of one request. A time is in seconds, or None if its event did not happen.
 
     Attributes:
         outcome: how the request ended.
-        failure: why it failed. None: it did not fail.
+        failure: reason why the request failed. None: it did not fail.
         ttft_seconds: time to the first chunk with tokens. It begins at the start of the request, and in an open loop at
             the planned arrival.
         gaps_seconds: times between successive chunks with tokens.
@@ -70,7 +70,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of one quantity over all its samples. The name of the field that has them says the unit."""
+    """Statistics of one quantity over all of its samples. The name of the field with this object has the unit."""
 
     count: int
     mean: float
@@ -159,7 +159,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens = sum(one.prompt_tokens for one in counted)
         cached = [one.cached_prompt_tokens for one in counted if one.cached_prompt_tokens is not None]
         by_usage = sum(one.counted_by_usage for one in counted)
-        seconds = max(duration_seconds, 1e-9)  # nothing was measured if the duration is 0
+        seconds = max(duration_seconds, 1e-9)  # If the duration is 0, no request was measured.
         ttfts = [one.ttft_seconds for one in counted if one.ttft_seconds is not None]
         return cls(
             duration_seconds=duration_seconds,
@@ -249,7 +249,7 @@ def _cpu_name() -> str:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
     except OSError:
-        pass  # no such file outside of Linux
+        pass  # Only Linux has this file.
     return platform.processor() or platform.machine() or "unknown"
 
 

@@ -125,7 +125,7 @@ class _Run:
             return CannotMeasure("interrupted before the first request", EXIT_INTERRUPTED)
         return self._result()
 
-    # --- before the first request ---
+    # --- Before the first request ---
 
     async def _find_prompt_mode(self) -> CannotMeasure | None:
         """Send a small request in each mode that the settings allow, exact lengths first.
@@ -160,7 +160,7 @@ class _Run:
             EXIT_REQUESTS_FAILED,
         )
 
-    # --- the load ---
+    # --- Load ---
 
     @property
     def _path(self) -> str:
@@ -190,7 +190,7 @@ class _Run:
             for planned in requests:
                 arrives_at = began_at + (planned.arrival_seconds or 0.0)
                 await trio.sleep_until(arrives_at)
-                # The time of a request starts at its planned arrival. Otherwise a client that is late would make the
+                # The measured time of a request starts at its planned arrival. Otherwise, a late client would make the
                 # server look fast.
                 nursery.start_soon(self._perform, planned, arrives_at, self._measurements)
 
@@ -205,7 +205,7 @@ class _Run:
             measurements=measurements,
         )
 
-    # --- output ---
+    # --- Output ---
 
     async def _show_progress(self, began_at: float) -> None:
         with ProgressLine(self._progress, clock=trio.current_time) as line:

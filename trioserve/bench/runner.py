@@ -1,4 +1,4 @@
-"""Tools of all measurements: questions to a server, a load of requests, early ends, and the output of the report.
+"""Functions that all measurements share: requests to a server, a load of requests, early ends, and output of reports.
 
 Metrics are read in Prometheus' text format 0.0.4.
 """
@@ -180,7 +180,7 @@ class HistogramDifference(msgspec.Struct, frozen=True):
 
 EXIT_REQUESTS_FAILED = 1
 EXIT_UNREACHABLE = 2
-EXIT_INTERRUPTED = 130  # exit code that shells show for SIGINT
+EXIT_INTERRUPTED = 130  # exit code that shells use for a program that SIGINT ended
 
 PLAIN_RESPONSE_BYTES_MAX = 1 << 24
 
@@ -188,7 +188,7 @@ Report = TypeVar("Report", bound=msgspec.Struct)
 Item = TypeVar("Item")
 
 
-# --- the end of a measurement -----------------------------------------------------------------------------------------
+# --- End of a measurement -----------------------------------------------------------------------------------------
 
 
 class CannotMeasure(Exception):
@@ -248,7 +248,7 @@ def conclude(
     """
     if isinstance(outcome, CannotMeasure):
         return _refuse(outcome)
-    # The JSON report has standard output for itself if it was requested there.
+    # If the JSON report goes to standard output, the text report goes to standard error.
     print(text(outcome.report), end="", file=sys.stderr if json_path == "-" else sys.stdout)
     if json_path == "-":
         sys.stdout.write(json(outcome.report).decode())
@@ -271,10 +271,10 @@ async def cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus
         task_status.started()
         async for _ in signals:
             scope.cancel()
-            return  # A second signal ends the program in the usual way.
+            return  # After this return, a second signal ends the program at once.
 
 
-# --- questions to a server --------------------------------------------------------------------------------------------
+# --- Requests to a server --------------------------------------------------------------------------------------------
 
 
 def common_headers(api_key: str | None) -> list[tuple[str, str]]:
@@ -405,7 +405,7 @@ class _ModelList(msgspec.Struct):
     data: list[_ModelCard]
 
 
-# --- a load of requests -----------------------------------------------------------------------------------------------
+# --- Load of requests -----------------------------------------------------------------------------------------------
 
 
 async def perform_all(items: Iterable[Item], perform_one: Callable[[Item], Awaitable[None]], *, in_flight: int) -> None:
@@ -458,7 +458,7 @@ async def perform(
             failure = Failure(FailureKind.TIMEOUT, f"no whole response within {seconds_max:g} s")
         is_over = True
     finally:
-        # Also after an interruption, since the server has produced the tokens that came until then.
+        # An interrupted request is also measured, since the server has produced the tokens that have arrived.
         measurement = reader.measurement(failure, is_over=is_over)
         measurements.append(measurement)
     return measurement

@@ -41,7 +41,7 @@ class NamedSchema(msgspec.Struct, frozen=True):
 
     name: str
     group: str
-    schema: Any  # an object, True or False
+    schema: Any  # A JSON schema is an object, True or False.
 
     @property
     def title(self) -> str:
@@ -107,9 +107,9 @@ REASON_CHARACTERS_MAX = 200
 class Verdict(enum.Enum):
     VALID = "valid"
     CUT = "cut, a valid beginning"
-    REFUSED = "refused"  # status 400, before any output
+    REFUSED = "refused"  # The server responded with status 400 before any output.
     INVALID = "INVALID"
-    FAILED = "FAILED"  # no response, or a response that the server ended
+    FAILED = "FAILED"  # There was no response, or the server ended the response early.
 
 
 class Judge:
@@ -143,14 +143,14 @@ class Judge:
         try:
             validator = validators.validator_for(schema, default=validators.Draft202012Validator)(schema)
             wrong = self._jsonschema.exceptions.best_match(validator.iter_errors(value))
-        except Exception as fault:  # The schema is not a valid schema, or has a reference to nowhere.
+        except Exception as fault:  # The schema is invalid, or has a reference that cannot be resolved.
             return Verdict.INVALID, f"cannot be judged: {fault}"[:REASON_CHARACTERS_MAX]
         if wrong is not None:
             return Verdict.INVALID, f"{wrong.json_path}: {wrong.message}"[:REASON_CHARACTERS_MAX]
         return Verdict.VALID, ""
 
     def _judge_beginning(self, schema: Any, text: str) -> tuple[Verdict, str]:
-        # A text that ends within a character has a replacement character at its end.
+        # If the text ends within a character, its last character is a replacement character.
         data = text.removesuffix("\ufffd").encode()
         matcher = LLMatcher(self._bytes, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
         if matcher.is_error():

@@ -21,7 +21,7 @@ from trioserve.bench.settings import Target
 
 __all__ = ["ServerProcess", "cpu_seconds", "memory_bytes", "start_all"]
 
-POLL_SECONDS = 0.005  # between two checks of readiness, and so the error of a start's duration
+POLL_SECONDS = 0.005  # seconds between two checks of readiness. The measured duration has an error of this size.
 STOP_SECONDS_MAX = 15.0
 READY_PATH = "/ready"
 
@@ -96,7 +96,8 @@ class ServerProcess:
         client = http1_client(target)
         with trio.move_on_after(seconds_max):
             while self.is_alive:
-                # A connection that is opened while the model loads waits in the backlog, and gets the first response.
+                # A connection that is opened while the model loads waits in the backlog. It is the first one to be
+                # served.
                 response = await ask(client, target, READY_PATH, seconds_max=seconds_max)
                 if not isinstance(response, Failure) and response.status == 200:
                     ready_at = time.perf_counter()
@@ -143,7 +144,7 @@ class ServerProcess:
         try:
             self._process.wait(STOP_SECONDS_MAX)
         except subprocess.TimeoutExpired:
-            pass  # close() kills it
+            pass  # close() kills the process.
         finally:
             self.close()
 

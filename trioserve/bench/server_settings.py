@@ -155,7 +155,8 @@ class SurviveSettings(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
 
     def __post_init__(self) -> None:
-        check_integer("--endpoints", self.endpoints, 2, 16)  # at least one endpoint must remain
+        # At least one endpoint must remain while another endpoint is down.
+        check_integer("--endpoints", self.endpoints, 2, 16)
         check_integer("--concurrency", self.concurrency, 1, 4096)
         check_integer("--requests", self.requests, 1, 1_000_000)
         check_integer("--output-tokens", self.output_tokens, 8, 100_000)

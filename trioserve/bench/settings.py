@@ -29,8 +29,8 @@ __all__ = [
     "check_writable",
 ]
 
-TOKENS_MAX = 10_000_000  # far above any context, so that a typing error does not make a body of gigabytes
-IN_FLIGHT_MAX = 65_536  # Each has one task, and on HTTP/1.1 one socket.
+TOKENS_MAX = 10_000_000  # The limit is above any context. It prevents bodies of gigabytes after a typing error.
+IN_FLIGHT_MAX = 65_536  # Each request in flight has one task, and over HTTP/1.1 one socket.
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -420,7 +420,7 @@ class SoakSettings(TargetSettings, frozen=True, kw_only=True):
         check_integer("--requests", self.requests, 2, 10_000_000)
         check_integer("--prompt-tokens", self.prompt_tokens, 1, 1_000_000)
         check_integer("--long-prompt-tokens", self.long_prompt_tokens, 1, 1_000_000)
-        # one token to receive, and one to leave before
+        # A client that disconnects receives one token, and disconnects before the last token.
         check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)
         check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
         check_integer("--warmup", self.warmup_requests, 0, 1_000_000)

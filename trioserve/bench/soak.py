@@ -46,11 +46,12 @@ __all__ = ["main", "soak"]
 
 PATH = "/v1/completions"
 SCRAPE_PERIOD_SECONDS = 2.0
-LOG_SECONDS = 30.0  # between two progress lines if there is no terminal, since a soak may take hours
-QUIET_SECONDS_MAX = 30.0  # A server that is not idle by then will not become idle.
+LOG_SECONDS = 30.0  # seconds between two progress lines without a terminal. A soak may take hours.
+QUIET_SECONDS_MAX = 30.0  # A server that is not idle after this time will never become idle.
 QUIET_PERIOD_SECONDS = 0.2
-FIRST_TOKEN_SECONDS = 0.5  # used until the warm-up has measured the time to the first token
-# At the start of a slice, skip this many times the concurrency: clients of the slice before are still there.
+FIRST_TOKEN_SECONDS = 0.5  # assumed time to the first token, until the warm-up has measured it
+# The first clients of a slice do not count, since clients of the previous slice still run. Their number is this
+# multiple of the concurrency.
 SETTLING_ROUNDS = 2
 
 
@@ -260,7 +261,7 @@ class _Soak:
     def _no_metrics(self) -> CannotMeasure:
         return CannotMeasure(f"{self._settings.url} no longer answers GET /metrics", EXIT_UNREACHABLE)
 
-    # --- state of the server ---
+    # --- State of the server ---
 
     async def _scrape(self) -> Scrape | None:
         settings = self._settings
@@ -281,7 +282,7 @@ class _Soak:
         return None
 
     async def _scrape_at_rest(self, before: Scrape) -> Scrape | None:
-        """Return the metrics of the server once it is idle, or the last metrics if it does not become idle in time."""
+        """Return the metrics of the idle server, or the last metrics if the server does not become idle in time."""
         found: Scrape | None = None
         with trio.move_on_after(QUIET_SECONDS_MAX):
             while True:
@@ -308,7 +309,7 @@ class _Soak:
                     f"{len(self._ended)}/{request_count} {unit}, {left_count} left, {resident}, {elapsed_seconds:.0f} s"
                 )
 
-    # --- the load ---
+    # --- Load ---
 
     async def _send(self, books: list[SliceBook], plan: SoakPlan, request_count: int, unit: str) -> None:
         """Run all clients of some slices, and return when they have ended.
@@ -323,7 +324,8 @@ class _Soak:
 
         def remaining() -> Iterator[tuple[SliceBook, SoakRequest]]:
             yield from requests
-            self._all_sent_at = trio.current_time()  # when the first worker finds no request
+            # The time is that of the first worker that finds no further request.
+            self._all_sent_at = trio.current_time()
 
         async def perform_one(part: tuple[SliceBook, SoakRequest]) -> None:
             book, request = part
@@ -367,7 +369,7 @@ class _Soak:
             if left:
                 self._clients.hang_up()
             elif failure is not None and self._clients.hang_up_count > hang_up_count:
-                left = True  # Another client on this connection hung up, which ended this request too.
+                left = True  # Another client closed the shared connection, which ended this request too.
         outcome = Outcome.ABORTED if left else measurement.outcome
 
         if request.is_survivor and outcome is Outcome.COMPLETED:
@@ -398,7 +400,7 @@ class _LeavesAfterHead:
 
     def head(self, status: int) -> None:
         self._reader.head(status)
-        if status == 200:  # A refusal is read to its end.
+        if status == 200:  # The client reads an error response to its end.
             self._leaving.deadline = trio.current_time() + self._delay_seconds
 
     def body(self, data: bytes, now_seconds: float) -> bool:

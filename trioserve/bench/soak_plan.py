@@ -19,21 +19,22 @@ from trioserve.bench.settings import SoakSettings
 __all__ = ["Leave", "Moment", "Slice", "SoakClients", "SoakPlan", "SoakRequest", "Way"]
 
 LONG_PROMPT_SHARE = 0.03
-SLICE_REQUESTS = 500  # about half a minute with a small model on two cores
-CONTROL_SHARE = 0.3  # requests of the control, relative to those of the slice before it
-CONTROL_FULL_LINES_MIN = 4  # but at least this many times the concurrency, since its beginning is not counted
+SLICE_REQUESTS = 500  # A slice takes about half a minute with a small model on two cores.
+CONTROL_SHARE = 0.3  # number of requests of a control slice, as a fraction of the slice before it
+# A control slice has at least this many times the concurrency, since its first requests do not count.
+CONTROL_FULL_LINES_MIN = 4
 
 HTTP2_SHARE = 0.5
-HALF_CLOSE_SHARE = 0.25  # share of the clients that leave over HTTP/1.1
-HANG_UP_SHARE = 0.1  # share of the clients that leave over HTTP/2
+HALF_CLOSE_SHARE = 0.25  # fraction of the HTTP/1.1 clients that disconnect with a half-close
+HANG_UP_SHARE = 0.1  # fraction of the HTTP/2 clients that disconnect by closing the whole connection
 
 
 class Moment(enum.Enum):
     """When a client leaves."""
 
     BODY = "before its body is complete"
-    WAIT = "a time after it was sent"  # most often, the request still waits in the queue
-    # trioserve sends the head when the request first runs, so its prompt is being computed
+    WAIT = "a time after it was sent"  # The request most often still waits in the queue.
+    # trioserve sends the head when the request first runs, so its prompt is computed at this moment.
     HEAD = "a time after its head"
     TOKENS = "after some tokens"
 
@@ -150,7 +151,8 @@ class SoakPlan:
         http = 2 if draws.random() < HTTP2_SHARE else 1
         leave = self._leave(draws, http) if leaves else None
         if leave is not None:
-            output_count = settings.output_tokens  # long enough that the response does not end before the client leaves
+            # The response is long enough that it does not end before the client disconnects.
+            output_count = settings.output_tokens
         body = self._body(draws, prompt_count, output_count)
         withheld_bytes = 0
         if leave is not None and leave.moment is Moment.BODY:
@@ -223,8 +225,8 @@ class SoakPlan:
         return msgspec.json.encode(content)
 
 
-HTTP2_CONNECTIONS = 4  # A server limits the resets on each connection.
-HALF_CLOSE_SECONDS_MAX = 10.0  # trioserve closes at once. The rest is for a busy machine.
+HTTP2_CONNECTIONS = 4  # Several connections are needed, since a server limits the resets on each connection.
+HALF_CLOSE_SECONDS_MAX = 10.0  # trioserve closes at once. The limit allows for a busy machine.
 
 
 class SoakClients:
@@ -253,7 +255,7 @@ class SoakClients:
             stream = await open_http1()
             if isinstance(stream, trio.abc.HalfCloseableStream):
                 return _HalfClosing(stream, self._note_unanswered)
-            return stream  # TLS has no half-close, so these clients close.
+            return stream  # TLS has no half-close, so clients over TLS close the connection.
 
         def http1(open_stream: OpenStream) -> Http1Client:
             return http1_client(target, api_key=api_key, open_stream=open_stream)
@@ -315,7 +317,7 @@ class _HalfClosing(trio.abc.Stream):
 
     async def aclose(self) -> None:
         try:
-            # Shielded, since a client leaves by being cancelled, and this code then closes its connection.
+            # A client disconnects by cancellation. The shield lets this code still close the connection.
             with trio.move_on_after(HALF_CLOSE_SECONDS_MAX, shield=True) as patience:
                 await self._stream.send_eof()
                 while await self._stream.receive_some(RECEIVE_BYTES):
@@ -323,6 +325,6 @@ class _HalfClosing(trio.abc.Stream):
             if patience.cancelled_caught:
                 self._on_unanswered()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # The server closed first.
+            pass  # The server has closed the connection first.
         finally:
             await trio.aclose_forcefully(self._stream)

@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 MEMORY_CHANGE_MAX = 0.02
-MEMORY_SAMPLES_MIN = 10  # samples in each half
+MEMORY_SAMPLES_MIN = 10  # minimum number of memory samples in each half of the load
 ITL_RATIO_MAX = 1.3
-ITL_GAPS_MIN = 1000  # gaps of each kind, of which ten are above the 99th percentile
+ITL_GAPS_MIN = 1000  # minimum number of gaps of each kind. Ten of 1000 gaps are above the 99th percentile.
 STEPS_TO_FREE_MAX = 1
 PHASES = ("queued", "prefill", "decode")
 
@@ -67,7 +67,7 @@ def missing_series(scrape: Scrape) -> list[str]:
 
 
 def is_quiet(before: Scrape, now: Scrape) -> bool:
-    """Return True if the server has released all that the soak used.
+    """Return True if the server has released all resources that the soak used.
 
     Args:
         before: metrics before the first client.

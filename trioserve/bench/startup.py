@@ -33,12 +33,12 @@ __all__ = [
     "startup_text",
 ]
 
-POLL_SECONDS = 0.005  # between two checks of readiness, and so the error of a figure
+POLL_SECONDS = 0.005  # seconds between two checks of readiness. A measured start has an error of this size.
 STOP_SECONDS_MAX = 10.0
 READY_PATH = "/ready"
 READ_BYTES = 8 * 2**20
 PROMPT_CHARACTERS = 64
-MADV_POPULATE_WRITE = 23  # Linux has it, but Python does not name it.
+MADV_POPULATE_WRITE = 23  # Python has no name for this constant of Linux.
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +175,7 @@ async def _time_requests(url: str, seconds_max: float) -> tuple[float, float] | 
     with trio.move_on_after(seconds_max):
         listed = await ask(client, target, "/v1/models", seconds_max=seconds_max)
         model = None if isinstance(listed, Failure) else listed.first_model()
-        # The second prompt has another letter, so that it finds nothing of the first one in a cache.
+        # The second prompt has another letter, so that the prefix cache has no block for it.
         for letter in "ab" if model else "":
             asked = {"model": model, "prompt": letter * PROMPT_CHARACTERS, "max_tokens": 1}
             response, began_at = PlainResponse(), time.perf_counter()
@@ -218,7 +218,7 @@ def _read_cold(path: pathlib.Path) -> float:
 
 def _drop_from_memory(file: pathlib.Path) -> None:
     with file.open("rb", buffering=0) as opened:
-        os.fsync(opened.fileno())  # Pages that are not written to the disk would stay in memory.
+        os.fsync(opened.fileno())  # Pages that are not written to the disk yet would stay in memory.
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -232,7 +232,7 @@ def _environment(checkout: str) -> Iterator[tuple[str | None, dict[str, str]]]:
         return
     root = pathlib.Path(checkout).resolve()
     with tempfile.TemporaryDirectory() as folder:
-        # The folder has the name kernels, and its package the name trioserve_kernels.
+        # The folder is named kernels, but its package is imported as trioserve_kernels.
         pathlib.Path(folder, "trioserve_kernels").symlink_to(root / "kernels")
         yield str(root), {**environment, "PYTHONPATH": os.pathsep.join((str(root), folder))}
 

@@ -47,9 +47,9 @@ __all__ = [
 
 PATH = "/v1/chat/completions"
 
-# Nearly no token is forced, and the list continues as long as there are tokens: every token needs a mask.
+# With this schema, nearly no token is forced, and the list never ends early. So every token needs a mask.
 OPEN = {"type": "array", "items": {"type": "string", "minLength": 24}, "minItems": 1000}
-# About half of the tokens are forced: names of properties and the punctuation between them.
+# With this schema, about half of the tokens are forced, such as names of properties and punctuation.
 HALF = {
     "type": "array",
     "minItems": 1000,
@@ -123,17 +123,17 @@ def _body(settings: StructuredBenchSettings, model: str, prompt: str, schema: An
         "stream_options": {"include_usage": True},
     }
     if schema is not None:
-        # Sent as JSON text, since a schema may have numbers that only Python's own reader keeps exactly.
+        # The schema is inserted as JSON text. Only Python's own json module keeps all numbers of a schema exact.
         raw = msgspec.Raw(json.dumps(schema).encode())
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "response", "schema": raw}}
     return body
 
 
-SHOWN_MAX = 40  # maximum number of failures in the text
+SHOWN_MAX = 40  # maximum number of failures that the text report shows
 
 
 class RoundFigures(msgspec.Struct, frozen=True):
-    """One row of one round. Counters of the server are None if it does not report them."""
+    """Figures of one row in one round. A counter is None if the server does not report it."""
 
     seconds: float
     tokens: int
@@ -321,14 +321,14 @@ class _Run:
         is_bad = any(one.verdict in (Verdict.INVALID, Verdict.FAILED) for one in self._judged)
         return Measured(report, EXIT_REQUESTS_FAILED if is_bad or self._failures else 0)
 
-    # --- rows in turn ---
+    # --- Measurement of rows in turn ---
 
     async def _measure_rows(self) -> None:
         settings = self._settings
         for row in ROWS:
             streams = 1 if row.is_alone else settings.concurrency
             self._measured[row.name] = MeasuredRow(row.name, streams, [])
-            await self._round(row, streams)  # compiles grammars and fills caches
+            await self._round(row, streams)  # This uncounted round compiles grammars and fills caches.
         for number in range(settings.rounds):
             first = number % len(ROWS)
             for row in (*ROWS[first:], *ROWS[:first]):
@@ -367,7 +367,7 @@ class _Run:
         found = {} if metrics is None else {name: metrics.total(series) for name, series in COUNTED.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    # --- a set of schemas ---
+    # --- Measurement of a set of schemas ---
 
     async def _judge_all(self, schemas: list[NamedSchema], judge: Judge) -> None:
         async def judge_one(numbered: tuple[int, NamedSchema]) -> None:

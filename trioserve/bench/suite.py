@@ -1,4 +1,4 @@
-"""Measures every row of the suite at one server, and at others in turn. Prints a table, and writes JSON."""
+"""Measures every row of the suite at one or several servers in turn, prints a table, and writes JSON."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def main(settings: SuiteSettings) -> int:
         if outcome.exit_code == EXIT_INTERRUPTED:
             exit_code = EXIT_INTERRUPTED
             break
-    if exit_code != EXIT_INTERRUPTED:  # Use the measurement of the machine in its quieter moment.
+    if exit_code != EXIT_INTERRUPTED:  # The machine is measured a second time, and the better result counts.
         bandwidth, products = max(bandwidth, read_bandwidth()), _faster(products, product_rate())
     results = [
         _result(row, url, measured[row.name, url], costs[url], bandwidth, products)
@@ -335,12 +335,13 @@ def _notes(settings: SuiteSettings) -> list[str]:
     ]
 
 
-# --- bounds of the machine: matrix products for prompts, and memory bandwidth for decoding ---
+# --- Bounds of the machine ---
 
-PRODUCT_SHAPES = ((1536, 576, 3072), (2048, 2048, 2048))  # rows, depth, columns: of a prompt's rows, and a large square
-PRODUCT_SECONDS = 0.4  # for each shape and number format
+# rows, depth and columns of two matrix products: one as for the tokens of a prompt, and one of large square matrices
+PRODUCT_SHAPES = ((1536, 576, 3072), (2048, 2048, 2048))
+PRODUCT_SECONDS = 0.4  # seconds of measurement for each shape and number format
 PRODUCT_PROCESS_SECONDS_MAX = 120.0
-BYTES_PER_THREAD = 256 * 1024 * 1024  # far beyond every cache
+BYTES_PER_THREAD = 256 * 1024 * 1024  # larger than every cache
 READ_ROUNDS = 5
 
 

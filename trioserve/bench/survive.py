@@ -1,4 +1,4 @@
-"""A survival run from start to exit code: equal requests twice, first undisturbed, then while endpoints die.
+"""Runs a survival run: the same requests twice, first undisturbed, then while endpoints die.
 
 This command starts all servers as processes. Each client must get equal responses in both runs.
 """
@@ -63,8 +63,8 @@ class SurviveReport(msgspec.Struct, frozen=True, kw_only=True):
         retries: retries before the first token.
         told_streams: streams in which a comment reported a resumption.
         longest_pause_seconds: longest pause of a stream in the run with interruptions.
-        longest_pause_request: the request of that stream.
-        undisturbed_pause_seconds: longest pause in the other run.
+        longest_pause_request: the request of the stream with the longest pause.
+        undisturbed_pause_seconds: longest pause of a stream in the run without interruptions.
         pauses_seconds: quantiles of the longest pause of each stream.
     """
 
@@ -196,7 +196,7 @@ async def survive(settings: SurviveSettings) -> Measured[SurviveReport] | Cannot
 
 
 class _Heard:
-    """One response while it arrives.
+    """One response that is being received.
 
     Attributes:
         pause_seconds: longest time between two received pieces with events.
@@ -236,7 +236,7 @@ class _Heard:
 
 
 class _Pass:
-    """All requests once, and their responses."""
+    """One run of all requests, with their responses."""
 
     def __init__(self, settings: SurviveSettings, port: int, name: str) -> None:
         self.contents: dict[int, Content] = {}
@@ -292,7 +292,8 @@ async def _compared(settings: SurviveSettings, fleet: SurviveFleet) -> SurviveRe
     async with trio.open_nursery() as recoveries, trio.open_nursery() as planning:
         planning.start_soon(_interrupt, settings, fleet, recoveries)
         await disturbed.run(asked)
-        planning.cancel_scope.cancel()  # the nursery of recoveries still waits for the interruptions that have begun
+        # No new interruption begins. Another nursery still waits for the interruptions that have begun.
+        planning.cancel_scope.cancel()
     left = await fleet.left_behind()
     scrape = await fleet.scrape_router()
     differing: dict[int, list[str]] = {}

@@ -29,7 +29,7 @@ __all__ = [
 
 CHUNK_BYTES = 65_536
 READY_SECONDS_MAX = 180.0
-GONE = frozenset({None})  # the router no longer lists the endpoint
+GONE = frozenset({None})  # The router no longer lists the endpoint.
 QUIET_SECONDS_MAX = 60.0  # time in which all servers must have released everything
 QUIET_PERIOD_SECONDS = 0.2
 GONE_SECONDS_MAX = 30.0  # time for moving the streams of a draining endpoint
@@ -41,8 +41,8 @@ TAKES_REQUESTS = frozenset({"healthy", "probing"})
 
 class Cable(enum.Enum):
     WHOLE = "whole"
-    CUT = "cut"  # connections break, and new ones fail
-    SILENT = "silent"  # connections stay open and new ones succeed, but no byte arrives
+    CUT = "cut"  # All connections break, and new connections fail.
+    SILENT = "silent"  # Connections stay open, and new connections succeed, but no byte arrives.
 
 
 class Relay:
@@ -93,12 +93,12 @@ class Relay:
                     nursery.start_soon(self._pass_on, near, far, nursery.cancel_scope)
                     nursery.start_soon(self._pass_on, far, near, nursery.cancel_scope)
             except OSError:
-                pass  # the endpoint is down: the router's connection ends
+                pass  # The endpoint is down, so the router's connection ends.
             finally:
                 self._scopes.discard(scope)
                 for stream in (near, far):
                     if stream is not None:
-                        stream.socket.close()  # immediate, also when cancelled
+                        stream.socket.close()  # This call closes at once, even in a cancelled scope.
 
     async def _pass_on(self, source: trio.SocketStream, to: trio.SocketStream, both: trio.CancelScope) -> None:
         try:
@@ -153,7 +153,7 @@ class SurviveFleet:
         self._endpoints = endpoints
         self._recovered = trio.Event()
 
-    # --- interruptions ---
+    # --- Interruptions ---
 
     async def take_well(self, interruption: Interruption) -> Endpoint:
         """Choose an endpoint for an interruption, and wait while it would be the last one without an interruption.
@@ -245,7 +245,7 @@ class SurviveFleet:
             return None
         return {one["id"]: str(one.get("health")) for one in msgspec.json.decode(said)["data"]}
 
-    # --- requests to router and endpoints ---
+    # --- Requests to the router and the endpoints ---
 
     async def ask(self, method: str, path: str, body: bytes = b"", *, port: int | None = None) -> tuple[int, bytes]:
         """Send one request and read the whole response.

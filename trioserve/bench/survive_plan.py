@@ -124,7 +124,8 @@ def _request(settings: SurviveSettings, index: int) -> SurviveRequest:
     is_chat = draws.random() < 0.55
     kinds = ["chat" if is_chat else "completions"]
     body: dict[str, Any] = {"stream": True, "max_tokens": draws.randint(8, settings.output_tokens)}
-    body["seed"] = draws.randrange(2**31)  # also for greedy requests: ids of tool calls derive from the seed
+    # Greedy requests also need a seed, because ids of tool calls derive from it.
+    body["seed"] = draws.randrange(2**31)
     if draws.random() < 0.8:
         body["stream_options"] = {"include_usage": True}
     words = [draws.choice(WORDS) for _ in range(draws.randint(0, 60))]
@@ -295,7 +296,7 @@ def _take(known: dict[str, Any], choice: dict[str, Any]) -> None:
                 if isinstance(entries, list):
                     lists.setdefault(part, []).extend(entries)
         elif name in ("role", "finish_reason", "stop_reason"):
-            known.setdefault(name, []).append(value)  # a second one is a difference
+            known.setdefault(name, []).append(value)  # A second value is reported as a difference.
         elif isinstance(value, str):
             known[name] = known.get(name, "") + value
         else:

@@ -2,9 +2,9 @@
 
     python -m trioserve bench inside adapters [--model smollm2] [--rank 16] [--streams 16] [--targets all attention]
 
-Adapters are random. The output has tokens per second with adapters as a share of those without, from the medians of the
-rounds. The cost depends on the size of an adapter relative to its model: an adapter of rank 16 for all projections has
-3.6 % of SmolLM2-135M's numbers, and 0.6 % of those of a model of 7B.
+Adapters are random. The output has the ratio of tokens per second with adapters to tokens per second without adapters,
+from the medians of the rounds. The cost depends on the size of an adapter relative to its model: an adapter of rank 16
+for all projections has 3.6 % of SmolLM2-135M's numbers, and 0.6 % of those of a model of 7B.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["add_arguments", "random_adapter", "run"]
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "qv": ("q_proj", "v_proj"),  # the default of peft for most models
+    "qv": ("q_proj", "v_proj"),  # The library peft adapts these projections by default in most models.
 }
 CONTEXT = 256
 STEPS_OF_ROUND = 3
@@ -131,7 +131,7 @@ def _measure(runner: ModelRunner, streams: int, refs: Sequence[AdapterRef], targ
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in with_progress(range(rounds), f"measuring {targets}, {streams} streams", unit="rounds"):
         for name, plan in plans.items():
-            runner.execute(plan)  # Replace the content of the CPU's caches that the other sides left.
+            runner.execute(plan)  # This step replaces data of the other variants in the CPU's caches.
             for _ in range(STEPS_OF_ROUND):
                 started_at = time.perf_counter()
                 runner.execute(plan)

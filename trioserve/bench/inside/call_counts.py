@@ -34,7 +34,7 @@ PRODUCT = Path(__file__).parents[2]
 LEFT_OUT = tuple(str(PRODUCT / name) for name in ("testing", "simulation", "bench"))
 PRETEND = tuple(str(PRODUCT / "testing" / name) for name in ("fake_executor.py", "fake_drafts.py", "scripted_model.py"))
 """Files that stand for a model. A real one would not make their calls."""
-WARM_EVENTS = 5  # the first events of a stream also open it
+WARM_EVENTS = 5  # The first events of a stream are not counted, since they include calls that open the stream.
 COUNTED_EVENTS = 10
 
 
@@ -43,12 +43,12 @@ class CallCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         flow: name of the flow.
-        calls: entered frames, per event where the flow has several.
-        resumed: frames among them that had been entered before, per event.
-        functions: distinct functions.
-        files: distinct files.
-        packages: distinct packages below `trioserve`.
-        longest: the ten functions that are called most, with their calls in the whole flow.
+        calls: number of entered frames. In a flow with several events, the number per event.
+        resumed: number of entered frames that had been entered before, per event.
+        functions: number of distinct functions.
+        files: number of distinct files.
+        packages: number of distinct packages below `trioserve`.
+        longest: the ten functions with the most calls, with their numbers of calls in the whole flow.
     """
 
     flow: str
@@ -79,7 +79,7 @@ class _Counter:
         sys.setprofile(None)
 
     def counts(self, flow: str, event_count: int = 1) -> CallCounts:
-        """Summarize what was counted.
+        """Summarize the counted calls.
 
         Args:
             flow: name of the flow.
@@ -146,7 +146,7 @@ async def _read_events(end: MemoryEnd, count: int) -> None:
 
 
 async def _prompt_in(server: MemoryServer) -> CallCounts:
-    """From the first byte of a chat request until the core gets its sequence."""
+    """Count the calls from the first byte of a chat request until the core gets its sequence."""
     counter = _Counter(last=EngineCore.add.__code__)
     end = server.connect()
     await wait_all_tasks_blocked()
@@ -159,7 +159,7 @@ async def _prompt_in(server: MemoryServer) -> CallCounts:
 
 
 async def _token_out(server: MemoryServer) -> CallCounts:
-    """From one streamed token to the next, the step of the engine included."""
+    """Count the calls from one streamed token to the next, including the step of the engine."""
     counter = _Counter()
     end = server.connect()
     end.send_nowait(_request(max_tokens=40))
@@ -172,7 +172,7 @@ async def _token_out(server: MemoryServer) -> CallCounts:
 
 
 async def _disconnect(server: MemoryServer) -> CallCounts:
-    """From the close of a client's connection until the core is asked to abort the sequence."""
+    """Count the calls from the close of a client's connection until the core must abort the sequence."""
     counter = _Counter(last=EngineCore.abort.__code__)
     end = server.connect()
     end.send_nowait(_request(max_tokens=40))
@@ -186,7 +186,7 @@ async def _disconnect(server: MemoryServer) -> CallCounts:
 
 
 async def _relayed_event() -> CallCounts:
-    """From an event that an endpoint sends to the router, until the router's client can read it."""
+    """Count the calls from an event that an endpoint sends until the router's client can read the event."""
     counter = _Counter()
     async with open_scripted_endpoints("b") as scripted:
         end = scripted.router.connect()
@@ -209,7 +209,7 @@ async def _relayed_event() -> CallCounts:
 
 async def _of_server(flow: Callable[[MemoryServer], Any]) -> CallCounts:
     async with open_memory_server(step_seconds=0.01, next_token=lambda _ids: ord("a")) as server:
-        for _ in range(2):  # fill the caches: of the template for one, on its second use
+        for _ in range(2):  # Two runs fill all caches. For example, a template is cached on its second use.
             end = server.connect()
             end.send_nowait(_request(max_tokens=2))
             await _read_events(end, 2)

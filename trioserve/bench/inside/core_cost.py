@@ -1,10 +1,11 @@
 """Measures the cost of the core for a step without a forward pass, and for an abort, with many requests that run and
 wait.
 
-The claim is that a step costs only the work of its own requests, and an abort only the work of its own blocks, however
-many requests wait. Queue lengths are measured in turns, round by round, and each figure is compared with the shortest
-queue of the same run, so that a busy machine affects all of them. The garbage collector runs as in the server, but does
-not search the objects from before a measurement again (gc.freeze).
+The claim is that the cost of a step depends only on its own requests, and the cost of an abort only on the blocks of
+the aborted request, however many requests wait. Queue lengths are measured in turns, round by round. Each figure is
+compared with the figure of the shortest queue in the same run, so that other work on the machine affects all figures.
+The garbage collector runs as in the server, but does not search the objects from before a measurement again
+(gc.freeze).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ QUEUED_COUNTS = (10, 100, 1_000, 10_000, 100_000)
 HELD_COUNTS = (1, 10, 100, 1_000)
 ROUNDS = 30
 STEPS_PER_ROUND = 8
-ABORTS_PER_ROUND = 4  # aborts of each kind
+ABORTS_PER_ROUND = 4  # number of aborts of each kind in a round
 BLOCK_SIZE = 16
-OUTPUT_TOKENS_MAX = 1_024  # more than a measurement needs, so that no request finishes meanwhile
+OUTPUT_TOKENS_MAX = 1_024  # more tokens than a measurement needs, so that no request finishes during the measurement
 SAMPLING = SamplingParams(temperature=0.0)
 FILL = (0,) * (1_000 * BLOCK_SIZE)
 
@@ -51,14 +52,14 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """One figure, in microseconds per call.
 
     Attributes:
-        what: the call.
+        what: description of the measured call.
         running_count: requests that run.
         queued_count: requests that wait.
-        held_count: blocks of the aborted request, if they are varied. Otherwise None.
+        held_count: number of blocks of the aborted request. None: this row does not vary the number.
         median_us: median.
         low_us: 10th percentile.
         high_us: 90th percentile.
-        ratio: median relative to that of the shortest queue, or of the fewest blocks.
+        ratio: ratio to the median of the shortest queue, or to the median of the fewest blocks.
         sample_count: number of calls.
     """
 

@@ -50,11 +50,12 @@ __all__ = ["DeliveryCost", "HandOffCost", "Readers", "add_arguments", "delivery_
 Readers = Literal["plain", "chat"]
 """Kind of reader: a plain `async for`, or the handler of a streamed chat completion."""
 
-SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # waiting and running requests
+SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # numbers of waiting and of running requests
 ROUNDS = 30
 STEPS_PER_ROUND = 8
 HAND_OFFS_PER_ROUND = 100
-STEPS_BEFORE = 20  # steps that are not counted: prompts, and objects that are made once
+# The first steps are not counted, since they compute prompts and create objects that later steps reuse.
+STEPS_BEFORE = 20
 BLOCK_SIZE = 16
 PROMPT = "what a step costs"
 LETTER = ord("a")
@@ -80,7 +81,7 @@ class DeliveryCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine_us(self) -> float:
-        """All parts except the readers."""
+        """CPU time of all parts except the readers."""
         return self.schedule_us + self.update_us + self.deliver_us
 
 
@@ -222,7 +223,7 @@ class _WatchedDelivery(Delivery):
 
 
 class _Steps:
-    """Steps whose every token is the letter a. Readers read while a step would be computed, which gives their time."""
+    """Steps in which every token is the letter a. The readers' time is measured while a real step would be computed."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
@@ -231,7 +232,7 @@ class _Steps:
 
     async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
         began_ns = thread_time_ns()
-        # All readers have their turn in the first pass. In the second pass, this task runs after them.
+        # In the first scheduler pass, all readers run. In the second pass, this task runs after the readers.
         for _ in range(2):
             await trio.lowlevel.checkpoint()
         self._watch.note("readers", began_ns)

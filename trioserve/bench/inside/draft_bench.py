@@ -32,7 +32,8 @@ OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 DRAFT_TOKENS = 8
 ROUNDS = 3
 TOKENS = 128
-KV_CACHE_GIB = 0.25  # An engine would allocate a larger cache for half a minute, while the other engine is measured.
+# An engine takes half a minute to allocate a larger cache, which would disturb the measurement of the other engine.
+KV_CACHE_GIB = 0.25
 
 _STORY = (
     "The harbour of Lindholm lies in a bay that opens to the west. In the year 1871 a ship with the name "
@@ -73,9 +74,9 @@ def _chat(text: str) -> ChatPrompt:
 
 
 def _copy(text: str, number: int = 0) -> str:
-    """Return a prompt to be continued as a second copy of a text, as for an editor's assistant.
+    """Return a prompt that the model continues with a second copy of a text, as in an editor's assistant.
 
-    Each number makes another text.
+    Each number gives a different text.
     """
     return f"Version {number}:\n{text}\n\nVersion {number}, once more:\n{text[:40]}"
 
@@ -101,10 +102,10 @@ class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
         streams: number of streams.
         plain_speed: tokens per second of all streams without drafts, in the best round. Other work on the machine can
             only slow a round down.
-        draft_speed: the same with drafts.
-        plain_cpu_speed: tokens per second of this process's CPU time without drafts, over all rounds. It shows the gain
-            also on a busy machine.
-        draft_cpu_speed: the same with drafts.
+        draft_speed: tokens per second of all streams with drafts, in the best round.
+        plain_cpu_speed: tokens per second of this process's CPU time without drafts, over all rounds. It shows the
+            gain also on a busy machine.
+        draft_cpu_speed: tokens per second of this process's CPU time with drafts, over all rounds.
         drafted: draft tokens of one round.
         accepted: accepted draft tokens of that round.
         steps: steps of that round. Without drafts, there would be one step per token of a stream.

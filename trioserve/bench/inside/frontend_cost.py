@@ -31,9 +31,10 @@ from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["FrontendCost", "add_arguments", "event_cost", "request_cost", "run"]
 
-SHAPES = ((1, 64, 2), (64, 1, 2), (64, 1, 1))  # connections, streams on each, HTTP version
-TOKENS = (100, 1_100)  # of a short and of a long response, with one event per token
-STEP_SECONDS = 0.002  # between two tokens of a stream: less than a model takes, but enough to send all of them
+SHAPES = ((1, 64, 2), (64, 1, 2), (64, 1, 1))  # number of connections, streams of each connection, HTTP version
+TOKENS = (100, 1_100)  # numbers of tokens of a short and of a long response. Each token is one event.
+# seconds between two tokens of a stream, which are enough to send the tokens of all streams
+STEP_SECONDS = 0.002
 SMALL_REQUESTS = 4_000
 ROUNDS = 5
 CLIENT_SECONDS_MAX = 120
@@ -66,7 +67,7 @@ class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NothingComputed:
-    """An executor whose every token is the letter a."""
+    """An executor that computes nothing. Every token is the letter a."""
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         return StepResult(tuple(97 if chunk.samples else None for chunk in plan.chunks), {}, {}, {})
@@ -101,7 +102,8 @@ def event_cost(
         seconds, events = trio.run(
             _serve, connection_count, stream_count, http, json.dumps(body), 1, response_count, token_count
         )
-        return seconds / response_count * 1e6, events / response_count  # One delta may have several tokens.
+        # A delta may have several tokens, so there may be fewer events than tokens.
+        return seconds / response_count * 1e6, events / response_count
 
     def read_alone(token_count: int) -> float:
         return trio.run(_read_without_http, response_count, token_count) / response_count * 1e6

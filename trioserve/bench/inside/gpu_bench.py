@@ -45,7 +45,7 @@ BLOCK_SIZE = 16
 WAYS: dict[DeviceType, tuple[str, ...]] = {"cuda": ("torch", "triton", "graphs"), "cpu": ("torch", "static")}
 WARM_STEPS = 3
 STEPS_MIN, STEPS_MAX = 5, 100
-CASE_SECONDS = 1.0  # After this time, no further step of a case is measured if there are STEPS_MIN.
+CASE_SECONDS = 1.0  # A case takes no further measurement after this time, if it has STEPS_MIN steps.
 KV_BYTES_CPU = 2**26
 MOVE_ROUNDS, MOVES = 10, 8
 READ_BYTES: dict[DeviceType, int] = {"cuda": 2**30, "cpu": 2**26}
@@ -253,7 +253,7 @@ def _make_runner(config: ModelConfig, cases: Sequence[Case], way: str, device: D
         else:
             slot.fill(torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02))
     if device == "cuda":
-        torch.cuda.empty_cache()  # The memory that filling used would count as in use.
+        torch.cuda.empty_cache()  # Without this call, memory that filling the cache used would still count as in use.
     return ModelRunner(model, settings)
 
 
@@ -268,13 +268,13 @@ def _kernels(way: str) -> Kernels:
 
 
 def _step_seconds(runner: ModelRunner, case: Case, sampling: SamplingParams) -> float:
-    """Return the median of some steps. Each waits for its token ids."""
+    """Return the median seconds of some steps. Each step waits for its token ids."""
     plan = _plan(runner.config, case, sampling)
     return _median_seconds(lambda: runner.execute(plan))
 
 
 def _overlapped_seconds(runner: ModelRunner, case: Case, sampling: SamplingParams) -> float:
-    """Return the median of some steps that are launched before the token ids of the step before have arrived."""
+    """Return the median seconds of some steps. Each step is launched before the previous step's token ids arrive."""
     begun = [runner.launch(_plan(runner.config, case, sampling))]
     plan = _plan(runner.config, case, sampling, is_ahead=True)
 

@@ -25,7 +25,8 @@ from trioserve.model.torch_formats import TORCH_DTYPES
 __all__ = ["measure_transformers"]
 
 TIMED_TOKENS = 32
-WARM_TOKENS = 8  # tokens at the start of each response, while the first steps compile and capture
+# The first tokens of each response are not measured, since their steps compile kernels and capture graphs.
+WARM_TOKENS = 8
 
 
 class DecodeStep(Protocol):
@@ -66,7 +67,7 @@ def measure_transformers(
             try:
                 measured[way][case] = seconds = seconds_of(model, case)
                 notice(f"{way}, {case.batch} x {case.context}: {1e3 * seconds:.3f} ms")
-            except Exception as error:  # An error of that library must not prevent our own figures.
+            except Exception as error:  # An error in transformers must not prevent the figures of trioserve.
                 notice(f"{way}, {case.batch} x {case.context}: {type(error).__name__}: {error}".splitlines()[0])
             torch.compiler.reset()
             gc.collect()
@@ -115,7 +116,7 @@ def _static_seconds(model: Any, case: DecodeStep) -> float:
     times = _Times()
     prompts = _prompts(model, case)
     config = _generation(TIMED_TOKENS + WARM_TOKENS, cache_implementation="static")
-    for _ in range(2):  # The first run compiles.
+    for _ in range(2):  # The first run compiles, so only the second run counts.
         times.seconds.clear()
         model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config, streamer=times)
     return statistics.median(_differences(times.seconds[-TIMED_TOKENS:]))
@@ -131,7 +132,7 @@ def _continuous_seconds(model: Any, case: DecodeStep) -> float:
         generation_config=_generation(TIMED_TOKENS + WARM_TOKENS),
         record_timestamps=True,
     )
-    # The sequence that gets its first token last decodes together with all others.
+    # The sequence whose first token comes last decodes together with all other sequences.
     last = max((output.timestamps for output in outputs.values()), key=lambda stamps: stamps[0])
     tail = last[-TIMED_TOKENS // 2 :]
     # Steps overlap, so a mean over several steps is more exact than a single difference.

@@ -194,7 +194,8 @@ async def _leave_pipeline(asked: ImageRequester, pipeline: PlainPipeline, seed: 
         nonlocal ended_at
         pipeline.draw([asked.prompt(seed)], [seed], asked.steps, asked.guidance)
         ended_at = perf_counter()
-        token.run_sync_soon(ended.set)  # By then, no task waits for this thread.
+        # The caller has abandoned this thread, so the thread reports its end with an event.
+        token.run_sync_soon(ended.set)
 
     token = trio.lowlevel.current_trio_token()
     pipeline.on_step = on_step
@@ -210,7 +211,7 @@ async def _leave_pipeline(asked: ImageRequester, pipeline: PlainPipeline, seed: 
 
 @asynccontextmanager
 async def _others(asked: ImageRequester, watch: ImageWatch, count: int) -> AsyncIterator[None]:
-    """Keep a number of other requests running, each with the maximum number of steps."""
+    """Keep a number of other requests running during the context, each with the maximum number of steps."""
 
     async def draw(seed: int) -> None:
         while True:
@@ -232,7 +233,7 @@ async def _ask_over_http(asked: ImageRequester, port: int, seed: int) -> trio.So
     return stream
 
 
-IMAGES_EACH = 2  # With one image each, no pass would have all of the mixed requests.
+IMAGES_EACH = 2  # With only one image per request, no forward pass would contain all of the mixed requests.
 
 
 class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,7 +264,8 @@ async def measure_speed(asked: ImageRequester, watch: ImageWatch, pipeline: Plai
 
     seeds = range(batch)
     began_at = perf_counter()
-    # In a thread that ends with the call: a lingering OpenMP team of one thread halves the engine's speed.
+    # The pipeline runs in a thread that ends with the call. If its OpenMP threads stayed, the engine's speed would
+    # halve.
     pictures = await call_abandonable(
         pipeline.draw, asked.prompts(batch), seeds, asked.steps, asked.guidance, thread_name="pipeline"
     )
@@ -335,7 +337,8 @@ async def _measure(arguments: argparse.Namespace) -> None:
     rounds: list[SpeedRound] = []
     with watch.watched():
         async with arguments.open_image_engine(arguments.model, max_num_seqs=batch) as engine:
-            pipeline = PlainPipeline(Path(arguments.model))  # after the engine, whose errors are better
+            # The engine reports errors better, so it loads the model before the pipeline does.
+            pipeline = PlainPipeline(Path(arguments.model))
             asked = ImageRequester(engine, steps=arguments.steps, guidance=arguments.guidance)
             await measure_speed(asked, watch, pipeline, batch)  # warm-up
             freeze_loaded_objects()

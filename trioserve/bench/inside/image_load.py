@@ -29,7 +29,7 @@ from trioserve.engine.lifecycle.request_admission import RequestAdmission
 __all__ = ["ImageRequester", "ForwardPass", "ImageWatch", "PlainPipeline"]
 
 CLASSES_MAX = 10
-# of 255. A batch adds numbers in another order, so a value at the edge may be rounded differently.
+# Allowed difference of a color value of 255. A batch adds numbers in another order, so rounding may differ.
 LEVELS_APART_MAX = 2
 
 
@@ -198,7 +198,7 @@ class ImageWatch:
         def noted_leave(dispatch: Dispatch, admission: AdmissionScope) -> None:
             leave(dispatch, admission)
             seed = self._seeds.pop(admission, None)
-            if seed is not None:  # It had not left before.
+            if seed is not None:  # The request had not released everything before.
                 self.released_at[seed] = perf_counter()
                 self._look()
 

@@ -33,12 +33,12 @@ from trioserve.text.tokenizer import Tokenizer
 __all__ = ["main"]
 
 PIECE_TOKENS = 512
-# prose rather than grammar tables
+# These topics contain prose rather than grammar tables.
 TOPICS = ("objects", "execmodel", "import", "class", "exceptions", "with", "try", "types")
 
 
 class _Judged(NamedTuple):
-    """The result for each token of the text, except for the first of each piece.
+    """Results for each token of the text, except for the first token of each piece.
 
     Attributes:
         logprobs: logprob of the text's token.

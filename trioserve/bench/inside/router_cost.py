@@ -1,9 +1,9 @@
 """Measures the cost of a request in the router's core, from entering to leaving, for different numbers of endpoints.
 
-The claim is that it is equal for ten endpoints and for ten thousand, with every policy. No sockets are used. Fleets are
-measured in turns, round by round, and each figure is compared with the smallest fleet of the same run, so that a busy
-machine affects all of them. The garbage collector does not search the objects from before a measurement again
-(gc.freeze).
+The claim is that the cost is equal for ten endpoints and for ten thousand, with every policy. The measurement uses no
+sockets. Fleets are measured in turns, round by round. Each figure is compared with the figure of the smallest fleet in
+the same run, so that other work on the machine affects all figures. The garbage collector does not search the objects
+from before a measurement again (gc.freeze).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ENDPOINT_COUNTS = (10, 100, 1_000, 10_000)
 ROUNDS = 30
 REQUESTS_PER_ROUND = 50
 LEASES_MAX = 4
-BUSY_SHARE = 0.5  # share of all leases that are granted during the measurement
-PROMPTS = 64  # different prompts with a common beginning, which repeat
+BUSY_SHARE = 0.5  # fraction of all leases that are granted during the measurement
+PROMPTS = 64  # number of different prompts with a common beginning. Requests repeat these prompts.
 PROMPT_BLOCKS = 8
 BLOCK_SIZE = 16
 SECONDS_BETWEEN = 1e-4

@@ -37,7 +37,7 @@ from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["CallTimes", "ScaleCase", "ScaleFigures", "TimedCore", "add_arguments", "measured", "run", "scale_cases"]
 
-INTERRUPTED_NS = 1_000_000  # limit for calls that take about ten microseconds
+INTERRUPTED_NS = 1_000_000  # A call normally takes about ten microseconds. A slower call than this does not count.
 
 
 class CallTimes:
@@ -138,12 +138,13 @@ ENDPOINTS = 100
 SEATS = 16
 SERVICE_SECONDS = 1.0
 LOADS = (0.9, 1.3)
-REQUESTS_MAX = 8_000  # of a history, unless that would be too short
-SECONDS_MIN = 2.5  # two and a half times the duration of a request
+REQUESTS_MAX = 8_000  # number of requests of a history, unless its duration would be below SECONDS_MIN
+SECONDS_MIN = 2.5  # minimum duration of a history: two and a half times the duration of a request
 SECONDS_MAX = 20.0
-VARIED_ENDPOINTS_MAX = 100  # variations depend little on the number of endpoints, but their duration does
+# The results of variations depend little on the number of endpoints, but the run time depends on it.
+VARIED_ENDPOINTS_MAX = 100
 BUSY_WEIGHT = 3.0
-POLICIES = ("least_loaded", "power_of_two", "round_robin")  # policies that only use the load
+POLICIES = ("least_loaded", "power_of_two", "round_robin")  # policies that choose only by load
 
 
 class ScaleCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,7 +274,7 @@ def measured(case: ScaleCase, load: float, *, seed: int) -> ScaleFigures:
     times.begins_at = simulation.now + SETTLED_SECONDS
     times.ends_at = times.begins_at + traffic.seconds
     gc.collect()
-    gc.freeze()  # The objects that exist already are not searched again during the measurement.
+    gc.freeze()  # During the measurement, the garbage collector does not search existing objects again.
     try:
         with ProgressBar(f"simulating {case.what}, load {load:g}", unit="s of traffic") as bar:
             for event in drawn_traffic(Random(seed), case.world, traffic):

@@ -46,7 +46,7 @@ from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.trio_tools.progress import with_progress
 
-if TYPE_CHECKING:  # Older checkouts, in which this file also runs, lack these names.
+if TYPE_CHECKING:  # This file also runs in older checkouts, which lack these names.
     from trioserve.model.settings import KvCacheDtypeName, QuantizationName
 
 __all__ = ["CASES", "FILLED_AT_ONCE", "Case", "add_arguments", "run", "step_plan"]
@@ -54,8 +54,8 @@ __all__ = ["CASES", "FILLED_AT_ONCE", "Case", "add_arguments", "run", "step_plan
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
 
-READ_BYTES = 2**28  # read by each thread, larger than any cache
-FILLED_AT_ONCE = 8  # sequences whose KV is written in one step
+READ_BYTES = 2**28  # number of bytes that each thread reads, more than any cache has
+FILLED_AT_ONCE = 8  # number of sequences whose KV is written in one step
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif len(natives) == 1 and not arguments.batch_invariant:
         contestants["torch"] = _Local("torch", arguments.model, arguments.threads)
     try:
-        # imported here, since this file also runs in older checkouts
+        # Older checkouts, in which this file also runs, do not have this module.
         from trioserve.model.device import default_thread_count
 
         threads = arguments.threads or default_thread_count()
@@ -194,7 +194,7 @@ class _Local:
         kv_cache_dtype: KvCacheDtypeName = "auto",
     ) -> None:
         settings = ModelSettings(device="cpu", threads=threads, cpu_kernels=cpu_kernels)
-        if batch_invariant:  # Older checkouts have none of these three settings.
+        if batch_invariant:  # Older checkouts do not have the three settings of this branch.
             settings = msgspec.structs.replace(settings, batch_invariant=True)
         if kv_cache_dtype != "auto":
             settings = msgspec.structs.replace(settings, kv_cache_dtype=kv_cache_dtype)
@@ -217,7 +217,7 @@ class _Local:
 
     def times(self, case: Case) -> list[float]:
         plan = _plan(self.runner, case, range(case.batch), case.context - case.count)
-        self.runner.execute(plan)  # Replace the content of the CPU's caches that the other variants left.
+        self.runner.execute(plan)  # This step replaces data of the other variants in the CPU's caches.
         seconds = []
         for _ in range(2):
             started_at = time.perf_counter()
@@ -290,7 +290,7 @@ class _Reading:
         self.best_bytes_per_second = 0.0
 
     def measure(self) -> None:
-        # numpy's sum reads from end to end with vector instructions, and releases the GIL.
+        # numpy's sum reads the whole array with vector instructions, and releases the GIL.
         workers = [threading.Thread(target=array.sum) for array in self._arrays]
         started_at = time.perf_counter()
         for worker in workers:
@@ -366,7 +366,7 @@ def _shown(seconds: list[float]) -> str:
     return f"{1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}"
 
 
-if __name__ == "__main__":  # the process of the other checkout
+if __name__ == "__main__":  # This branch runs in the process of the other checkout.
     _parser = argparse.ArgumentParser()
     add_arguments(_parser)
     sys.exit(run(_parser.parse_args()))

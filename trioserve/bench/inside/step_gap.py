@@ -33,7 +33,8 @@ STREAM_COUNTS = (1, 16, 64)
 PROMPT = "Once upon a time there was a step"
 TOKENS = 48
 ROUNDS = 5
-KV_CACHE_GIB = 0.25  # An engine would allocate a larger cache for half a minute, while the other engine is measured.
+# An engine takes half a minute to allocate a larger cache, which would disturb the measurement of the other engine.
+KV_CACHE_GIB = 0.25
 
 
 class GapFigure(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ __all__ = ["add_arguments", "run"]
 RunStep = Callable[[StepPlan], Coroutine[Any, Any, StepResult | None]]
 KV_BYTES = 2**29
 STEPS_OF_ROUND = 4
-PROMPT_TOKENS = 512  # tokens of the prefill during which a rank is killed
+PROMPT_TOKENS = 512  # number of tokens in the prefill during which a rank is killed
 STEPS = ("decode", "sampled", "prompt")
 
 
@@ -96,7 +96,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
             together: dict[str, list[float]] = {name: [] for name in groups}
             for _ in range(arguments.rounds if case.count == 1 else max(3, arguments.rounds // 3)):
                 for name, run_step in runs.items():
-                    await run_step(plan)  # Replace the content of the CPU's caches that the other variants left.
+                    await run_step(plan)  # This step replaces data of the other variants in the CPU's caches.
                     for _ in range(STEPS_OF_ROUND if case.count == 1 else 1):
                         begun_at = time.perf_counter()
                         await run_step(plan)

@@ -35,7 +35,7 @@ ALONE_STEPS = 100
 STREAM_PROMPT_TOKENS = 16
 KV_CACHE_GIB = 1.0
 BY_TIME = 1.5
-BY_TOKENS = 1_000.0  # so large that it limits no chunk
+BY_TOKENS = 1_000.0  # This stretch is so large that time never limits a chunk.
 
 
 class WideFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class _Streams:
         self._engine = engine
         self.times: list[float] = []
         self.running_count = 0
-        self.moved = trio.Event()  # set when a stream begins to run or has a token
+        self.moved = trio.Event()  # The event is set when a stream begins to run or gets a token.
 
     async def decode(self, prompt: Sequence[int], tokens_max: int) -> None:
         before: float | None = None

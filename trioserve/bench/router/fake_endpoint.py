@@ -28,7 +28,7 @@ __all__ = ["MODEL", "Depth", "DepthFigures", "FakeEndpointSettings", "FakeEndpoi
 
 MODEL = "fake"
 BACKLOG = 1024
-ENDLESS_SLOTS = 10_000  # reported by an endpoint without slots, so that no router holds requests back
+ENDLESS_SLOTS = 10_000  # number of slots that an endpoint without slots reports, so that no router holds requests back
 RECEIVE_BYTES = 65_536
 
 _HEAD_END = b"\r\n\r\n"
@@ -127,7 +127,7 @@ class _Stream(msgspec.Struct, frozen=True):
 
 
 _PLAIN = _Stream(_STREAM_HEAD, _chunk(_DATA + b"\n"), _chunk(_LAST_DATA + b"\n") + _chunk(b"data: [DONE]\n\n") + _ENDS)
-# This is the response of trioserve to a router that can resume it. Its token has a usual length.
+# trioserve sends such a response to a router that can resume streams. The token has a usual length.
 _RESUMABLE = _Stream(
     _STREAM_HEAD[:-2] + b'x-trioserve-resume: {"prompt_digest":"d","seed":7,"created":1}\r\n\r\n',
     _chunk(_DATA + b"id: 0:12345\n\n"),
@@ -157,7 +157,7 @@ class _Client:
         self.events_left = 0
 
     def send(self, data: bytes) -> None:
-        # The data is small compared to the kernel's buffer, and the clients of a measurement read it.
+        # This call does not block, since the data fits into the kernel's buffer, and the clients read quickly.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.sendall(data)
 
@@ -239,7 +239,7 @@ class FakeEndpoints:
         seconds = min(moments, default=float("inf")) - time.monotonic()
         return None if seconds == float("inf") else max(0.0, seconds)
 
-    # --- connections ---
+    # --- Connections ---
 
     def _accept(self, endpoint: _Endpoint) -> None:
         try:
@@ -284,7 +284,7 @@ class FakeEndpoints:
         if client.endpoint.slots is not None:
             client.endpoint.slots.leave(client.key, time.monotonic())
 
-    # --- responses ---
+    # --- Responses ---
 
     def _respond(self, client: _Client, asked: bytes, body: bytes) -> None:
         endpoint = client.endpoint
@@ -398,7 +398,8 @@ def main() -> int:
     print(json.dumps(endpoints.ports), flush=True)
     try:
         endpoints.serve(sys.stdin.fileno())
-    except KeyboardInterrupt:  # Ctrl+C for the measurement in the same terminal reaches this process too.
+    # If the user interrupts the measurement with Ctrl+C, the terminal also sends the signal to this process.
+    except KeyboardInterrupt:
         pass
     finally:
         endpoints.close()
@@ -416,7 +417,7 @@ class Depth:
         self.most = 0
         self._began_at = self._changed_at = now
         self._count = 0
-        self._area = 0.0  # requests times seconds
+        self._area = 0.0  # integral of the length over time, in requests times seconds
 
     def note(self, count: int, now: float) -> None:
         """Note that the queue has a new length from now on.
@@ -451,8 +452,9 @@ class Slots:
         self._slots_max = slots_max
         self._service_seconds = service_seconds
         self._waiting: deque[int] = deque()
-        self._running: dict[int, float] = {}  # end of the service by key
-        self._ends: list[tuple[float, int]] = []  # Entries of requests that left are skipped.
+        self._running: dict[int, float] = {}  # end of the service, by key of the request
+        # heap of ends. Entries of requests whose client has disconnected are skipped.
+        self._ends: list[tuple[float, int]] = []
         self.depth = Depth(now)
 
     @property

@@ -62,7 +62,7 @@ READY_SECONDS_MAX = 60.0
 POLL_SECONDS = 0.02
 STOP_SECONDS_MAX = 15.0
 CHILDREN_POLLS_MAX = 100
-TURN_REQUESTS = 100  # requests of a turn, first direct, then through the router, so that a noisy second affects both
+TURN_REQUESTS = 100  # In each turn, this many requests are sent directly, and then as many through the router.
 FEW_TOKENS = 4
 WATCHED = (("asked four times a second", None), ("sent once a second", 1.0), ("sent ten times a second", 0.1))
 COMPLETIONS = "/v1/completions"
@@ -144,7 +144,7 @@ def _load_failure() -> Iterator[None]:
         raise CannotMeasure(str(error), EXIT_REQUESTS_FAILED) from error
 
 
-# --- measurements ---
+# --- Measurements ---
 
 
 def _small(*, stream: bool = False) -> WireRequest:
@@ -202,7 +202,7 @@ def _throughput(router: Router, settings: RouterBenchSettings) -> ThroughputFigu
 def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
     tokens, streams = settings.output_tokens, settings.concurrency
     body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
-    # The router keeps nothing for a stream that is pinned to one endpoint, since it cannot be resumed elsewhere.
+    # The router stores no tokens of a stream that is pinned to one endpoint, since no other endpoint can resume it.
     [host, port] = router.endpoints[0]
     pinned = WireRequest(f"{COMPLETIONS}?id=http://{host}:{port}", body, events=tokens)
     request = WireRequest(COMPLETIONS, body, events=tokens)
@@ -269,7 +269,7 @@ def _serving_processes(router: Router, count: int) -> list[int]:
     """Return the processes that serve: the router itself, or its children if there are several."""
     if count == 1:
         return [router.pid]
-    for _ in range(CHILDREN_POLLS_MAX):  # A single look may miss a child while processes begin and end.
+    for _ in range(CHILDREN_POLLS_MAX):  # A single read of the list may miss a child while processes start and end.
         by_thread = pathlib.Path(f"/proc/{router.pid}/task").glob("*/children")
         children = [pid for path in by_thread for pid in path.read_text(encoding="ascii").split()]
         if len(children) == count:
@@ -282,7 +282,8 @@ def _watched(settings: RouterBenchSettings, how: str, load_seconds: float | None
     """Measure a router that gets no requests."""
     fleet = FakeEndpointSettings(endpoints=settings.watched, load_seconds=load_seconds)
     with _endpoints(fleet) as ports, _router(ports, settings.server_flags) as router:
-        time.sleep(settings.watch_seconds / 5)  # The first look at each endpoint costs more.
+        # The first request to each endpoint costs more, so the measurement begins later.
+        time.sleep(settings.watch_seconds / 5)
         before, began = cpu_seconds(router.pid), time.monotonic()
         time.sleep(settings.watch_seconds)
         spent, seconds = _difference(before, cpu_seconds(router.pid)), time.monotonic() - began
@@ -317,7 +318,7 @@ def _difference(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
 
 
-# --- processes ---
+# --- Processes ---
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 RECEIVE_BYTES = 262_144
-RESPONSE_SECONDS_MAX = 60.0  # The measurement ends after this time without a response.
+RESPONSE_SECONDS_MAX = 60.0  # A measurement fails if no response arrives for this time.
 
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -280,7 +280,7 @@ def at_moments(address: Address, plan: Sequence[Planned]) -> list[Asked]:
                     connection.sendall(planned.request.data)
                 patience = max(0.0, pending[0].at_seconds - now) if pending else RESPONSE_SECONDS_MAX
                 for connection in _ready(selector, patience, is_due=bool(pending)):
-                    if connection not in flights:  # The server closed an idle connection.
+                    if connection not in flights:  # The server has closed an idle connection.
                         selector.unregister(connection)
                         idle.remove(connection)
                         connection.close()
