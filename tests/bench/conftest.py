@@ -1,4 +1,4 @@
-"""A server whose responses a test writes, connected to the client in memory or by sockets."""
+"""Fixtures with a server whose responses a test writes. The client is connected in memory or by sockets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trioserve.bench.settings import BenchSettings
 
 
 class Call:
-    """One request at the server, which a test can answer in several ways."""
+    """One request at the scripted server. A test can answer it in several ways."""
 
     def __init__(self, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         self.method = method
         self.path = path
         self.headers = headers
         self.raw_body = body
-        self.left: str | None = None  # how the client left before the response was complete
+        self.left: str | None = None  # how the client disconnected before the response was complete
         self.left_at: float | None = None
         self.sent_count = 0
         self.scope = trio.CancelScope()
@@ -52,7 +52,7 @@ class Call:
         raise NotImplementedError
 
     async def drop(self) -> None:
-        """Close the connection, with all of its requests."""
+        """Close the connection, which ends all requests on it."""
         raise NotImplementedError
 
     async def respond(self, status: int, content: object) -> None:
@@ -77,7 +77,7 @@ Handler = Callable[[Call], Awaitable[None]]
 async def stream_tokens(
     call: Call, *, first_seconds: float = 0.0, gap_seconds: float = 0.0, with_usage: bool = True
 ) -> None:
-    """Answer as a completions server does: with the requested number of tokens, one per chunk."""
+    """Stream the requested number of tokens, one per chunk, as a completions server does."""
     await call.start(200)
     count = call.body["max_tokens"]
     for index in range(count):
@@ -105,8 +105,9 @@ class ScriptedServer:
         self.models: list[str] | None = ["first-model", "other"]
         self.takes_ids = True
         self.streams_max: int | None = None
-        self.piece_bytes: int | None = None  # The server's bytes are divided into pieces of this size.
-        self.requests_per_connection: int | None = None  # after this many requests, it sends GOAWAY or closes
+        self.piece_bytes: int | None = None  # size of the pieces in which the server sends its bytes
+        # number of requests after which the server sends GOAWAY or closes the connection
+        self.requests_per_connection: int | None = None
         self.window_bytes = 65_535
 
     async def open_stream(self) -> trio.abc.Stream:
@@ -146,7 +147,10 @@ class ScriptedServer:
                 self.in_flight -= 1
 
     async def write(self, stream: trio.abc.Stream, take: Callable[[], bytes]) -> None:
-        """Send the bytes of `take` when it is this writer's turn. Shielded, since half a frame would break others."""
+        """Send the bytes of `take` when it is this writer's turn.
+
+        A shield prevents cancellation, since half a frame would break the frames of other requests.
+        """
         lock = self._locks.setdefault(stream, trio.Lock())
         gone = contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError)
         with trio.CancelScope(shield=True), gone:

@@ -1,4 +1,4 @@
-"""Tests of both HTTP clients: whole responses, their times, and clients that leave at once."""
+"""Tests of both HTTP clients: complete responses, their times, and immediate disconnects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("http", [1, 2])
 
 
 class Ear:
-    """A listener that records a response, and leaves after `leave_after` bytes."""
+    """A listener that records a response, and disconnects after `leave_after` bytes."""
 
     def __init__(self, leave_after: int | None = None) -> None:
         self.status: int | None = None
@@ -215,7 +215,7 @@ async def test_hang_up_ends_all_requests_and_the_next_request_opens_a_connection
         nursery.start_soon(ask, client)
         await trio.sleep(0.7)
         client.hang_up()
-        assert await post(client, Ear()) is None  # begun before the old connection has noticed its end
+        assert await post(client, Ear()) is None  # This request begins before the old connection has noticed its end.
     assert [failure.kind for failure in failures] == [FailureKind.DISCONNECT] * 2
     assert server.connection_count == 2
     assert [call.left for call in server.calls[:2]] == ["close"] * 2
@@ -269,7 +269,7 @@ async def test_idle_connection_closed_by_the_server_does_not_fail_the_next_reque
 async def test_goaway_lets_earlier_streams_finish_and_later_ones_use_a_new_connection(start_server, autojump_clock):
     server = start_server(respond_twice_a_second, http=2)
     server.requests_per_connection = 2
-    server.piece_bytes = 5  # GOAWAY and the frames after it arrive in pieces
+    server.piece_bytes = 5  # GOAWAY and the frames after it arrive in small pieces.
     ears = [Ear() for _ in range(5)]
     failures = []
 
@@ -317,7 +317,7 @@ async def test_stream_beyond_goaway_is_retried_on_a_new_connection(start_server,
     server.requests_per_connection = 2
     ears = [Ear() for _ in range(3)]
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
-        for ear in ears:  # All three are sent before the server says that it accepts two.
+        for ear in ears:  # The client sends all three requests before the server announces that it accepts two.
             nursery.start_soon(post, client, ear)
     assert [ear.data for ear in ears] == [b"first second"] * 3
     assert server.connection_count == 2
@@ -396,7 +396,7 @@ async def test_early_refusal_is_received_although_the_body_is_not_read(autojump_
             assert await post(client, ear, bytes(500_000)) is None
             assert (ear.status, ear.data) == (413, b"big")
             await trio.testing.wait_all_tasks_blocked()
-            # Over HTTP/2 only this stream is reset. Over HTTP/1.1 the connection is closed.
+            # Over HTTP/2, the client resets only this stream. Over HTTP/1.1, it closes the connection.
             assert len(resets) == http - 1
 
 
@@ -524,7 +524,7 @@ async def test_close_of_the_client_closes_its_connections(start_server, autojump
     assert server.open_count == 0
 
 
-# --- real sockets ---
+# --- Real sockets ---
 
 
 @both
@@ -648,7 +648,7 @@ async def listening(server, context=None):
             try:
                 await stream.do_handshake()
             except trio.BrokenResourceError:
-                return  # The client refused this certificate.
+                return  # The client has refused the server's certificate.
         await server.serve(stream)
 
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")

@@ -21,7 +21,7 @@ from trioserve.bench.report import Machine
 from trioserve.bench.server_settings import DisaggregatedSettings
 from trioserve.contracts.errors import StartupError
 
-# This fake serves all roles: it answers at once, records its flags and requests, and reports received KV.
+# This fake server replaces every process. It answers at once, records its flags and requests, and reports received KV.
 SERVER = """
 import http.server, json, os, pathlib, sys
 
@@ -84,9 +84,9 @@ def fakes(tmp_path, monkeypatch):
     (tmp_path / "trioserve").mkdir()
     (tmp_path / "trioserve/__init__.py").touch()
     (tmp_path / "trioserve/__main__.py").write_text(SERVER)
-    for package in ("bench", "contracts", "trio_tools"):  # the process that copies imports them
+    for package in ("bench", "contracts", "trio_tools"):  # The process that makes plain copies imports these modules.
         (tmp_path / "trioserve" / package).symlink_to(Path(__file__).parents[2] / "trioserve" / package)
-    monkeypatch.chdir(tmp_path)  # `python -m` looks in the working folder first
+    monkeypatch.chdir(tmp_path)  # `python -m` searches the working folder first, so it finds the fake server there.
     return tmp_path / "trioserve"
 
 
@@ -102,13 +102,13 @@ def test_server_and_pair_get_the_same_load_in_turn(fakes, tmp_path, capsys):
         assert json.loads(words[6]) == {"kv_connector": "tcp"}
     assert router[0] == "route"
     assert [f"p=http://127.0.0.1:{prefill[-1]}", f"d=http://127.0.0.1:{decode[-1]}"] == [router[2], router[4]]
-    for line in started:  # No process is left.
+    for line in started:  # All processes have ended.
         with pytest.raises(ProcessLookupError):
             os.kill(int(line[0]), 0)
 
     asked = [line.split() for line in (fakes / "asked").read_text().splitlines()]
     longs = [line for line in asked if line[1] == "64"]
-    # Five transfers alone, and then one of each four as warm-up.
+    # First come five transfers without other requests. Of each four prompts after them, the first is a warm-up.
     assert [line[0] for line in longs] == ["route"] * 5 + (["serve"] * 4 + ["route"] * 4) * 2
     assert {tuple(line[1:]) for line in asked if line not in longs} == {("32", "50")}
 

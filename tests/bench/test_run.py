@@ -278,7 +278,7 @@ async def test_progress_on_a_terminal_rewrites_one_line_and_clears_it(
 
 def test_main_reports_a_refused_connection_in_one_line(bench_settings, capsys):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))  # The port is bound, but no process listens, so connections are refused.
         port = taken.getsockname()[1]
         assert main(bench_settings(url=f"http://127.0.0.1:{port}")) == 2
     shown = capsys.readouterr()

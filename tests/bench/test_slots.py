@@ -48,7 +48,7 @@ def test_slot_of_a_request_that_leaves_goes_to_the_next_one():
     queue.enter(2, 0.0)
     queue.leave(1, 0.25)
     assert (queue.running, queue.waiting, queue.next_end) == (1, 0, 1.25)
-    queue.leave(1, 0.5)  # once more: nothing
+    queue.leave(1, 0.5)  # A repeated call has no effect.
     assert queue.ended(1.25) == [2]
 
 

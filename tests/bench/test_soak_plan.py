@@ -34,7 +34,8 @@ def test_slices_alternate_and_have_the_requested_number_of_requests(requests):
     assert [piece.is_control for piece in slices] == [False, True] * (len(slices) // 2)
     assert sum(len(piece.request_indices) for piece in slices if not piece.is_control) == requests
     indices = [index for piece in slices for index in piece.request_indices]
-    assert indices == list(range(10, 10 + len(indices)))  # after those of the warm-up, and none twice
+    # Indexes follow the 10 of the warm-up, and no index is used twice.
+    assert indices == list(range(10, 10 + len(indices)))
 
 
 def test_requested_share_of_clients_leaves_at_every_moment_and_in_every_way():
@@ -83,7 +84,7 @@ def test_control_clients_stay_and_request_only_the_tokens_they_would_have_receiv
     for piece in plan.slices():
         if not piece.is_control:
             continue
-        # the same clients as outside of the control
+        # `_request` returns each client as it behaves outside of the control.
         originals = [plan._request(index) for index in piece.request_indices]
         for original, one in zip(originals, plan.requests(piece), strict=True):
             assert one.leave is None

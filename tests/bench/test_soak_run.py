@@ -98,7 +98,7 @@ async def test_request_that_stays_in_the_engine_breaks_its_claims(autojump_clock
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
         async def forgotten() -> None:
-            await trio.sleep(0.5)  # after the soak has begun
+            await trio.sleep(0.5)  # The request must begin after the soak has begun.
             async with server.engine.generate("x" * 20) as stream:
                 while True:
                     await anext(stream)
@@ -213,7 +213,7 @@ async def test_unanswered_half_close_is_counted_and_ends_after_a_time(autojump_c
             await clients.client_for(request).request("POST", "/p", b"body", PlainResponse())
         assert trio.current_time() - began_at == pytest.approx(11.0)
         assert clients.unanswered_half_closes == 1
-        while data := await servers[0].receive_some():  # ends after the client's half-close
+        while data := await servers[0].receive_some():  # The loop ends when the client has half-closed the connection.
             received += data
         assert received.endswith(b"body")
         with pytest.raises(trio.BrokenResourceError):

@@ -153,13 +153,13 @@ def test_claim_with_too_few_samples_is_not_judged(claim, changes):
 def test_metrics_that_are_missing_at_the_end_break_their_claims():
     figures = SoakFigures.from_evidence(evidence(end=Scrape("")))
     broken = [name for name, holds in verdicts(figures).items() if holds is False]
-    assert len(broken) == 8  # all claims about the end
+    assert len(broken) == 8  # These are all claims about the state at the end.
 
 
 def test_cancel_to_free_counts_only_after_the_warmup():
     figures = SoakFigures.from_evidence(evidence())
     decode = next(phase for phase in figures.cancel_to_free if phase.phase == "decode")
-    assert decode.aborts == 11  # 1 at once, 10 after a step
+    assert decode.aborts == 11  # One abort frees its blocks at once, and ten aborts free them after one step.
     assert (decode.median_steps, decode.p99_steps, decode.max_steps) == (1, 1, 1)
     assert decode.median_ms == pytest.approx(1 + 99 * 4.5 / 10)
     assert figures.aborts == 11

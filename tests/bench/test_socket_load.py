@@ -97,7 +97,7 @@ def test_slots_limit_running_requests_and_metrics_count_waiting_ones(start):
             connection.sendall(request.data)
         page = ask(connections[3], WireRequest("/metrics")).body
         assert b"num_requests_running" in page
-        while b'waiting{model_name="fake"} 2.0' not in page:  # until all three requests have arrived
+        while b'waiting{model_name="fake"} 2.0' not in page:  # This loop waits until all three requests have arrived.
             page = ask(connections[3], WireRequest("/metrics")).body
         assert b'running{model_name="fake"} 1.0' in page
         assert b'"depth_max":2' in ask(connections[3], WireRequest("/measured")).body

@@ -16,7 +16,7 @@ from trioserve.contracts.errors import StartupError
 
 MACHINE = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
 
-# Ready at the third request. It records its process and its flags.
+# This fake server is ready at the third request. It records its process and its flags.
 SERVER = """
 import http.server, json, os, pathlib, sys
 
@@ -63,7 +63,7 @@ def starts_of(folder: Path) -> list[list[str]]:
 @pytest.mark.slow
 def test_both_versions_are_started_in_turn(tmp_path, monkeypatch, capsys):
     here, there = checkout(tmp_path / "here", SERVER), checkout(tmp_path / "there", SERVER)
-    monkeypatch.chdir(here)  # `python -m` looks in the working folder first
+    monkeypatch.chdir(here)  # `python -m` searches the working folder first, so it finds the fake server there.
     settings = StartupSettings(
         checkouts=(str(there),), server_flags=("--threads", "1"), rounds=2, json_path=str(tmp_path / "report.json")
     )
@@ -77,7 +77,7 @@ def test_both_versions_are_started_in_turn(tmp_path, monkeypatch, capsys):
     table = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in table[2:4]] == ["| this version", f"| {there}"]
     for folder in (here, there):
-        assert len(starts_of(folder)) == 3  # The first start is not counted.
+        assert len(starts_of(folder)) == 3  # The first start of each version is not counted.
         for pid, command, *flags in starts_of(folder):
             assert (command, flags[:-1]) == ("serve", ["--threads", "1", "--port"])
             with pytest.raises(ProcessLookupError):

@@ -55,7 +55,7 @@ async def test_rows_are_compared_within_their_rounds(start_server, autojump_cloc
     assert sum(" 2.000" in line for line in lines) == 4
     assert json.loads(structured_json(report))["rows"][0]["rounds"][0]["tokens"] == 80
     prompts = {call.body["messages"][0]["content"] for call in server.calls if call.method == "POST"}
-    assert len(prompts) == 8  # every row has the same prompts
+    assert len(prompts) == 8  # All rows have the same prompts.
 
 
 async def test_failed_request_is_reported_and_removes_only_its_round(start_server, autojump_clock):

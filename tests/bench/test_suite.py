@@ -205,7 +205,8 @@ def test_interruption_ends_the_suite_and_reports_the_rows_so_far(short_rows, cap
         return outcome if len(calls) < 3 else type(outcome)(outcome.report, 130)
 
     monkeypatch.setattr(suite, "measure", interrupted_at_the_third)
-    rates = iter((1e12,))  # measured before the rows, and not again after an interruption
+    # The machine is measured before the rows. After an interruption, it is not measured a second time.
+    rates = iter((1e12,))
     monkeypatch.setattr(suite, "product_rate", lambda: next(rates))
     with served() as first, served() as second:
         assert main(SuiteSettings(url=first, peers=(second,), vocab_size=256)) == 130

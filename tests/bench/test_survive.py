@@ -1,4 +1,4 @@
-"""Requests, interruptions and comparisons of a survival run."""
+"""Tests of a survival run: its requests, its interruptions, and the comparison of streams."""
 
 from __future__ import annotations
 

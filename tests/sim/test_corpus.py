@@ -1,4 +1,4 @@
-"""Seeds and histories that failed once, because of a bug or a wrong rule, pass now."""
+"""Tests that seeds and histories pass that once failed because of a bug or a wrong rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories as data: scripts are parsed as they were written, and seeds reach every phase."""
+"""Tests that scripts of histories are parsed as they were written, and that seeds pass and reach every phase."""
 
 from __future__ import annotations
 

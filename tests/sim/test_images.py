@@ -1,4 +1,4 @@
-"""The simulation of an engine that makes pictures: scripts of plans, and seeds that reach every phase."""
+"""Tests the simulation of an image engine: its scripts, and seeds that pass and reach every phase."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ MOMENTS = [
     "steps abandoned",
     "wakes: done",
 ]
-SELDOM = ("clients: told of a fault", "engines broken", "wakes: done")  # few seeds may not have these
+# A small number of seeds may not contain these cases.
+SELDOM = ("clients: told of a fault", "engines broken", "wakes: done")
 
 
 def test_script_is_parsed_as_it_was_written():

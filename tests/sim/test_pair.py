@@ -1,4 +1,4 @@
-"""The simulation of a pair: scripts, seeds that reach every phase, and requests whose client or engine leaves."""
+"""Tests the simulation of a prefill engine and a decode engine: scripts, seeds, disconnects and lost engines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MOMENTS = [
 
 
 class Played:
-    """A pair, moved by hand. `until` moves everything but time, until something is so."""
+    """A simulated pair with events that the test chooses. `until` applies events until a condition holds."""
 
     def __init__(self, **world: object) -> None:
         self.simulation = PairSimulation(PairWorld(**{"chunk_tokens": 1, "step_tokens_max": 4, **world}))
@@ -103,7 +103,7 @@ class Played:
         self.simulation.run_to_end()
         return Counter(self.simulation.counts)
 
-    # --- where it is ---
+    # --- Phases of the request ---
 
     def is_held(self) -> bool:
         return self.prefill.hold_count == 1
@@ -138,7 +138,7 @@ def test_decode_continues_from_the_kv_of_prefill():
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_leaving_client_frees_blocks_of_both_engines_at_once(phase):
-    """S07, S10: nothing is lost here, so nothing waits for a deadline."""
+    """S07, S10: No message is lost in this test, so no block may wait for a deadline."""
     played = Played()
     played.until(getattr(played, phase)).do(Leave(id="a"))
     played.end()
@@ -159,7 +159,7 @@ def test_killed_engine_leaves_no_blocks_at_the_other_and_no_wrong_response(phase
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("host", ["prefill", "decode"])
 def test_engine_stopped_longer_than_a_hold_loses_no_blocks(phase, host):
-    """S08: the hold expires while it is read, and what it brought is not used."""
+    """S08: If the hold expires while its blocks are read, the KV that was read is not used."""
     played = Played()
     played.until(getattr(played, phase)).do(Stop(host=host), PairWait(seconds=15.0), Continue(host=host))
     played.end()
@@ -167,7 +167,7 @@ def test_engine_stopped_longer_than_a_hold_loses_no_blocks(phase, host):
 
 
 def test_hold_that_expires_while_read_is_noticed():
-    """S08: the hold expires while it is read, and the content read is not used."""
+    """S08: The decode engine does not use the KV that it read before the hold expired."""
     played = Played(hold_seconds=2.0)
     played.until(played.is_half_read).do(PairWait(seconds=2.5))
     assert not played.is_held()
@@ -178,7 +178,7 @@ def test_hold_that_expires_while_read_is_noticed():
 
 
 def test_slow_reader_keeps_its_hold():
-    """S08: heartbeats count, also while no byte moves."""
+    """S08: Heartbeats of the reader extend the hold, even while no KV is sent."""
     played = Played(load_seconds=100.0)
     played.until(played.is_half_read)
     for _ in range(6):

@@ -1,18 +1,19 @@
-"""The simulator finds bugs: bugs of every kind are planted in the code, and each must be found.
+"""Tests that the simulations find bugs: each planted bug must be found.
 
-The folder planted has a folder for each simulation with one file per bug: what rule the bug breaks, then, for each
-change, the file, the old text and the new text. An old text that is no longer in its file is an error: plant the bug
-again. A bug that hardly any seed finds has a history beside it, with the same name and .history at its end.
+The folder `planted` has a folder for each simulation, with one file per bug. The file has the rule that the bug breaks,
+and for each change the changed file, the old text and the new text. If an old text is no longer in the changed file,
+the test fails, and the bug must be adapted. A bug that hardly any seed finds has a history in a file with the same name
+and the suffix .history.
 
-A process that has imported everything forks for each bug, and the child swaps the code of the changed functions: this
-takes a fraction of the time of a new interpreter. A bug that changes more than function bodies gets a copy of the
-package and an interpreter of its own.
+For each bug, a process that has already imported all modules forks, and the child replaces the code of the changed
+functions. This is much faster than a new interpreter. A bug that changes more than function bodies gets a separate copy
+of the package and a new interpreter.
 
-found_by.txt has a seed that found each bug, which is tried first. If the simulator draws other histories now, a few
-hundred seeds are searched, and a warning says that the notes are due. The seed must hold where nothing is planted:
-otherwise, the failure may have another cause.
+found_by.txt has a seed for each bug, and this seed is tried first. If the simulation now draws other histories for the
+seed, a few hundred seeds are tried, and a warning asks to update found_by.txt. The same seed must pass without the bug,
+because otherwise the failure may have another cause.
 
-    python tests/sim/test_planted_bugs.py        search thousands of seeds for all bugs, and write the notes again
+    python tests/sim/test_planted_bugs.py        try thousands of seeds for all bugs, and write found_by.txt
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ SEEDS_SEARCHED, SEEDS_SEARCHED_FOR_NOTES = 300, 4000
 FOUND_BY = HERE / "planted" / "found_by.txt"
 FILES = sorted((HERE / "planted").glob("*/*.txt"))
 HISTORIES = sorted((HERE / "planted").glob("*/*.history"))
-# Read once: pytest changes a variable for each test while other threads search for bugs.
+# The environment is read once, because pytest changes a variable for each test while other threads search for bugs.
 ENVIRONMENT = dict(os.environ)
 OTHERS = ("stack", "router", "routers", "pair", "lasting", "iterative", "images", "ranks")
 MODES = {"core": [], **{mode: [f"--{mode}"] for mode in OTHERS}}
-CPU_SECONDS_MAX = 600  # a planted bug may loop for ever
-NOT_SWAPPED = 99  # the exit code of a child whose changes are more than function bodies
+CPU_SECONDS_MAX = 600  # limit of CPU time, since a planted bug may loop forever
+NOT_SWAPPED = 99  # exit code of a child process whose bug changes more than function bodies
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def changes_in(text: str) -> list[Change]:
 
 
 def plant(changes: list[Change], folder: Path) -> Path:
-    """Put a package with these changes into the folder, and return the folder."""
+    """Create a copy of the package with these changes in a folder, and return the folder."""
     copy = copy_package(folder, {change.file for change in changes})
     for file, source in planted_sources(changes).items():
         (copy / file).write_text(source, encoding="utf-8")
@@ -83,7 +84,7 @@ def plant(changes: list[Change], folder: Path) -> Path:
 
 
 def planted_sources(changes: list[Change]) -> dict[str, str]:
-    """Return each changed file's new text, by its path. A change that does not fit the code of today is an error."""
+    """Return the new text of each changed file, by path. A change whose old text is not in the file is an error."""
     sources: dict[str, str] = {}
     for change in changes:
         source = sources.get(change.file) or (ROOT / change.file).read_text(encoding="utf-8")
@@ -95,14 +96,14 @@ def planted_sources(changes: list[Change]) -> dict[str, str]:
 
 
 def simulate(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In the copy's folder, so that it is the copy that runs."""
+    """Run the command `simulate` with the changed copy of the package."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "trioserve", "simulate", "--no-shrink", *arguments]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
 
 
 def copy_package(folder: Path, files: Collection[str] = ()) -> Path:
-    """Copy a package's changed files, and link all others and their compiled code.
+    """Copy the changed files of the package, and link all other files and their compiled code.
 
     Copying several hundred files for each bug would take longer than finding it.
 
@@ -125,7 +126,10 @@ def copy_package(folder: Path, files: Collection[str] = ()) -> Path:
             (folder / path).symlink_to(ROOT / path)
 
     def is_compiled(entry: Path) -> bool:
-        """From one of the copies: it would be taken for what the changed file says, if that has its size and second."""
+        """Return True for the compiled code of a changed file.
+
+        Python would use it instead of the changed file if both files have the same size and second of change.
+        """
         source = entry.relative_to(ROOT).parent.parent / f"{entry.name.partition('.')[0]}.py"
         return entry.parent.name == "__pycache__" and source in copies
 
@@ -135,11 +139,11 @@ def copy_package(folder: Path, files: Collection[str] = ()) -> Path:
 
 
 class CannotSwap(Exception):
-    """A change reaches code that has run already: of a module, a class or a default."""
+    """A change affects code that has already run, such as the code of a module, a class or a default value."""
 
 
 def shape_of(code: CodeType) -> tuple[Any, ...]:
-    """Return all that makes a function behave as it does: not its line numbers."""
+    """Return all parts of a code object that affect its behaviour. Line numbers are not included."""
     constants = tuple(
         shape_of(value) if isinstance(value, CodeType) else (type(value), value) for value in code.co_consts
     )
@@ -149,10 +153,10 @@ def shape_of(code: CodeType) -> tuple[Any, ...]:
 
 
 def changed_functions(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Yield old and new code of each changed function of a module.
+    """Yield the old and the new code of each changed function of a module.
 
     Raises:
-        CannotSwap: the code of the module or of a class changed, too.
+        CannotSwap: the code of the module itself or of a class has also changed.
     """
     if old.co_flags & inspect.CO_OPTIMIZED:  # a function
         if shape_of(old) == shape_of(new):
@@ -164,7 +168,7 @@ def changed_functions(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, 
         raise CannotSwap
     for one, other in zip(old.co_consts, new.co_consts, strict=False):
         if isinstance(one, CodeType) and isinstance(other, CodeType):
-            # In a function that is replaced as a whole, the functions inside may have nothing to do with each other.
+            # A replaced function may contain other inner functions than before, so only equal names are compared.
             if one.co_qualname == other.co_qualname:
                 yield from changed_functions(one, other)
         elif not old.co_flags & inspect.CO_OPTIMIZED and (type(one), one) != (type(other), other):
@@ -172,7 +176,7 @@ def changed_functions(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, 
 
 
 def loaded_functions() -> dict[tuple[str, str, int], list[FunctionType]]:
-    """Return the package's functions by file, qualified name and first line."""
+    """Return the functions of the package, by file, qualified name and first line."""
     found: dict[tuple[str, str, int], list[FunctionType]] = {}
     for value in gc.get_objects():
         if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(f"{ROOT}/trioserve/"):
@@ -185,9 +189,9 @@ def place_of(code: CodeType) -> tuple[str, str, int]:
 
 
 def swap(changes: list[Change], functions: dict[tuple[str, str, int], list[FunctionType]]) -> None:
-    """Give the changed functions of this process their new code.
+    """Replace the code of the changed functions in this process.
 
-    A function loses its protection from Ctrl-C, which no simulation plays.
+    A function with a replaced code loses its protection from Ctrl-C. No simulation needs this protection.
     """
     for file, source in planted_sources(changes).items():
         path = str(ROOT / file)
@@ -200,12 +204,12 @@ def swap(changes: list[Change], functions: dict[tuple[str, str, int], list[Funct
                 if shape_of(function.__code__) == shape_of(one):
                     function.__code__ = other
                     swapped = True
-        if not swapped:  # the file is imported later, or not at all
+        if not swapped:  # The changed file is imported later or never.
             raise CannotSwap
 
 
 def serve_forks() -> None:
-    """Read one bug a line from stdin, simulate in a child where it is planted, and write a line of what came of it."""
+    """Read one bug per line from stdin, simulate in a child process with the bug, and write the result as a line."""
     from trioserve.cli import main
     from trioserve.simulation.runs import runs_of
 
@@ -242,13 +246,13 @@ def serve_forks() -> None:
 
 
 def seed_in(shown: str) -> int | None:
-    """Return the seed that failed, if one did."""
+    """Return the seed that failed, or None."""
     found = re.search(r"^seed (\d+) failed: ", shown, flags=re.MULTILINE)
     return None if found is None else int(found[1])
 
 
 class Forks:
-    """One process that forks for each planted bug, for one thread."""
+    """One process that forks for each planted bug. Each thread has its own process."""
 
     def __init__(self) -> None:
         command = [sys.executable, __file__, "--serve-forks"]
@@ -270,10 +274,10 @@ class Forks:
 
 
 class Planter:
-    """Runs the simulator where a bug is planted, in several threads.
+    """Runs simulations with planted bugs, in several threads.
 
     Args:
-        seeds_searched: how many, if the noted seed does not find a bug.
+        seeds_searched: number of seeds to try if the noted seed does not find a bug.
     """
 
     def __init__(self, seeds_searched: int) -> None:
@@ -284,11 +288,11 @@ class Planter:
         self._all_forks: list[Forks] = []
 
     def run(self, file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Simulate with one bug.
+        """Run simulations with one planted bug until a seed finds it.
 
         Args:
-            file: the bug, in the folder planted.
-            folder: where a copy of the package may be put, if the bug needs one. It is deleted.
+            file: file of the bug in the folder `planted`.
+            folder: folder for a copy of the package, if the bug needs a copy. It is deleted afterwards.
         """
         changes = changes_in(file.read_text(encoding="utf-8"))
         history, mode = file.with_suffix(".history"), file.parent.name
@@ -309,7 +313,7 @@ class Planter:
         return ran
 
     def _holds_unplanted(self, mode: str, seed: int) -> bool:
-        """Return whether the simulation of a seed finds nothing where nothing is planted."""
+        """Return whether the simulation of a seed passes without a planted bug."""
         if (mode, seed) not in self._holds:
             ran = self._forks().simulate([], "--seeds", f"{seed}:{seed + 1}", *MODES[mode])
             self._holds[mode, seed] = ran.returncode == 0
@@ -325,7 +329,7 @@ class Planter:
             shutil.rmtree(folder)
 
     def _forks(self) -> Forks:
-        """Return this thread's process."""
+        """Return the forking process of this thread."""
         if not hasattr(self._of_thread, "forks"):
             self._of_thread.forks = Forks()
             self._all_forks.append(self._of_thread.forks)
@@ -340,7 +344,7 @@ class Planter:
 def planted_runs_of(
     folders: dict[Path, Path], *, seeds_searched: int = SEEDS_SEARCHED
 ) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
-    """Start to run these planted bugs, as many at a time as there are cores."""
+    """Start simulations with these planted bugs, on all cores at the same time."""
     planter, pool = Planter(seeds_searched), ThreadPoolExecutor(os.cpu_count())
     try:
         yield {file: pool.submit(planter.run, file, folder) for file, folder in folders.items()}
@@ -354,13 +358,13 @@ def name_of(file: Path) -> str:
 
 
 def noted_seeds() -> dict[str, int]:
-    """By the name of a bug."""
+    """Return the noted seed of each bug, by name of the bug."""
     lines = (line.split() for line in FOUND_BY.read_text(encoding="utf-8").splitlines())
     return {name: int(seed) for name, seed in lines}
 
 
 def note_seeds() -> None:
-    """Search for all bugs, and write down which seed found each."""
+    """Search for all bugs, and write the seeds that found them into found_by.txt."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         folders = {file: Path(folder, str(number)) for number, file in enumerate(FILES)}
@@ -377,7 +381,7 @@ def note_seeds() -> None:
 
 @pytest.fixture(scope="module")
 def planted_runs(request, tmp_path_factory):
-    """Runs of the bugs that the chosen tests ask for, by file."""
+    """Give the runs of the bugs that the selected tests need, by file."""
     chosen = [item.callspec.params["file"] for item in request.session.items if "planted_runs" in item.fixturenames]
     with planted_runs_of({file: tmp_path_factory.mktemp(file.stem) for file in chosen}) as runs:
         yield runs
@@ -426,7 +430,7 @@ def test_history_of_a_bug_passes_without_the_bug(history, forks):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_found_without_a_bug(mode, copy):
-    """test_histories.py and test_pair.py take more seeds, in one process."""
+    """This test uses few seeds. test_histories.py and test_pair.py check more seeds in one process."""
     ran = simulate(copy, *MODES[mode], "--seeds", "0:60" if mode == "lasting" else "0:10")
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

@@ -1,4 +1,4 @@
-"""The simulation of an engine in ranks: scripts, and seeds that reach every phase of a rank's life."""
+"""Tests the simulation of an engine with ranks: its scripts, and seeds that pass and reach every phase of a rank."""
 
 from __future__ import annotations
 

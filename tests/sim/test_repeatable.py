@@ -1,4 +1,4 @@
-"""A seed gives the same trace, byte for byte, in every process. Another seed gives another order."""
+"""Tests that a seed gives the same trace, byte for byte, in every process. Another seed gives another trace."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_other_seed_gives_other_trace(mode):
 @pytest.mark.parametrize("seed", [0, 4, 6])
 def test_http_bytes_are_the_same_in_every_process(seed):
     first = trace_of(seed, 7, "--stack")
-    assert first.count(b"server sends on ") > 10  # lines with a digest of the bytes
+    assert first.count(b"server sends on ") > 10  # Each of these lines has a digest of the sent bytes.
     assert trace_of(seed, 99, "--stack") == first
 
 
 def test_trace_contains_every_byte_that_the_server_sends(monkeypatch):
-    """A second later, and nothing else is different: the date, and in the responses `created`."""
+    """In a run that begins a second later, only the header `date` and the field `created` may differ."""
 
     def lines() -> list[str]:
         told: list[str] = []
@@ -85,7 +85,7 @@ def test_trace_contains_every_byte_that_the_server_sends(monkeypatch):
     monkeypatch.setattr(stack_http_server, "BEGAN_AT", stack_http_server.BEGAN_AT + 1)
     later = lines()
     different = [line for line, line_later in zip(first, later, strict=True) if line != line_later]
-    assert {line.split()[-3] for line in different} == {"0", "1"}, different  # the connections
+    assert {line.split()[-3] for line in different} == {"0", "1"}, different  # numbers of the connections
     assert all(" server sends on " in line for line in different)
 
 
@@ -127,7 +127,7 @@ def test_other_thread_does_not_use_the_seeded_source():
 
 @pytest.mark.parametrize("name", [SWITCH, SOURCE])
 def test_trio_without_its_private_names_is_refused(monkeypatch, name):
-    """If this fails with a new version of Trio, its scheduling has to be made repeatable in another way."""
+    """If this test fails with a new version of Trio, the task order must be made repeatable in another way."""
     monkeypatch.delattr(trio._core._run, name)
     with pytest.raises(StartupError, match="cannot be repeated"), seeded_schedule(0):
         pass

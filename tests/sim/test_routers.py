@@ -1,6 +1,6 @@
-"""Several routers of the same endpoints in steady traffic: their contracts, and the table of results.
+"""Tests several routers with the same endpoints in steady traffic: their contracts, and the table of results.
 
-The planted bugs show that breaches are found.
+The planted bugs of this simulation show that a broken contract is found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A failing history is shrunk to the needed parts, and still fails in the same way."""
+"""Tests that a failing history is reduced to the needed events, and still fails in the same way."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def first_failure(run, step_count):
 
 def test_core_history_is_shrunk(monkeypatch):
     def free_for_good(pool, blocks):
-        pool._free.extend(blocks)  # other requests still use them
+        pool._free.extend(blocks)  # This bug frees blocks that other requests still use.
 
     monkeypatch.setattr(BlockPool, "release", free_for_good)
     failure = first_failure(runs_of("core").run_seed, 100)
     plainest = runs_of("core").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 3, plainest.script  # a world, one request, and perhaps an event
+    # The script has a world, one request, and at most one event.
+    assert plainest.script.count("\n") <= 3, plainest.script
     again = runs_of("core").run_script(plainest.script).failure
     assert again is not None
     assert (again.script, str(again)) == (plainest.script, str(plainest))
@@ -50,13 +51,13 @@ def test_core_history_is_shrunk(monkeypatch):
 def test_router_history_is_shrunk(monkeypatch):
     def keep(core, ticket, now):
         if ticket.state is TicketState.WAITING:
-            core._queues.of(ticket).leave(ticket)  # and its lease is not freed
+            core._queues.of(ticket).leave(ticket)  # This bug never returns a granted lease.
 
     monkeypatch.setattr(RouterCore, "_release", keep)
     failure = first_failure(runs_of("router").run_seed, 150)
     plainest = runs_of("router").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)
-    # settings, a healthy endpoint, and a request that comes and leaves
+    # The script has the settings, a healthy endpoint, and a request that arrives and ends.
     assert plainest.script.count("\n") <= 5, plainest.script
     again = runs_of("router").run_script(plainest.script).failure
     assert again is not None
@@ -68,7 +69,7 @@ def test_routers_history_is_shrunk(monkeypatch):
     failure = first_failure(runs_of("routers").run_seed, 100)
     plainest = runs_of("routers").shrunk(failure, replays_max=1_000)
     assert plainest.is_like(failure)
-    # routers, and one request more than the share of one router
+    # The script has the settings, and one request more than the share of one router.
     assert plainest.script.count("\n") <= 4, plainest.script
     again = runs_of("routers").run_script(plainest.script).failure
     assert again is not None
@@ -85,7 +86,8 @@ def test_stack_plan_is_shrunk(monkeypatch):
     failure = first_failure(runs_of("stack").run_seed, 12)
     plainest = runs_of("stack").shrunk(failure, replays_max=300)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 3, plainest.script  # the stage, a client that leaves, and perhaps another one
+    # The script has the stage, a client that disconnects, and at most one more client.
+    assert plainest.script.count("\n") <= 3, plainest.script
     assert runs_of("stack").run_script(plainest.script).failure is not None
 
 
@@ -98,7 +100,8 @@ def test_http_plan_is_shrunk(monkeypatch):
     failure = first_failure(runs_of("stack").run_seed, 12)
     plainest = runs_of("stack").shrunk(failure, replays_max=300)
     assert plainest.is_like(failure)
-    assert plainest.script.count("\n") <= 4, plainest.script  # the stage, a connection, and a request that leaves
+    # The script has the stage, a connection, and a request whose client disconnects.
+    assert plainest.script.count("\n") <= 4, plainest.script
     assert runs_of("stack").run_script(plainest.script).failure is not None
 
 

@@ -1,4 +1,4 @@
-"""The command `trioserve simulate`: its output, its exit codes, and the arguments that it refuses."""
+"""Tests the command `trioserve simulate`: its output, its exit codes, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ arrive id="b" prompt=[2,1] output=2
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Everything ends after its first token."""
+    """Plant a bug with which every response ends after its first token."""
     monkeypatch.setattr(
         "trioserve.core.guided_steps.finish_reason_of", lambda live: finish_reason_of(live) or _length_of(live)
     )
@@ -90,12 +90,12 @@ def test_routers_script_is_recognized_by_its_first_line(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_counts_of_one():
-    """Both runs begin in a new process, as a user's do: what other tests left in this one is not in question."""
+    """Both runs begin in a new process, as with a user, so that the state of the test process has no effect."""
 
     def counts(*jobs: str) -> list[str]:
         command = [sys.executable, "-m", "trioserve", "simulate", "--stack", "--seeds", "0:60", *jobs]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()[:-1]  # the last line has the time
+        return done.stdout.splitlines()[:-1]  # The last line contains the duration.
 
     assert counts("--jobs", "2") == counts()
 

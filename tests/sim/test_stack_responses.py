@@ -1,4 +1,4 @@
-"""Responses over HTTP that a simulated client accepts, and those that it refuses."""
+"""Tests which HTTP responses a simulated client accepts and which it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.simulation.stack.http_connection import Response, StrictClient
 from trioserve.simulation.stack.http_plan import Ask
 from trioserve.simulation.stack.http_requests import BROKEN_OFF, COMPLETE, expected_tokens, outcome_of
 
-TOKENS = [tuple("añb".encode())]  # the middle character is two tokens
+TOKENS = [tuple("añb".encode())]  # The character in the middle consists of two tokens.
 DONE = b"data: [DONE]\n\n"
 
 
@@ -78,7 +78,7 @@ def test_invalid_http_is_refused():
     with pytest.raises(AssertionError, match=r"broke HTTP/1\.1"):
         one.receive(b"nonsense\r\n\r\n")
     with pytest.raises(AssertionError, match="broke HTTP/2"):
-        two.receive(b"\0\0\4\0\1\0\0\0\1data")  # DATA before SETTINGS and before a head
+        two.receive(b"\0\0\4\0\1\0\0\0\1data")  # The DATA frame comes before SETTINGS and before a head.
     with pytest.raises(AssertionError, match="without a request"):
         StrictClient(http=1).receive(b"HTTP/1.1 200 OK\r\n\r\n")
 
@@ -98,7 +98,7 @@ def test_pipelined_responses_are_separated():
     assert responses[2].lost
 
 
-# --- chats with tools ---
+# --- Chats with tools ---
 
 
 def call_choice(number: int, tokens_max: int = 150, ids: set[str] | None = None) -> CallChoice:
@@ -144,7 +144,7 @@ STREAMED_TWO = [begun("f"), more(TWO[0][1]), begun("g", 1), more('{"c"', 1), mor
         (4, 150, [message(None, PARTIAL_FINISH[0], finish_reason="stop")]),
         (4, 150, [begun("g"), more(PARTIAL_FINISH[0][1]), begun("f", 1), more(PARTIAL_FINISH[1][1], 1), chunk("stop")]),
         (1, 12, [chunk(content="Well, é!<to"), chunk("length")]),
-        (0, 11, [chunk("length")]),  # the opening of a call, and not a word of it
+        (0, 11, [chunk("length")]),  # The text begins a tool call and ends before the call's name.
     ],
 )
 def test_calls_of_the_model_are_accepted(number, tokens_max, pieces):

@@ -40,5 +40,5 @@ def test_every_figure_is_in_the_table_and_in_the_json(open_engine, capsys, monke
     assert [figure["streams"] for figure in figures] == [1, len(several.prompts)]
     assert [figure["tokens"] for figure in figures] == [60, 60 * len(several.prompts)]
     for figure in figures:
-        assert figure["drafted"] >= figure["accepted"] > 10  # in the round with drafts
+        assert figure["drafted"] >= figure["accepted"] > 10  # The figures are from the round with drafts.
         assert figure["steps"] < 60
