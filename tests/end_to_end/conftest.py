@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-START_SECONDS_MAX = 120  # long, because the machine is shared and its disk cache may be cold
+START_SECONDS_MAX = 120  # The limit is long, because other work may use the machine, and its disk cache may be cold.
 
 
 class ServerProcess:

@@ -9,7 +9,7 @@ import anthropic
 import pytest
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-GREEDY = {"temperature": 0}  # passed as extra_body: the client has no argument for temperature
+GREEDY = {"temperature": 0}  # Temperature is passed as `extra_body`, because the client has no argument for it.
 TOOL = {
     "name": "get_weather",
     "description": "The weather of a city.",

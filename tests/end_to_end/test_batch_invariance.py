@@ -28,7 +28,8 @@ PROMPT = (
 OTHERS = [f"{PROMPT} {number} keepers of other lighthouses" for number in range(3)]
 OTHERS += [f"A list of {number} animals, without comments: cat, dog, horse, cow," for number in range(3)]
 OUTPUT_TOKENS = 24
-KV_BLOCK_BYTES = 2 * 30 * 3 * 64 * 2 * 16  # K and V, 30 layers, 3 heads of 64, 2 bytes (bfloat16), 16 tokens
+# bytes of a block: K and V, 30 layers, 3 heads of 64, 2 bytes (bfloat16), 16 tokens
+KV_BLOCK_BYTES = 2 * 30 * 3 * 64 * 2 * 16
 
 
 @pytest.fixture(params=("native", "torch"))
@@ -126,7 +127,8 @@ def test_logprobs_have_the_same_bits_in_any_batch(kernels: str) -> None:
             assert tuple(stream.prompt_logprobs[len(cold.prompt_token_ids) :]) == cold.logprobs
         small = {"kv_cache_memory": 17 * KV_BLOCK_BYTES / 2**30, "max_num_batched_tokens": 16, "max_num_seqs": 8}
         ways = ({**small, "threads": 2}, {**small, "overlap_steps": True}, {"speculative_ngram": 4})
-        for options in ways if kernels == "native" else ways[1:2]:  # plain torch is slow: test one way only
+        # Plain torch is slow, so only one variant is tested with it.
+        for options in ways if kernels == "native" else ways[1:2]:
             async with engine_of(kernels, **options) as engine:
                 for answer, wanted in zip(await ask_all(engine, prompts), [cold, *others], strict=True):
                     check(answer, wanted)
@@ -148,7 +150,7 @@ def test_logprobs_have_the_same_bits_on_a_prefill_decode_pair(kernels: str) -> N
             stream_request = KVTransferParams(do_remote_decode=True)
             async with first.generate(
                 PROMPT, sampling(1), kv_transfer=stream_request
-            ) as held:  # blocks stay held in this scope
+            ) as held:  # The blocks stay held within this scope.
                 deltas = [delta async for delta in held]
                 check(await ask(second, PROMPT, kv_transfer=deltas[-1].kv_transfer), cold)
             assert second.stats().loaded_tokens_total >= 16

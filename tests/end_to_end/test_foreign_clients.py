@@ -22,7 +22,7 @@ import h2.events
 import pytest
 import trustme
 
-SECONDS_MAX = 120  # limit for the slowest client on a busy machine
+SECONDS_MAX = 120  # seconds in which even a slow client on a busy machine must end
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("nghttp") and shutil.which("h2load")),
@@ -73,7 +73,7 @@ def body_file(tmp_path: Path):
 
 def check_nothing_is_left(server) -> None:
     """Check that no connection, request or block is left, and that no connection was refused as malformed."""
-    # The one open connection is this question. Other connections may still be closing.
+    # The request for these metrics uses the one open connection. Other connections may still be closing.
     assert any(server.metric("trioserve:connections_open") == 1 for _ in range(1000))
     assert server.metric("trioserve:num_requests_running") == 0
     assert server.metric('trioserve:kv_blocks{state="used"}') == 0
@@ -82,7 +82,7 @@ def check_nothing_is_left(server) -> None:
     assert server.process.poll() is None
 
 
-# --- one request ---
+# --- Single requests ---
 
 
 def test_response_to_get(server):
@@ -94,7 +94,7 @@ def test_streamed_events_arrive_in_separate_data_frames(server, body_file):
     """S25: the id is in the head, which comes before the first token."""
     output = nghttp("-v", "-d", body_file(), server.url + "/v1/completions")
     lengths = [int(n) for n in re.findall(r"recv DATA frame <length=(\d+),", output)]
-    assert len(lengths) >= 8  # the end of the stream may share a frame with the last token
+    assert len(lengths) >= 8  # The end of the stream may be in the same frame as the last token.
     assert "END_STREAM" in output.rpartition("recv DATA")[2]
     assert output.count("recv HEADERS") == 1
     assert output.index("x-request-id: ") < output.index("recv DATA")
@@ -142,7 +142,7 @@ def test_upgrade_to_h2c_is_ignored_and_answered_over_http_1(server):
     check_nothing_is_left(server)
 
 
-# --- load ---
+# --- Load ---
 
 
 @pytest.mark.parametrize("shape", [["-c1", "-m100"], ["-c16", "-m1"], ["-c8", "-m32"], ["-c8", "--h1"]], ids=" ".join)
@@ -171,7 +171,7 @@ def test_streams_beyond_the_limit_are_refused_and_the_others_answered(server):
     check_nothing_is_left(server)
 
 
-# --- leaving ---
+# --- Disconnects and drain ---
 
 
 def wait_until_running(server, count: int) -> None:
@@ -290,7 +290,7 @@ def test_tls_negotiates_http2_and_requires_a_client_certificate(start_server, bo
     context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
     context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
     with urllib.request.urlopen(server.url + "/health", context=context, timeout=SECONDS_MAX) as response:
-        assert json.loads(response.read()) == {"status": "alive"}  # urllib uses HTTP/1.1
+        assert json.loads(response.read()) == {"status": "alive"}  # urllib supports only HTTP/1.1.
     preflight = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
     asked = urllib.request.Request(url, method="OPTIONS", headers=preflight)
     with urllib.request.urlopen(asked, context=context, timeout=SECONDS_MAX) as response:

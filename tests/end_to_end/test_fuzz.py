@@ -27,8 +27,8 @@ from trioserve.store.store import open_store
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.invariants import check_idle
 
-EXAMPLES = 15  # examples per operation and mode; all of them take half a minute
-RESPONSE_SECONDS_MAX = 20  # long enough for a busy machine: more means a hang
+EXAMPLES = 15  # number of examples per operation and mode. All examples together take half a minute.
+RESPONSE_SECONDS_MAX = 20  # This time is enough on a busy machine. A response that takes longer counts as a hang.
 
 
 class ServerThread(threading.Thread):
@@ -143,7 +143,8 @@ def test_every_response_matches_the_openapi_document_and_is_no_server_error(
     # The check below is stricter than not_a_server_error. The schema types do not state every range, and the server
     # refuses values out of range with 400, as documented. So a request that matches the types may still be refused.
     checks = [schemathesis.checks.not_a_server_error, schemathesis.checks.positive_data_acceptance]
-    schema.config.max_stream_events = 1 if path == "/ui/events" else None  # the stream of this path never ends
+    # The stream of this path never ends, so only one event is read.
+    schema.config.max_stream_events = 1 if path == "/ui/events" else None
 
     @fuzzed
     @given(case=schema[path][method].as_strategy(generation_mode=mode))

@@ -24,7 +24,7 @@ from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.memory_pages import MemoryPages
 
-SECONDS_MAX = 60  # long, because the machine is shared
+SECONDS_MAX = 60  # The limit is long, because other work may use the machine.
 NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 CONNECTORS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 
@@ -162,7 +162,8 @@ async def test_kill_of_a_holding_process_fails_only_loads_from_that_process(conn
             there.process.kill()
             reader.begin("after", there.params[1])
             assert isinstance(await reader.next_report(), LoadFailed)
-        async with holder(connector, 1, 20) as there:  # a new process with the same engine id
+        # A new process with the same engine id replaces the killed process.
+        async with holder(connector, 1, 20) as there:
             reader.begin("again", there.params[0])
             assert await reader.next_report() == Loaded(RequestId("again"), 320)
         nursery.cancel_scope.cancel()

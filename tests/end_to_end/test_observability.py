@@ -38,7 +38,7 @@ DASHBOARDS = sorted((EXAMPLE / "grafana" / "dashboards").glob("*.json"))
 ADMIN_KEY = "the-key-of-the-admin"
 SECONDS_MAX = 60.0
 STORY = "Once upon a time there was a keeper who wrote down each ship that passed, its flag and its colours. " * 4
-BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m"}  # variables that Grafana defines itself
+BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m"}  # variables that Grafana itself defines
 
 # Metrics without a value while there is no fault, with the reason. All other metrics must have a value.
 EMPTY_WHILE_ALL_IS_WELL = {
@@ -179,7 +179,7 @@ def make_traffic(prometheus: PrometheusProcess, server: str, router: str, pair: 
         assert [ask(url, f"{number % 2} {STORY}") for number in range(4)] == [200] * 4
     assert ask(server, "One, two, three: ", structured_outputs={"regex": "[a-z]{12}"}) == 200
     assert ask(server, "ab " * 40, max_tokens=60, temperature=0) == 200
-    for url in (server, router):  # more requests than may run and wait
+    for url in (server, router):  # These are more requests than may run and wait, so some of them are refused.
         wait_until(lambda url=url: 429 in burst(url, max_tokens=200), "a refusal")
 
     def leave_and_look() -> bool:
@@ -280,7 +280,7 @@ def evaluated_at(group: dict[str, Any]) -> float:
     return datetime.datetime.fromisoformat(re.sub(r"\.\d+", "", group["lastEvaluation"])).timestamp()
 
 
-# --- dashboards ---
+# --- Dashboards ---
 
 
 def variables(prometheus: PrometheusProcess, dashboard: dict[str, Any]) -> dict[str, str]:
@@ -320,7 +320,7 @@ def test_every_query_of_a_dashboard_has_values(prometheus, path):
     assert not missing, "\n".join(missing)
 
 
-# --- rules ---
+# --- Rules ---
 
 
 def test_every_rule_is_evaluated_and_no_alert_fires_without_a_fault(prometheus):
@@ -336,7 +336,7 @@ def test_every_rule_is_evaluated_and_no_alert_fires_without_a_fault(prometheus):
                 assert prometheus.values(selector), (rule["name"], selector)
 
 
-# --- dashboards of vLLM ---
+# --- Dashboards of vLLM ---
 
 
 # Metrics of vLLM's own dashboards, except for features that only vLLM has: adapters, KV offloading and so on.

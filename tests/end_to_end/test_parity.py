@@ -208,7 +208,7 @@ def test_preempted_requests_generate_the_tokens_of_transformers(reference, enabl
 
 @pytest.mark.slow
 def test_overlapped_steps_generate_the_tokens_of_transformers(reference):
-    memory = 32 * 16 * KV_BYTES_PER_TOKEN / 2**30  # so few blocks that requests are preempted
+    memory = 32 * 16 * KV_BYTES_PER_TOKEN / 2**30  # The pool has so few blocks that requests are preempted.
     responses, stats = responses_of(
         PROMPTS[:10], overlap_steps=True, kv_cache_memory=memory, max_num_seqs=10, max_num_batched_tokens=64
     )

@@ -28,7 +28,8 @@ def endpoints_of(router) -> dict[str, dict]:
 
 
 def json_request(url: str, fields: dict[str, str]) -> urllib.request.Request:
-    headers = {"Content-Type": "application/json"}  # operations refuse the content types that web forms can send
+    # The server refuses operations with a content type that web forms can send.
+    headers = {"Content-Type": "application/json"}
     return urllib.request.Request(url, json.dumps(fields).encode(), headers, method="POST")
 
 

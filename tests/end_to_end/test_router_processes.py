@@ -28,7 +28,7 @@ pytestmark = [
 
 WAIT_SECONDS_MAX = 60
 TWO = ("--router-processes", "2")
-CONNECTIONS = 32  # the probability that one process gets all of them is 2**-31
+CONNECTIONS = 32  # The probability that one process gets all of these streams is 2**-31.
 
 
 def ask(method: str, url: str, body: object = None, **headers: str) -> dict:
@@ -76,7 +76,7 @@ class Stream(threading.Thread):
                 for line in response:
                     self.text += line
                     self.has_begun.set()
-        except (OSError, ValueError):  # the stream broke; tests judge the text received so far
+        except (OSError, ValueError):  # The stream broke. Tests check the text that was received so far.
             pass
         self.has_begun.set()
 

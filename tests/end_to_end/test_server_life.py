@@ -260,7 +260,7 @@ def pipe_without_reader() -> tuple[str, int | None]:
 
 
 def full_pipe() -> tuple[str, int | None]:
-    _reader, writer = os.pipe()  # the read end stays open, but nothing reads from it
+    _reader, writer = os.pipe()  # The read end of the pipe stays open, but no process reads from it.
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
         while True:

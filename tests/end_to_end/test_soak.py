@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SOAK_SECONDS_MAX = 300  # usually takes about 20 s
+SOAK_SECONDS_MAX = 300  # The test usually takes about 20 s.
 
 JUDGED = {
     "failed requests",

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-RUN_SECONDS_MAX = 400  # usually takes about 40 s, half of which starts servers
+RUN_SECONDS_MAX = 400  # The test usually takes about 40 s. Half of this time starts servers.
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS_MAX + 30)  # the benchmark must end first, and stop its servers
+# The timeout of the benchmark must be shorter, so that the benchmark can stop its servers.
+@pytest.mark.timeout(RUN_SECONDS_MAX + 30)
 def test_streams_are_complete_and_unchanged_while_endpoints_are_killed(tmp_path: Path):
     path = tmp_path / "survive.json"
     # With this seed, the first three kills happen early, and not all at the same time.

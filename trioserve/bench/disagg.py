@@ -63,9 +63,9 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         is_pair: True for the pair.
-        seconds: time until the last long prompt was answered.
-        itl_ms: ITL of the streams during that time.
-        ttft_ms: TTFT of the long prompts.
+        seconds: time until the response to the last long prompt was complete.
+        itl_ms: inter-token latency of the streams during that time.
+        ttft_ms: time to first token of the long prompts.
         output_tokens_per_second: output tokens/s of the streams.
     """
 
@@ -77,7 +77,7 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of the decode server.
+    """Counters of KV transfers, as the decode server reports them.
 
     Attributes:
         transfers: loads that were completed.
@@ -122,9 +122,9 @@ class DisaggregatedReport(msgspec.Struct, frozen=True, kw_only=True):
         date: end of the measurement, ISO 8601.
         machine: the machine.
         rounds: the rounds.
-        alone: transfers one at a time, without other requests. None: not measured.
-        loaded: transfers during the rounds. None: not measured.
-        copy: socket copies in turn with the transfers of `alone`. None: not measured.
+        alone: transfers one at a time, without other requests. None: they were not measured.
+        loaded: transfers during the rounds. None: they were not measured.
+        copy: socket copies in turn with the transfers of `alone`. None: they were not measured.
     """
 
     settings: DisaggregatedSettings
@@ -224,7 +224,7 @@ def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
 
 
 async def _round(settings: DisaggregatedSettings, url: str, number: int, is_pair: bool) -> RoundFigures:
-    """Measure one round. Raises CannotMeasure if a request fails, and KeyboardInterrupt on a signal."""
+    """Measure one round. Raise CannotMeasure if a request fails, and KeyboardInterrupt on a signal."""
     figures: RoundFigures | CannotMeasure | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(cancel_on_signal, nursery.cancel_scope)
@@ -397,7 +397,7 @@ def _serve(stack: contextlib.ExitStack, settings: DisaggregatedSettings, flags: 
 
 
 def _started(stack: contextlib.ExitStack, server: ServerProcess) -> str:
-    """Start a server and return its URL once it is ready. Raises CannotMeasure."""
+    """Start a server and return its URL once it is ready. Raise CannotMeasure if it does not become ready."""
     stack.enter_context(server)
     trio.run(server.wait_until_ready, READY_SECONDS_MAX)
     return server.url

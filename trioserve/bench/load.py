@@ -95,7 +95,7 @@ class Load:
                 arrival_seconds += gaps.expovariate(settings.rate_per_second)
 
     def warmups(self) -> Iterator[PlannedRequest]:
-        """Yield similar requests. Their prompts share only the common prefix with the measured ones."""
+        """Yield requests for the warm-up. Their prompts share only the common prefix with the measured requests."""
         for index in range(self._settings.warmup_requests):
             yield PlannedRequest(
                 index=index,

@@ -222,7 +222,7 @@ class Ending:
 
 @contextmanager
 def parts_so_far() -> Iterator[Ending]:
-    """End early on SIGINT or CannotMeasure, so that the caller reports the parts that were measured until then."""
+    """End early on SIGINT or CannotMeasure, so that the caller can report the parts that are already measured."""
     ending = Ending()
     try:
         yield ending

@@ -94,7 +94,7 @@ class SliceBook:
         self._responses.append((number, now_seconds, gaps_seconds))
 
     def settled_gaps(self, first_number: int, ended_at: float) -> array.array[float]:
-        """Return the gaps of responses that lie whole in the counted part of the slice.
+        """Return the gaps of responses that lie completely within the counted part of the slice.
 
         Args:
             first_number: number of the first client that counts.
@@ -226,7 +226,7 @@ class _Soak:
     async def _judged(self) -> Measured[SoakReport] | CannotMeasure:
         """Wait until the server is idle, and make the report.
 
-        Also after an interruption, when all clients have left.
+        This function also makes the report after an interruption, when all clients have disconnected.
         """
         assert self._before is not None
         assert self._warm is not None

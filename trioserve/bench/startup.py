@@ -47,10 +47,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         checkout: folder of the version, or "" for this version.
         ready_seconds: from the command to the first 200 of /ready.
-        cpu_seconds: CPU time of all threads until then. None: the system does not report it.
-        resident_bytes: resident memory of the idle server right afterwards, or None.
-        proportional_bytes: the same, with shared pages divided among the processes that share them, or None.
-        resident_bytes_max: the highest resident memory until then, or None.
+        cpu_seconds: CPU time of all threads until the server is ready. None: the system does not report it.
+        resident_bytes: resident memory of the idle server right after it is ready. None: the system does not report it.
+        proportional_bytes: resident memory, in which shared pages are divided among the processes that share them, or
+            None.
+        resident_bytes_max: the highest resident memory until the server is ready, or None.
         read_seconds: time to read the model's files from the disk, measured alone before the start. None: not measured.
         request_seconds: times of the first request and of a second similar one. Each has PROMPT_CHARACTERS characters
             and returns one token. None: a request failed.
@@ -142,7 +143,7 @@ def startup_text(report: StartupReport) -> str:
 
 
 def _start(checkout: str, settings: StartupSettings) -> Start:
-    """Start a server, measure it, and stop it. Raises CannotMeasure."""
+    """Start a server, measure it, and stop it. Raise CannotMeasure if it does not start."""
     read_seconds = None
     if settings.cold_path is not None:
         _touch_memory(settings.memory_at_hand_gib)

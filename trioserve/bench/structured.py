@@ -215,7 +215,7 @@ def _row_line(planned: Row, row: MeasuredRow, free: MeasuredRow | None) -> str:
 
 
 def ratio_of(row: MeasuredRow, free: MeasuredRow) -> float:
-    """Return the median over the rounds of the ratio of two speeds. A slow moment of the machine affects both.
+    """Return the median over the rounds of the ratio of two speeds. Other work on the machine affects both speeds.
 
     Args:
         row: the row.
@@ -339,7 +339,7 @@ class _Run:
             print(f"round {number + 1} of {settings.rounds}", file=self._progress, flush=True)
 
     async def _round(self, row: Row, streams: int) -> RoundFigures | None:
-        """Measure a row once. Return None if a request failed, since the speed would mean nothing."""
+        """Measure a row once. Return None if a request failed, since the speed would then have no meaning."""
         settings = self._settings
         count = max(1, settings.requests // settings.concurrency) if row.is_alone else settings.requests
         tokens: list[int] = []

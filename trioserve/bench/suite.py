@@ -159,7 +159,7 @@ def _faster(first: float | None, second: float | None) -> float | None:
 
 
 def decode_bound(row: SuiteRow, cost: Cost, bytes_per_second: float) -> float:
-    """Return the output tokens/s if a step took only the time to read its weights, keys and values.
+    """Return the output tokens/s that would result if a step took only the time to read its weights, keys and values.
 
     Args:
         row: the load.
@@ -199,7 +199,7 @@ def _tokens_of_response(settings: BenchSettings) -> float:
 
 
 def _responses(settings: BenchSettings) -> tuple[tuple[float, int], ...]:
-    """Return pairs of a share of the responses and the number of their tokens."""
+    """Return pairs: a fraction of the responses, and the number of tokens of these responses."""
     left = settings.abort_fraction
     return (1 - left, settings.output_tokens), (left, min(settings.abort_after_tokens, settings.output_tokens))
 
@@ -267,7 +267,7 @@ def markdown(report: SuiteReport) -> str:
 def _settings_of(row: SuiteRow, number: int, url: str, settings: SuiteSettings) -> BenchSettings:
     """Return the settings of one measurement.
 
-    Each round has other prompts. Otherwise it would find those of another round in the prefix cache.
+    Each round has different prompts. Otherwise, a round would find prompts of an earlier round in the prefix cache.
     """
     load: dict[str, Any] = {
         **row.load,
@@ -311,7 +311,7 @@ def _result(
 async def _cost(url: str, api_key: str | None) -> Cost | None:
     """Return the model's cost as the server reports it.
 
-    None: the server does not report it, as servers of other projects.
+    None: the server does not report the cost, because it is a server of another project.
     """
     target = Target.from_url(url)
     client = http1_client(target, api_key=api_key)

@@ -71,7 +71,7 @@ class Relay:
                 scope.cancel()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled. Cancellation breaks every connection.
+        """Serve until this call is cancelled. Cancellation breaks every connection.
 
         Args:
             task_status: started when the relay listens.
@@ -124,7 +124,7 @@ class Endpoint:
     """One endpoint, its process and its relay.
 
     Attributes:
-        is_well: True if no interruption of this endpoint goes on.
+        is_well: True if this endpoint is not interrupted now.
     """
 
     def __init__(self, name: str, process: ServerProcess, relay: Relay) -> None:
@@ -156,7 +156,7 @@ class SurviveFleet:
     # --- Interruptions ---
 
     async def take_well(self, interruption: Interruption) -> Endpoint:
-        """Choose an endpoint for an interruption, and wait while it would be the last one without an interruption.
+        """Choose an endpoint for an interruption. Wait as long as it is the only endpoint without an interruption.
 
         Args:
             interruption: the interruption that follows.

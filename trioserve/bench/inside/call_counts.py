@@ -1,8 +1,8 @@
 """Counts the Python calls of this program in four flows: prompt in, token out, disconnect, and relayed event.
 
-Server, router and endpoint run in memory, in one thread, on a virtual clock, so the counts are the same in every run.
-Calls of libraries, of the fake engine and of the client are left out. A coroutine that is resumed counts again, because
-each frame between the event loop and the point where it waits is entered again.
+The server, the router and the endpoint run in memory, in one thread, on a virtual clock. So the counts are the same in
+every run. Calls of libraries, of the fake engine and of the client do not count. A coroutine that is resumed counts
+again, because each frame from the event loop down to its wait is entered again.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Crowd:
         return scheduled - started + perf_counter_ns() - computed
 
     def abort_queued_ns(self, place: int) -> int:
-        """Abort a waiting request, and return the nanoseconds. Then another request joins the end of the queue.
+        """Abort a waiting request, and return the nanoseconds. Then add another request to the end of the queue.
 
         Args:
             place: position in the queue.

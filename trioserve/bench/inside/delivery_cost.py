@@ -1,5 +1,4 @@
-"""Measures Python's cost of a step, from its plan until its readers have the text, and the cost of a job for a worker
-thread.
+"""Measures the cost of a step in Python, from its plan until readers have the text, and of a call to a worker thread.
 
 The engine is the real one, with one reader task per request and with steps that compute nothing. The CPU time of the
 event loop's thread is counted separately for schedule, update, deliver (text, metrics, waking readers), and the

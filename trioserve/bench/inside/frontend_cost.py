@@ -1,10 +1,10 @@
 """Measures the CPU time of the front end for a streamed event and for a small request, over real sockets, without a
 model.
 
-The server runs in this process, and the clients in another one. Only the CPU time of this process counts, so that
-neither the clients nor other programs affect it. The engine is the real one with a model that computes nothing. A
-second run has readers in this process that read the same streams without HTTP. It measures the engine's part, which is
-subtracted. So the cost of an event is all of handler, JSON, SSE, HTTP and socket.
+The server runs in this process, and the clients run in another process. Only the CPU time of this process counts, so
+neither the clients nor other programs affect the figures. The engine is the real one with a model that computes
+nothing. A second run has readers in this process that read the same streams without HTTP. It measures the engine's
+part, which is subtracted. So the cost of an event is all of handler, JSON, SSE, HTTP and socket.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
         low_us: minimum.
         high_us: maximum.
         engine_us: the engine's part.
-        response_us: cost of a response without its events, but with its share of opening the connection.
+        response_us: cost of a response without its events. It includes a part of the cost to open the connection.
     """
 
     what: str
@@ -176,7 +176,7 @@ def _engine_options(request_count: int, tokens: int) -> dict[str, int | float]:
 
 
 async def _read_without_http(request_count: int, tokens: int) -> float:
-    """Return the CPU seconds of as many streams that are read in this process."""
+    """Return the CPU seconds of the same number of streams, read in this process without HTTP."""
     async with open_fake_engine(enable_prefix_caching=False, **_engine_options(request_count, tokens)) as engine:  # type: ignore[arg-type]
         engine.steps.executor = _NothingComputed()
         began = time.process_time()
@@ -195,7 +195,7 @@ async def _read(engine: FakeEngine, tokens: int) -> None:
 async def _serve(
     connections: int, streams: int, http: int, body: str, repeats: int, request_count: int, tokens: int
 ) -> tuple[float, int]:
-    """Return the CPU seconds of serving the clients' process, and the number of events that the clients received."""
+    """Return this process's CPU seconds while it serves the clients, and the number of events that they received."""
     async with open_fake_engine(enable_prefix_caching=False, **_engine_options(request_count, tokens)) as engine:  # type: ignore[arg-type]
         engine.steps.executor = _NothingComputed()
         server = FrontendServer(App(engine), limits=FrontendLimits(streams_max=max(100, streams)))

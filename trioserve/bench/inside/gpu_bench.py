@@ -80,12 +80,13 @@ def bound_seconds(config: ModelConfig, dtype: Dtype, case: Case, bytes_per_secon
 
 
 def table(bounds: Mapping[Case, float], measured: Mapping[str, Mapping[Case, float]]) -> str:
-    """Return a table with one line per case: the bound, then milliseconds of each way and its share of the bound's
-    speed.
+    """Return a table with one line per case.
+
+    A line has the bound, then for each variant its milliseconds, and its speed as a fraction of the bound.
 
     Args:
         bounds: seconds of the bound, by case.
-        measured: seconds by way and case. A missing case becomes a dash.
+        measured: seconds by variant and case. A missing case becomes a dash.
     """
     lines = ["  batch  context  bound, ms" + "".join(f"{way:>24}" for way in measured)]
     for case, bound in bounds.items():
@@ -155,7 +156,7 @@ def _refusal(
     *,
     wants_transformers: bool,
 ) -> str | None:
-    """Return a sentence that says why the cases cannot be measured, or None if they can."""
+    """Return the reason why the cases cannot be measured, as one sentence, or None if they can be measured."""
     if device == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device: run this on a machine with a GPU, or test it with --device cpu --shape tiny"
     if device == "cpu" and list(shapes) != [TINY]:
@@ -217,8 +218,7 @@ def _measure_shape(
 def _fill_kv(runner: ModelRunner) -> None:
     """Fill the KV cache with random numbers.
 
-    This is a function, since a local variable that outlives the runner would keep the memory of a layer from the next
-    one.
+    This code is a separate function, since a local variable that outlives the runner would keep the memory of a layer.
     """
     assert runner.storage is not None
     for pages in runner.storage.pages:
@@ -226,7 +226,7 @@ def _fill_kv(runner: ModelRunner) -> None:
 
 
 def _measurements(way: str, runner: ModelRunner) -> dict[str, Callable[[ModelRunner, Case, SamplingParams], float]]:
-    """Return the measurements of a way by the name of their column."""
+    """Return the measurements of a variant, by the name of their column."""
     if not runner.launches:
         return {way: _step_seconds}
     return {way: _step_seconds, f"{way}, overlapped": _overlapped_seconds}
@@ -237,7 +237,7 @@ def _notice(sentence: str) -> None:
 
 
 def _make_runner(config: ModelConfig, cases: Sequence[Case], way: str, device: DeviceType) -> ModelRunner:
-    """Return a runner with random weights, before allocate_kv."""
+    """Return a runner with random weights, whose allocate_kv has not been called yet."""
     settings = ModelSettings(
         device=device,
         block_size=BLOCK_SIZE,
@@ -301,8 +301,8 @@ def _median_seconds(step: Callable[[], object]) -> float:
 def _plan(config: ModelConfig, case: Case, sampling: SamplingParams, *, is_ahead: bool = False) -> StepPlan:
     """Return the plan of a step.
 
-    With is_ahead, the last token of every sequence is the token that the step before chooses. The context has the same
-    length.
+    With is_ahead, the last token of every sequence is the token that the previous step samples. The length of the
+    context is the same.
     """
     width = -(-case.context // BLOCK_SIZE)
     chunks = []
@@ -341,7 +341,7 @@ def measured_bandwidth(device: DeviceType) -> float:
 
 
 def _device_seconds(move: Callable[[], object]) -> float:
-    """Return the seconds of one of several successive moves, by the device's clock.
+    """Return the mean seconds of several successive memory operations, by the device's clock.
 
     The host's clock would include launch and return, which matter: a large GPU reads a GiB in a third of a millisecond.
     """

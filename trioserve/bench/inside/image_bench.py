@@ -73,7 +73,7 @@ class LeavingFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Callers of the pipeline that left halfway.
+    """Callers of the pipeline that were cancelled halfway.
 
     Attributes:
         median_ms: median time that the pipeline continued.
@@ -161,7 +161,7 @@ async def measure_answered(
 
 
 async def measure_pipeline(asked: ImageRequester, pipeline: PlainPipeline, count: int) -> PipelineFigure:
-    """Measure the pipeline in a thread, as in a server: the caller leaves halfway, and the thread is not notified.
+    """Measure the pipeline in a thread, as in a server. Its caller is cancelled halfway, without notice to the thread.
 
     Args:
         asked: requests and results.
@@ -179,7 +179,7 @@ async def measure_pipeline(asked: ImageRequester, pipeline: PlainPipeline, count
 
 
 async def _leave_pipeline(asked: ImageRequester, pipeline: PlainPipeline, seed: int) -> tuple[float, int]:
-    """Return the seconds, and the number of begun steps, after the caller has left."""
+    """Return the seconds and the number of begun steps of the pipeline after its caller was cancelled."""
     begun = 0
     ended_at = 0.0
     halfway, ended = trio.Event(), trio.Event()
@@ -392,7 +392,7 @@ def _print_leaving(figure: LeavingFigure) -> None:
 
 
 def _shown(rounds: list[SpeedRound]) -> str:
-    """Return medians of the rounds, also of the ratio of each round."""
+    """Return the medians over the rounds, including the median of the rounds' ratios."""
     speeds = [median(getattr(one, name) for one in rounds) for name in ("together", "mixed", "pipeline")]
     ratio = median(one.mixed / one.together for one in rounds)
     return "".join(f"{speed:>10.2f}" for speed in speeds) + f"{ratio:>20.3f}"

@@ -44,7 +44,7 @@ ROUNDS = 5
 
 
 class _Times:
-    """Times of steps with a full batch: the forward pass, and the time from its beginning to that of the next one."""
+    """Times of steps with a full batch: of the forward pass, and from its begin to the begin of the next one."""
 
     def __init__(self) -> None:
         self.forward: list[float] = []

@@ -44,7 +44,7 @@ class GapFigure(msgspec.Struct, frozen=True, kw_only=True):
         overlap_steps: True if steps overlap.
         stream_count: number of streams.
         gap_us: microseconds between two forward passes.
-        gap_us_p90: 90th percentile of these.
+        gap_us_p90: 90th percentile of the microseconds between two forward passes.
         forward_ms: milliseconds of a forward pass.
         speed: tokens per second, from the beginning of one forward pass to that of the next.
         sample_count: number of gaps.

@@ -156,7 +156,7 @@ def fair_shares(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency of small requests, one at a time, direct and through the router in turn.
+    """Latency of small requests, which are sent one at a time, in turn directly and through the router.
 
     Attributes:
         what: name of the requests.
@@ -210,8 +210,8 @@ class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
         through_seconds: duration.
         cpu_seconds: CPU time of the router's process for the events and their requests. None: the system does not
             report it.
-        pinned_cpu_seconds: the same for streams that cannot be resumed at another endpoint, so that the router keeps
-            nothing for them.
+        pinned_cpu_seconds: CPU time of the router's process for streams that cannot be resumed at another endpoint. The
+            router stores no tokens of such streams.
     """
 
     streams: int
@@ -223,7 +223,7 @@ class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Streams through a router with several processes. They are more than one process can serve in time.
+    """Streams through a router with several processes. A single process could not serve this number of streams in time.
 
     Lists have one entry per round.
 
@@ -248,7 +248,7 @@ class WatchFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of watching endpoints that get no requests.
 
     Attributes:
-        how: how the router learns their load. It asks for it as often as route does, or the endpoints send it.
+        how: how the router learns the load of endpoints: it asks at the interval of `route`, or the endpoints send it.
         endpoints: number of endpoints.
         seconds: duration.
         cpu_seconds: CPU time of the router's process. None: the system does not report it.
@@ -261,7 +261,7 @@ class WatchFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def endpoints_max(self) -> float | None:
-        """Number of endpoints whose watching would use one whole core."""
+        """Number of endpoints for which watching would use one whole core."""
         return self.endpoints * self.seconds / self.cpu_seconds if self.cpu_seconds else None
 
 

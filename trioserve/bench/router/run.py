@@ -1,8 +1,9 @@
 """Measures a router between clients and fake endpoints. Each is a separate process, connected by sockets of this
 machine.
 
-The cost of a router is the difference to requests without it, which are sent in turn in the same run, so that a noisy
-machine affects both. The router's CPU time is also measured, since other processes change it little.
+The cost of a router is the difference to requests that are sent directly. Both are sent in turn in the same run, so
+that other work on the machine affects both. The router's CPU time is also measured, since other processes change it
+little.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _small(*, stream: bool = False) -> WireRequest:
 
 
 def _warm_up(router: Router, settings: RouterBenchSettings) -> None:
-    """Make the router open its connections, and run the measured code once, so that Python has specialized it."""
+    """Make the router open its connections, and run the measured code once, so that Python specializes it before."""
     count = min(settings.requests, 300)
     with opened(router.address, settings.concurrency) as connections:
         for stream in (False, True):
@@ -224,7 +225,7 @@ def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
 
 
 def _processes(settings: RouterBenchSettings) -> list[ProcessFigures]:
-    """Measure routers of one process and of several, in turn, so that a noisy second affects all of them."""
+    """Measure routers with one process and with several processes, in turn, so that other work affects all of them."""
     streams, tokens = settings.process_streams, settings.output_tokens
     body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
     request = WireRequest(COMPLETIONS, body, events=tokens)
@@ -325,7 +326,7 @@ def _difference(before: float | None, after: float | None) -> float | None:
 def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
     """Start fake endpoints and yield their ports.
 
-    Their process ends at the end of its input, also if this process is killed.
+    The process of the endpoints ends at the end of its input. So it also ends if this process is killed.
     """
     command = [sys.executable, "-m", "trioserve.bench.router.fake_endpoint", msgspec.json.encode(settings).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

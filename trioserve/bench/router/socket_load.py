@@ -1,7 +1,7 @@
 """Cheap clients of small requests: plain sockets in one thread, without a library.
 
-They measure the server down to some ten microseconds per request. A client that takes longer would mostly measure
-itself. They check the status of every response and read it to its end.
+They can measure a server that takes only some ten microseconds per request. A slower client would mostly measure
+itself. The clients check the status of every response, and read every response to its end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Address = tuple[str, int]
 
 
 class LoadFailed(Exception):
-    """A response was wrong or did not come, so the figures would mean nothing. The message is one sentence."""
+    """A response was wrong or missing, so the figures would have no meaning. The message is one sentence."""
 
 
 class Response:
