@@ -308,7 +308,7 @@ class ImageRequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     # The default is 2048 x 2048 pixels, four times the size for which most models were trained.
     pixels_max: int = 4 * 2**20
     steps_max: int = 250
-    n_max: int = 10  # OpenAI's API has the same limit.
+    n_max: int = 10  # OpenAI's API has the same limit of images per request.
 
     def __post_init__(self) -> None:
         for name in ("pixels_max", "steps_max", "n_max"):

@@ -100,7 +100,7 @@ class LatentMove(msgspec.Struct, frozen=True):
 class IterativePlan(msgspec.Struct, frozen=True):
     """One forward pass of one phase.
 
-    Slots of running requests have the lowest numbers. Slots of kept latents follow.
+    Slots of running requests have the lowest numbers. Slots for the latents of preempted requests have higher numbers.
 
     Attributes:
         step_index: Number of the step, counted from 0.

@@ -340,7 +340,7 @@ class KVPages(Protocol):
 
 
 class Started(Protocol):
-    """Reports that a task is ready. Trio's TaskStatus has this method."""
+    """Object that a task calls when it is ready. Trio's TaskStatus has this method."""
 
     def started(self, value: Any = None) -> None: ...
 

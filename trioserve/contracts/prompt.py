@@ -36,7 +36,7 @@ Prompt = str | Sequence[int] | ChatPrompt
 
 
 class Cut(NamedTuple):
-    """Truncation of a long text.
+    """How to truncate a text that is too long.
 
     Attributes:
         tokens_max: Tokens to keep.

@@ -24,7 +24,7 @@ BAD_WORD_CHARACTERS_MAX = 256
 # Limit of the total length of all bad words. Preparing them takes up to a tenth of a second, once per request.
 BAD_WORDS_CHARACTERS_MAX = 32_768
 LOGIT_BIAS_MAX = 1024  # The number is limited because the entries are copied into the logits at every step.
-LOGPROBS_MAX = 20  # OpenAI's API has the same limit.
+LOGPROBS_MAX = 20  # OpenAI's API has the same limit of log probabilities.
 TEMPERATURE_MAX = 100.0  # At a higher temperature, every distribution is practically uniform.
 TOKEN_ID_MAX = 2**31 - 1
 # Smaller positive temperatures are raised to this value, because they differ from greedy only by rounding errors.
