@@ -152,7 +152,7 @@ class ContinuedStream:
         return events
 
     def undo_feed(self) -> None:
-        """Forget the last `feed` or `end`, because its result is not forwarded."""
+        """Undo the last call of `feed` or `end`, because the router does not forward the result."""
         del self._log[self._bytes_before :]
         self.is_over, self.is_answered = False, self._was_answered
 

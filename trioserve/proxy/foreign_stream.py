@@ -153,7 +153,9 @@ class ForeignStream:
         return b"".join(self._taken(event) for event in events.replace(b"\r\n", b"\n").split(b"\n\n") if event)
 
     def undo_feed(self) -> None:
-        """Forget the last `feed`, because its result is not forwarded. Its tokens are dropped at the next `begin`."""
+        """Undo the last call of `feed`, because the router does not forward the result. The next `begin` drops the
+        tokens of that call.
+        """
         self.is_over, self.is_answered = False, self._was_answered
 
     def end(self) -> bytes:

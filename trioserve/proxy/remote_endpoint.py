@@ -41,7 +41,7 @@ CONNECT_SECONDS_MAX = 5.0
 IDLE_CONNECTIONS_MAX = 128
 # The router drops idle connections earlier than common servers do (uvicorn after 5 s), so servers seldom close first.
 IDLE_SECONDS_MAX = 4.0
-CLOSE_RACE_SECONDS = 0.5  # The close of a server arrives within this time.
+CLOSE_RACE_SECONDS = 0.5  # If a server closes an idle connection, the close arrives within CLOSE_RACE_SECONDS.
 RECEIVE_BYTES = 65536
 # One send call gets at most this many bytes of a request. Each send shows that the connection is alive.
 SEND_BYTES = 65536

@@ -85,7 +85,7 @@ class RouterFeed:
             self._history.note(dict(zip(HISTORY_SERIES, values, strict=True)), trio.current_time())
 
     def snapshot(self, owner: str | None, *, sees_counts: bool = True) -> PageSnapshot:
-        """Make a snapshot, as LiveFeed does for an engine.
+        """Make a snapshot of the router, in the same format as LiveFeed makes for an engine.
 
         Args:
             owner: Caller whose requests are included. None: requests of all callers.

@@ -331,7 +331,7 @@ class PeerWatch:
         """Check a router.
 
         Returns:
-            Its response, or None if no valid response arrived in time.
+            The router's response, or None if no valid response arrived in time.
         """
         with trio.move_on_after(self._settings.response_seconds_max):
             try:

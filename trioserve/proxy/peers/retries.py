@@ -57,7 +57,7 @@ class NoPeers:
     """Replaces PeerStreams in a router without peers. No other router can resume its streams."""
 
     def greeting(self) -> Greeting:
-        """Return the response to a check of another router."""
+        """Return the response that this router sends when another router checks it."""
         return Greeting(None, "")
 
     def described(self) -> list[dict[str, object]]:
