@@ -433,7 +433,8 @@ class RouterCore:
         if now >= ticket.queue_deadline:
             return False
         if fault is Fault.INVALID and not self.is_draining:
-            return self._fleet.is_any_left(ticket)  # The request never causes a fault of this kind.
+            # An invalid response is never the request's fault, so the retry does not need the budget.
+            return self._fleet.is_any_left(ticket)
         if fault is Fault.REFUSED and not self.is_draining:
             return self._fleet.is_any_left(ticket, unejected=True)
         if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:

@@ -37,7 +37,8 @@ class PrefixIndex:
         return len(self._holders)
 
     def match(self, hashes: Sequence[bytes]) -> dict[EndpointId, int]:
-        """Return the number of leading blocks that each endpoint was sent. Endpoints without a match are missing.
+        """Return for each endpoint how many leading blocks of the prompt it was sent. Endpoints without a match are
+        missing.
 
         Args:
             hashes: hashes of the prompt's blocks, in order.
