@@ -578,7 +578,7 @@ IN_THE_WAY = {queued_for_prefill: body(), queued_for_decode: body(n=2)}
 
 @asynccontextmanager
 async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: object) -> AsyncIterator[Any]:
-    """Open a request with the id "mine" and bring it to a moment.
+    """Open a request with the id "mine", and advance the request to the given moment.
 
     If the moment is a wait in the queue, another request occupies the endpoint for which the request waits.
     """

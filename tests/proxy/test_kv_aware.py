@@ -280,7 +280,7 @@ async def test_invalid_prompt_is_refused_by_the_endpoint(open_routed, path, body
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
-async def test_request_that_cannot_use_the_cache_is_not_named(open_routed, fields, autojump_clock):
+async def test_blocks_are_not_named_for_a_request_that_cannot_use_the_cache(open_routed, fields, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         cold, warm = await cold_and_warm(setup)
@@ -288,7 +288,7 @@ async def test_request_that_cannot_use_the_cache_is_not_named(open_routed, field
         assert await ask(setup, {**text_body(BEGINNING), **fields}) == cold
 
 
-async def test_only_prompts_of_generations_are_named(open_routed, held_naming, autojump_clock):
+async def test_blocks_are_named_only_for_requests_that_generate_text(open_routed, held_naming, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         response = await setup.client().post("/tokenize", {"prompt": BEGINNING})

@@ -109,7 +109,7 @@ def test_stream_ends_if_no_endpoint_serves_its_model(make_router):
     assert router.gone == ["a"]
 
 
-def test_stream_whose_endpoints_fail_in_a_row_ends(make_router):
+def test_stream_ends_with_an_error_if_its_endpoints_fail_in_a_row(make_router):
     router = make_router(breaks_max=2)
     for id in "abc":
         router.endpoint(id)

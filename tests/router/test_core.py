@@ -39,7 +39,7 @@ def test_request_gets_a_lease_at_once_while_an_endpoint_has_a_free_slot(make_rou
     assert leases(router) == {"a": 2}
 
 
-def test_released_lease_goes_to_the_oldest_waiter_in_the_same_call(make_router):
+def test_released_lease_goes_to_the_oldest_waiting_request_in_the_same_call(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder, oldest, youngest = router.enter(), router.enter(), router.enter()
@@ -629,7 +629,7 @@ def test_requests_of_a_lost_endpoint_are_served_before_newcomers_but_do_not_star
     ]
 
 
-def test_request_whose_endpoints_fail_in_a_row_ends(make_router):
+def test_request_ends_with_an_error_if_its_endpoints_fail_in_a_row(make_router):
     router = make_router(attempts_max=3)
     for id in "abcd":
         router.endpoint(id)
