@@ -159,7 +159,7 @@ class Dispatch:
             self.leave(admission)
 
     def begin(self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None) -> AdmissionScope:
-        """Enter a request without a `with` block. The caller must call `leave`.
+        """Enter a request without a `with` block. The caller must later call `leave`.
 
         Args:
             request: The request.
@@ -217,7 +217,7 @@ class Dispatch:
         return outcomes
 
     def live_admissions(self, *, owner: str | None = None) -> list[AdmissionScope]:
-        """Return all requests that are in the queue or at an endpoint, oldest first.
+        """Return all requests that are in the queue or at an endpoint. The oldest request comes first.
 
         Args:
             owner: Return only requests of this owner. None for all owners.
@@ -264,7 +264,7 @@ class Dispatch:
 
     @property
     def is_any_nameless(self) -> bool:
-        """Return True if an endpoint has not reported yet which models it serves."""
+        """Return True if there is an endpoint whose model names are unknown so far."""
         return self.core.is_any_nameless
 
     @property
@@ -560,7 +560,7 @@ class AdmissionScope:
 
     @property
     def tenant(self) -> str:
-        """Return the tenant. All requests of one tenant share one turn in the queue."""
+        """Return the tenant to which the request belongs. All requests of one tenant share one turn in the queue."""
         return self.ticket.request.tenant
 
     @property
@@ -593,12 +593,12 @@ class AdmissionScope:
 
     @property
     def prefilled_by(self) -> EndpointId | None:
-        """Return the endpoint that computed the prompt for another endpoint."""
+        """Return the endpoint that computed the prompt, if another endpoint decodes."""
         return self.ticket.prefilled_by
 
     @property
     def pair_outcome(self) -> PairOutcome | None:
-        """Return the outcome of disaggregating the request."""
+        """Return the outcome if the request should run at two endpoints."""
         return self.ticket.pair_outcome
 
     @property

@@ -41,8 +41,7 @@ IMAGE_CHARACTERS = 2000  # The work of an image, in characters, in addition to t
 IMAGE_BYTES_PER_CHARACTER = 200  # Number of image bytes that are decoded in a microsecond.
 NO_IMAGES = "is an image, and this model accepts only text: send text"
 INPUT_CHARACTERS = 30  # The smallest work of one input in a list of inputs.
-# When many inputs are encoded in pieces, the work of one piece. A cancelled caller's piece occupies the thread until it
-# ends.
+# The work of one piece of many inputs. If the caller is cancelled, the piece still occupies the thread.
 PIECE_CHARACTERS = 32_768
 
 T = TypeVar("T")
@@ -255,8 +254,8 @@ class PromptEncoder:
         chat = self._chat_text(prompt)
         if not is_cut:
             self._check_length(chat.plain, param="messages")
-        # The template writes the special tokens itself. Only the rendered text is checked, because the template may
-        # omit parts of the messages.
+        # The template writes the special tokens itself.
+        # Only the rendered text is checked, because the template may omit parts of the messages.
         return self._tokenizer.encode_chat(chat)
 
     def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:

@@ -57,7 +57,7 @@ class LoadedAdapter:
 
 
 class AdapterLease:
-    """One request's right to use an adapter. It must be released exactly once.
+    """A request's right to use an adapter. The request must release it exactly once.
 
     Args:
         adapter: a ready adapter.
@@ -251,7 +251,7 @@ class AdapterBook:
         return sum(adapter.state is state for adapter in self._adapters.values())
 
     def check(self) -> None:
-        """Assert what must be true after every call. The cost is O(adapters): only for tests and simulations."""
+        """Assert what must be true after every call. The cost is O(adapters), so only tests may call it."""
         by_state = {state: [a for a in self._adapters.values() if a.state is state] for state in AdapterState}
         assert {a.name: a for a in by_state[AdapterState.READY]} == self._ready
         assert {a.name: a for a in by_state[AdapterState.LOADING]} == self._loading

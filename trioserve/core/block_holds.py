@@ -43,7 +43,7 @@ class Hold(msgspec.Struct):
 
 
 class BlockHolds:
-    """All holds of an engine.
+    """All holds on blocks in an engine.
 
     Args:
         pool: the pool that counts the blocks.
@@ -58,12 +58,10 @@ class BlockHolds:
         self._pool = pool
         self._seconds_max = seconds_max
         self._faults = faults
-        # The dict stays sorted by deadline, because all holds have equal durations, and a StillRead report moves its
-        # hold to the end.
+        # Sorted by deadline, because holds have equal durations, and a StillRead report moves its hold to the end.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
         self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # The value is True if the hold expired.
-        # Called after the blocks are released. The second argument is True if the hold expired. It must not call the
-        # core.
+        # Called after the blocks are released, with True if the hold expired. The function must not call the core.
         self.on_end: Callable[[Hold, bool], None] = lambda hold, expired: None
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ class _Output:
 
 
 class OutputClaim:
-    """One request's claim on all of its outputs.
+    """The claim of one request on all of its outputs.
 
     Args:
         wanted: size of each output in bytes, by the output's name.

@@ -390,7 +390,7 @@ class EngineCore:
         return None if self.transfers is None else self.transfers.next_deadline()
 
     def notify_hold_ends(self, on_end: Callable[[Hold, bool], None]) -> None:
-        """Register a function that is called when blocks are no longer held.
+        """Register a function that is called when the hold on blocks has ended.
 
         Args:
             on_end: called with the hold, and with True if the hold expired. It must not call the core.

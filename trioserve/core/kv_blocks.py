@@ -30,7 +30,7 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Counts the claims on every block.
+    """Counts the claims on every KV block.
 
     Args:
         block_count: blocks in the pool.
@@ -165,7 +165,7 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, block: BlockIndex) -> None:
-        """Mark the content of a used block as findable, so that the block is cached after its last release.
+        """Mark the content of a used block as findable. Then the block is cached after its last release.
 
         Args:
             block: a block with a claim.
@@ -174,7 +174,7 @@ class BlockPool:
         self._published[block] = True
 
     def withdraw(self, block: BlockIndex) -> None:
-        """Mark the content of a published block as no longer findable.
+        """Mark the content of a published block as not findable any more.
 
         Args:
             block: a published block. It becomes free if it has no claims.

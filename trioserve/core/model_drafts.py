@@ -197,8 +197,7 @@ class ModelDrafts:
         budget = settings.draft_catch_up_tokens_max
         for index, draft in sorted(drafting.items(), key=lambda entry: chunks[entry[0]].start - entry[1].drafted_count):
             chunk = chunks[index]
-            # The draft model has never computed the tokens of the last step, so computing them does not count as
-            # catching up.
+            # The draft model never has the tokens of the last step, so computing them does not count as catching up.
             missing = max(0, chunk.start - draft.drafted_count - settings.draft_tokens_max)
             if missing <= budget:
                 task = DraftTask(draft.drafted_count, None, token_count)

@@ -249,8 +249,8 @@ class PrefixCache:
 
     def _enter(self, chain: PrefixChain, index: int, tokens: Sequence[int], block: BlockIndex) -> PublishedBlock:
         block_hash = self.hash_at(chain, index, tokens)
-        # Another entry with this hash is either a collision, or a block whose parent was evicted and published again
-        # under a new identity. In both cases, the newer content is more likely to be needed.
+        # The other entry is a collision, or its parent was evicted and published again under a new identity.
+        # In both cases, the newer content is more likely to be needed.
         self._evicted.discard(block_hash)
         foreign = self._by_hash.pop(block_hash, None)
         if foreign is not None:

@@ -69,8 +69,7 @@ class PromptPace:
             return CHUNK_TOKENS_MIN
         stretch = max(self._stretch_max, 1 + wide_count / decode_count)
         tokens = (stretch - 1) * self._decode_seconds / self._token_seconds
-        # Use whole tiles of rows, and at most twice the last chunk, because times of small chunks predict large chunks
-        # badly.
+        # Use whole tiles of rows. At most double the last chunk, because small chunks predict large chunks badly.
         tiles = min(tokens, 2.0 * self._chunk_tokens) // CHUNK_TOKENS_MIN
         return max(1, int(tiles)) * CHUNK_TOKENS_MIN
 

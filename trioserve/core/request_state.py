@@ -22,7 +22,7 @@ __all__ = ["AskedRequest", "RequestLife", "RequestStatus"]
 
 
 class RequestStatus(enum.Enum):
-    """State of a request in a core."""
+    """The state of a request in a core."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"

@@ -91,8 +91,8 @@ class RequestTable(Generic[Life]):
                 self._on_late_abort(request_id, reason)
                 results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
             elif live.steps_in_flight:
-                # Only mark the request, because a step in flight still reads its blocks or slot. The update of that
-                # step ends the request.
+                # Only mark the request, because a step in flight still reads its blocks or slot.
+                # The update of that step ends the request.
                 if live.abort_reason is None:
                     live.abort_reason = reason
                     self._flights.leave(live)

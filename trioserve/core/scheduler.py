@@ -90,15 +90,14 @@ class Scheduler:
         preempted: list[LiveRequest] = []
         budget = self._plan_running(planned, preempted)
         if not planned and self.running:
-            # Long prompts were left out so that decodes stay fast, but all decodes were preempted. So plan the long
-            # prompts now.
+            # Long prompts were left out for the decodes, which are now all preempted. So plan the long prompts.
             budget = self._plan_running(planned, preempted)
         if self._settings.steps_apart:
             self._rotate_running(planned)
 
         admitted: list[RequestId] = []
-        # After a preemption, no request is admitted, so that running requests get the freed blocks. But if no chunk is
-        # planned, held blocks fill the pool, and no running request could get the freed blocks.
+        # After a preemption, no request is admitted, so that running requests get the freed blocks.
+        # But if no chunk is planned, held blocks fill the pool, and no running request could get the freed blocks.
         if not preempted or not planned:
             admitted = self._admit(planned, budget, now)
         chunks = []
@@ -559,8 +558,8 @@ class Scheduler:
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
-        # The full check is expensive, and blocks_wanted may be too high, because other requests may now use blocks that
-        # this request could share. So repeat the full check only if no other chunk is planned.
+        # The full check is expensive, so repeat it only if no other chunk is planned.
+        # blocks_wanted may be too high, because other requests may now use blocks that this request could share.
         if admission.planned and live.blocks_wanted > self._pool.available_count:
             return False
         hit_blocks = self._match(live)
@@ -586,8 +585,7 @@ class Scheduler:
         return True
 
     def _fits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> bool:
-        # A cached block without users saves computation but no space. After it is shared, it does not count as
-        # available.
+        # A cached block without users saves computation but no space, because sharing makes it unavailable.
         settings = self._settings
         first = settings.first_block_read(len(hit_blocks) * settings.block_size)
         busy_hits = sum(1 for block in hit_blocks[first:] if not self._pool.is_idle(block))
@@ -634,7 +632,7 @@ class Scheduler:
         admission.chosen.append(live)
 
     def _may_use_hits(self, live: LiveRequest) -> bool:
-        # Cached tokens have no hidden states, which pooling and prompt logprobs need.
+        # Pooling and prompt logprobs need hidden states, and cached tokens have none.
         return self._settings.enable_prefix_caching and not live.needs_every_row
 
     def _match(self, live: LiveRequest) -> list[BlockIndex]:

@@ -133,8 +133,7 @@ class RemoteLoads:
         deadline = now + self._settings.remote_kv_seconds_max
         self._pending[request_id] = PendingLoad(live, token_count, deadline)
         if not self._connector.start_load(live.request, tuple(live.blocks), live.computed_count, token_count):
-            # The connector will not report an end, but may already have written to the blocks. So the load expires at
-            # once.
+            # The load expires at once, because the connector may have written to the blocks but will not report an end.
             self._pending[request_id] = PendingLoad(live, token_count, now)
             self._pending.move_to_end(request_id, last=False)
 
@@ -233,8 +232,7 @@ class Transfers:
         self._abandon(live, now)
         settings, computed_count = self._settings, live.computed_count
         if live.absent_block_count > settings.first_block_kept(computed_count):
-            # The request has not run, and has no blocks for some of its tokens. So its KV is useless for another
-            # engine.
+            # The request has not run, and has no blocks for some tokens. So its KV is useless for another engine.
             computed_count = 0
         table = tuple(live.blocks[: settings.blocks_for(computed_count)])
         blocks = table[live.absent_block_count :]

@@ -16,11 +16,11 @@ Life = TypeVar("Life", bound=RequestLife[Any])
 
 
 class WaitingQueue(Generic[Life]):
-    """Waiting requests, sorted by priority and then by arrival."""
+    """The waiting requests of a core, sorted by priority and then by arrival."""
 
     def __init__(self) -> None:
-        # There is one OrderedDict per priority in use. A plain dict is slow to find its next entry after many of its
-        # first entries were removed.
+        # There is one OrderedDict per priority in use.
+        # A plain dict is slow to find its next entry after many of its first entries were removed.
         self._queues: dict[int, OrderedDict[RequestId, Life]] = {}
         self._priorities: list[int] = []
         self._count = 0

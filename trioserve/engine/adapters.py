@@ -82,7 +82,7 @@ class Adapters:
         return self.book.names
 
     def acquire(self, name: str) -> AdapterLease:
-        """Take a lease on an adapter.
+        """Give a request a lease on an adapter.
 
         Args:
             name: name of the adapter.
@@ -96,7 +96,7 @@ class Adapters:
         return lease
 
     def release(self, lease: AdapterLease) -> None:
-        """Release a lease. Call this once for each lease. Never waits.
+        """Release a lease. The caller must call this once for each lease. Never waits.
 
         Args:
             lease: the lease.
@@ -203,7 +203,9 @@ class Adapters:
                     self._give_up(id, error)
 
     def _give_up(self, id: AdapterId, error: MemoryError) -> None:
-        """Unload an adapter for which there is no memory. Requests that use it fail in their next step."""
+        """Unload an adapter for which the executor has too little memory. Requests that use it fail in their next
+        step.
+        """
         name = self.book.name_of(id)
         logger.error("adapter unloaded, because there is not enough memory name=%s error=%s", name, error)
         self.book.retire(name)

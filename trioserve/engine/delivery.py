@@ -180,7 +180,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     # --- after a fault of the engine ---
 
     def give_up(self) -> list[Choice]:
-        """Forget all sequences and holds, because the core is lost. See `CoreDelivery.give_up`."""
+        """Forget all sequences and holds, because the core has broken. See `CoreDelivery.give_up`."""
         choices = super().give_up()
         for choice in choices:
             if choice.request.is_given_away and not choice.is_ended and choice.request.scope is not ScopeState.LEFT:

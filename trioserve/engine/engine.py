@@ -179,7 +179,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
     @property
     def model(self) -> ModelDescription:
-        """The model that is served. Its version changes when its weights are replaced."""
+        """Description of the model that is served. The model's version changes when its weights are replaced."""
         return self._texts.model
 
     @property
@@ -250,7 +250,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
     @property
     def weight_version(self) -> str:
-        """Version of the current weights: "default" until they are replaced."""
+        """Version of the current weights. It is "default" until the weights are replaced."""
         return self.weight_updates.shown_version
 
     # --- pausing ---
@@ -688,7 +688,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             raise
 
     def stats(self) -> EngineStats:
-        """Return counts of sequences and KV blocks, as a frozen snapshot."""
+        """Return the numbers of sequences and KV blocks in each state, as a frozen snapshot."""
         self._own_run.check_process("engine.stats")
         return self._core.stats()
 

@@ -91,7 +91,7 @@ class RequestMetrics:
 
 
 class TokenTimings(StepTimings[StepPlan]):
-    """Counts tokens and the times between them. All times are seconds of Trio's clock.
+    """Counts tokens, and measures the times between tokens. All times are seconds of Trio's clock.
 
     Args:
         metrics: receives the observations.
@@ -126,8 +126,7 @@ class TokenTimings(StepTimings[StepPlan]):
             self._followed.append(before)
         else:
             self._token_count += count
-            # Tokens that arrive together each count an equal fraction of the time since the previous token, so that the
-            # mean stays right.
+            # Divide the time equally among tokens that arrive together, so that the mean stays right.
             self._metrics.inter_token_latency_seconds.observe((now - before) / count, count)
         return False
 
@@ -147,7 +146,7 @@ PREFIX = "kv_transfer_"
 
 
 def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> Callable[[], None]:
-    """Update the connector's metrics at every scrape.
+    """Copy the connector's counts into metrics at every scrape.
 
     A count that the metrics catalogue does not know is skipped and logged once. An error of `counts` is logged once,
     too.
@@ -213,12 +212,12 @@ class RankSeconds(NamedTuple):
 class RankTotals(Protocol):
     @property
     def rank_seconds(self) -> Sequence[tuple[float, float]]:
-        """One `RankSeconds` per rank."""
+        """The times of each rank, as one `RankSeconds` per rank."""
         ...
 
 
 def show_ranks(metrics: Metrics, totals: RankTotals) -> Callable[[], None]:
-    """Update the rank metrics at every scrape.
+    """Copy the times of the ranks into metrics at every scrape.
 
     Args:
         metrics: registry to update.

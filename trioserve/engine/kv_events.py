@@ -89,7 +89,7 @@ class KvEvents:
 
     @property
     def first_sequence(self) -> int:
-        """Number of the oldest change that is kept."""
+        """Number of the oldest change that the record still has."""
         return self.next_sequence - len(self._ring)
 
     def run_from(self, sequence: int) -> tuple[bool, list[BlockHash]]:
@@ -169,7 +169,7 @@ class KvReader:
         return event
 
     async def next(self) -> KvEvent | None:
-        """Wait for the next event. Return None when the engine ends."""
+        """Wait for the next event and return it. Return None when the engine ends."""
         while not self._events.is_over:
             event = self.next_nowait()
             if event is not None:

@@ -42,7 +42,7 @@ from trioserve.metrics.registry import Metrics
 __all__ = ["EngineLook", "LiveFeed"]
 
 STEPS_SECONDS = 1.0  # Step durations are summed over this period.
-GAUGES_SECONDS = 1.0  # time between two refreshes of the gauges
+GAUGES_SECONDS = 1.0  # Number of seconds between two refreshes of the gauges.
 HISTORY_SERIES = (
     "tokens_per_second",
     "ttft_p50",
@@ -161,7 +161,7 @@ class LiveFeed:
         self._watchers = Watchers(self._forget_all)
         self._watched: dict[OpenRequest, _Watched] = {}
         self._keys: set[str] = set()  # in use
-        # Owner and row of each ended request.
+        # For each ended request: its owner, and its row on the status page.
         self._ended: OrderedDict[str, tuple[str | None, RequestShown]] = OrderedDict()
         self._outcomes: dict[str, str] = {}
         self._cancels: dict[RequestId, _Cancel] = {}

@@ -83,7 +83,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageProcessing | None = None
 
     def fingerprint_with(self, adapter_digest: str | None) -> str | None:
-        """Return the fingerprint of responses that are computed with an adapter.
+        """Return the fingerprint of responses that a model computes with an adapter.
 
         Args:
             adapter_digest: digest of the adapter. None: without adapter.

@@ -428,8 +428,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         """
         choice.is_ended = True
         if self.resume is not None and self.resume.finished[choice.index]:
-            # This choice had already finished in the earlier stream, and its known output was not replayed yet. It
-            # needs a delta only if all choices had finished, because then no other delta reports the end.
+            # The choice had finished in the earlier stream, and its known output was not replayed yet.
+            # Push a delta only if all choices had finished, because then no other delta reports the end.
             if self.sequence_count or self._first_end is not None:
                 self._begun.set()
                 return

@@ -35,12 +35,12 @@ __all__ = ["APPLICATION_ID", "MIGRATIONS", "SCHEMA_VERSION", "FILE_NAME", "Store
 # The text "trsv". It is in the header of each store file, so that files of other programs are recognized.
 APPLICATION_ID = 0x74727376
 
-# Each entry migrates a file from the previous version to the next. The first entry starts from an empty file. Never
-# change a released entry: add another entry instead.
+# Each entry migrates a file from the previous version to the next. The first entry starts from an empty file.
+# Never change a released entry: add another entry instead.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        # number: order of arrival, used for pages of lists. byte_count: bytes that count toward the limit, including
-        # the blob and the row.
+        # number: order of arrival, used for pages of lists.
+        # byte_count: bytes that count toward the limit, including the blob and the row.
         """CREATE TABLE objects (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
             kind TEXT NOT NULL,
@@ -225,8 +225,7 @@ class StoreDatabase:
             self._note_failure(error, changes)
             raise
         if self._trouble is not None and bytes_of(changes) >= self._probe_bytes:
-            # A successful smaller write would not prove that the disk has space, because it may fit into a partly used
-            # page.
+            # A smaller write that succeeds proves nothing, because it may fit into a partly used page.
             self._trouble = None
         return is_done
 
@@ -303,7 +302,7 @@ class StoreDatabase:
             raise
 
     def _write_unwritten(self) -> None:
-        """Write the unwritten changes, oldest first.
+        """Write the unwritten changes to the database. The oldest changes are written first.
 
         Raises:
             DiskFull, StoreFault: the disk refuses the changes.
@@ -494,8 +493,7 @@ class StoreDatabase:
 
     def _prepare(self, pages_max: int | None) -> None:
         execute = self._connection.execute
-        # Only one server may use the file, because this process counts the usage and keeps unwritten changes in its
-        # memory.
+        # Only one server may use the file, because usage and unwritten changes are only in the server's memory.
         execute("PRAGMA locking_mode = EXCLUSIVE")
         [(found_id,)] = execute("PRAGMA application_id").fetchall()
         [(version,)] = execute("PRAGMA user_version").fetchall()

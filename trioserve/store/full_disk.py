@@ -70,7 +70,7 @@ class DiskReserve:
         return self._held_bytes >= self._target_bytes
 
     def release(self) -> None:
-        """Release the reserved space to the disk."""
+        """Release the reserved disk space."""
         if self._path is not None and self._held_bytes:
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)

@@ -79,12 +79,12 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Seed of each image."""
+        """The seed of each image of the request."""
         return self._request.seeds
 
     @property
     def step_count(self) -> int:
-        """Denoising steps of each image. Available after entering."""
+        """Number of denoising steps of each image. Available after entering."""
         return self._request.wanted.step_count
 
     @property
@@ -232,7 +232,7 @@ class ImageEngine(EngineLifecycle[OpenImage, ImageParts]):
         ]
 
     def stats(self) -> IterativeStats:
-        """Return counts of images and slots, as a frozen snapshot."""
+        """Return the numbers of images and slots in each state, as a frozen snapshot."""
         self._own_run.check_process("engine.stats")
         return self._core.stats()
 

@@ -87,7 +87,8 @@ class ImagePreparation:
         for index, name in enumerate(model.classes or ()):
             self._classes.setdefault(_plain(name), index)
         for index, name in enumerate(model.classes or ()):
-            for synonym in name.split(","):  # ImageNet's names are lists of synonyms: "goldfish, Carassius auratus"
+            # ImageNet's class names are lists of synonyms, such as "goldfish, Carassius auratus".
+            for synonym in name.split(","):
                 self._classes.setdefault(_plain(synonym), index)
 
     def wanted(self, prompt: str, params: ImageParams, *, priority: int) -> WantedImage:
@@ -134,12 +135,12 @@ class ImagePreparation:
             task=task,
             step_count=step_count,
             is_guided=is_guided,
-            # Partial images have equal distances, so there may be fewer than requested. The last step gives the
-            # complete image.
+            # Partial images have equal distances, so there may be fewer than requested.
+            # The last step gives the complete image.
             partial_every=math.ceil(step_count / (params.partial_images + 1)) if params.partial_images else None,
             work=work,
-            # The network that decodes also encodes an image that is changed. A step can always compute at least one
-            # row.
+            # The network that decodes also encodes an image that is changed.
+            # A step can always compute at least one row.
             encode_work=model.encode_work if params.image is None else max(model.encode_work, work),
         )
 

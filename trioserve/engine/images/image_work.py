@@ -78,7 +78,7 @@ class ImageTimings(StepTimings[IterativePlan]):
 
 
 class ImageCounts:
-    """Counts images and their times.
+    """Counts images, and measures their times.
 
     Args:
         metrics: receives the observations.
@@ -158,7 +158,7 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
 
 
 class ImageStepTimes(PlanTimes[IterativePlan]):
-    """Step times of an engine for images."""
+    """Records the step times of an engine for images."""
 
     def _counts(self, plan: IterativePlan) -> StepCounts:
         return StepCounts(len(plan.works), phase=plan.phase.value, work_count=plan.work_count)
@@ -166,7 +166,7 @@ class ImageStepTimes(PlanTimes[IterativePlan]):
 
 @uninterrupted
 class ImageWork:
-    """The `Work` of an engine for images. `ImageEngine` documents the arguments."""
+    """Implements `Work` for an engine for images. `ImageEngine` documents the arguments."""
 
     part_name = "images"
     tasks: Sequence[Callable[[], Awaitable[None]]] = ()

@@ -146,7 +146,7 @@ class RequestCounts(Protocol[ScopeIn, PartIn]):
 
 
 class AbortingCore(Protocol):
-    """A core in which requests can be aborted."""
+    """A core that can abort requests."""
 
     def abort(
         self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
@@ -154,7 +154,7 @@ class AbortingCore(Protocol):
 
 
 class WatchesCancels(Protocol[ScopeIn]):
-    """Observer of cancelled sequences and of the blocks that they free."""
+    """Observes cancelled sequences, and the blocks that become free because of them."""
 
     def note_cancelled(self, request: ScopeIn, ids: Sequence[RequestId], reason: FinishReason) -> None:
         """Note that a request was ended from outside. This has no effect if the request has already ended.
@@ -230,7 +230,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
 
     @abstractmethod
     def _ids_of(self, plan: PlanT) -> Iterable[RequestId]:
-        """Return the sequences that a plan computes."""
+        """Return the ids of the sequences that a plan computes."""
 
     def _push_last(
         self, request: ScopeT, choice: PartT, reason: FinishReason, message: str | None, stop_reason: str | None
@@ -329,7 +329,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         return choices
 
     def note_lost(self, request: ScopeT) -> None:
-        """Count the unfinished choices of a request as lost with the core.
+        """Count the unfinished choices of a request as lost, because the core has broken.
 
         Args:
             request: the request.

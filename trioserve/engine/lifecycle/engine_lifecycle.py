@@ -227,7 +227,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             self._steps_scope.cancel()
 
     async def _run_guard(self, guard: Guard, scope: trio.CancelScope) -> None:
-        """Run the guard until its scope is cancelled. Its error stops the steps."""
+        """Run the guard until its scope is cancelled. An error of the guard stops the steps."""
         with scope:
             try:
                 await guard()
@@ -242,8 +242,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             else:
                 with errors_unwrapped():
                     async with trio.open_nursery() as nursery:
-                        # The scope is shielded, so that the guard is cancelled only after the loop. Otherwise a
-                        # cancelled guard could hide the error of the step in flight.
+                        # The scope is shielded, so that the guard is cancelled only after the loop.
+                        # Otherwise a cancelled guard could hide the error of the step in flight.
                         scope = trio.CancelScope(shield=True)
                         nursery.start_soon(self._run_guard, self._guard, scope)
                         try:
@@ -279,7 +279,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
                 self.close()
 
     async def _fail(self, fault: EngineFault) -> None:
-        """Notify all requests and subscribers that the engine broke for good."""
+        """Notify all requests and subscribers that the engine broke and will not be reopened."""
         if self.restarts.ended_by:
             fault.args = (f"{fault}; {self.restarts.ended_by}",)
         self.fault = fault
@@ -471,7 +471,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     @property
     def _is_open(self) -> bool:
-        """True if the engine continues the requests that it has accepted."""
+        """True if the engine continues its accepted requests."""
         return self._is_running and not self.draining and self.fault is None
 
     def drain(self) -> None:
@@ -588,7 +588,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         await self._pausing.wait_until_paused()
 
     def resume_generation(self) -> None:
-        """Resume steps. No effect if the engine is not paused."""
+        """Let steps begin again after a pause. No effect if the engine is not paused."""
         self._own_run.check("engine.resume_generation")
         if self._pausing.state is not PauseState.RUNS:
             logger.info("resumes")
@@ -602,7 +602,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     @property
     def is_paused(self) -> bool:
-        """True if no step begins until `resume_generation`."""
+        """True if the engine is paused, so that no step begins until `resume_generation`."""
         return self._pausing.state is PauseState.PAUSED
 
     @property
@@ -646,8 +646,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
         async with self.weight_updates.turn if self.weight_updates.is_possible else nullcontext():
             if mode == "wait" and self.weight_updates.is_half and self._has_begun():
-                # This call would wait for begun requests, which cannot end without an update, and would block that
-                # update.
+                # This call would wait for begun requests, which need an update to end, and would block that update.
                 raise InvalidRequest(
                     "an update of the weights failed halfway, so begun requests cannot end: update the weights first, "
                     "or sleep with another mode",
@@ -705,7 +704,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
 
     @property
     def sleep_level(self) -> int:
-        """Sleep level of the engine. 0: awake."""
+        """Sleep level of the engine. It is 0 if the engine is awake."""
         return self._sleeping.level
 
     async def sleep_on(self) -> None:
@@ -750,7 +749,7 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
         self.wake()
 
     async def wait_until_admitted(self) -> None:
-        """Wait until new requests are computed, or the engine accepts no more requests."""
+        """Wait until new requests can be computed, or the engine does not accept requests any more."""
         while self._pausing.holds_up or self.reopens_at is not None:
             if self.draining or self.fault is not None:
                 return

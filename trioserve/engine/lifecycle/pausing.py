@@ -156,7 +156,7 @@ class Pausing:
             await self._gate.wait_until_at_rest()
 
     async def wait_until_admitted(self) -> None:
-        """Wait until new requests may begin, or the engine ends."""
+        """Wait until new requests may begin. The wait also ends if the engine ends."""
         while self.holds_up:
             await self._waiting.park()
 

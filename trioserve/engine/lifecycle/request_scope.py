@@ -209,7 +209,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of the prompt, or 0 if the request has none."""
+        """Number of prompt tokens, or 0 if the request has no prompt tokens."""
         return 0
 
     @property
@@ -268,7 +268,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     # --- called by the reader ---
 
     def enter(self) -> None:
-        """Begin the scope. Raises AlreadyEnded if it has begun before."""
+        """Begin the scope. Raises AlreadyEnded if the scope has begun before."""
         if self.scope is not ScopeState.NEW:
             raise AlreadyEnded(f"request {self.id} was entered before: make another request")
         self.scope = ScopeState.ENTERED

@@ -58,8 +58,7 @@ class StepWatch:
         self._ended_at = now
         self._is_logged = False
         if seconds <= self._longest_seconds:
-            # Nearly every step ends here. The limit is always larger than the longest step, so this step did not exceed
-            # it.
+            # Nearly every step ends here. The limit is larger than the longest step, so the step was in time.
             return
         seconds_max = self.seconds_max
         self._longest_seconds = max(self._longest_seconds, min(seconds, seconds_max))
@@ -67,7 +66,7 @@ class StepWatch:
             logger.warning("a step ended late seconds=%.1f allowed=%g", seconds, seconds_max)
 
     def forget(self, now: float) -> None:
-        """Forget the plans in flight, because their results will never come.
+        """Forget the plans in flight, because their results will never arrive.
 
         Args:
             now: current time.

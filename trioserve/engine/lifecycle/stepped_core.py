@@ -43,7 +43,7 @@ class SteppedCore(Protocol[Plan, ResultIn, Event]):
 
     @property
     def plans_ahead(self) -> bool:
-        """True if `schedule_ahead` may return plans."""
+        """True if `schedule_ahead` may return plans for later steps."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class StepDelivery(Protocol[PlanIn, Event]):
         """
 
     def on_events(self, events: list[Event], step_seconds: float) -> None:
-        """Deliver the events of the oldest plan in flight.
+        """Deliver the events of a step, which belongs to the oldest plan in flight.
 
         Args:
             events: the events.

@@ -64,8 +64,7 @@ async def supervise(
                     else:
                         engine.reopen(parts)
                     cache_release = parts.cache_release
-                    # Drop this reference. The engine owns the parts from now on, and must be able to free them when it
-                    # breaks.
+                    # Drop this reference, because the engine must be able to free the parts when it breaks.
                     del parts
                     await (_run_first(engine, task_status) if is_first else engine.run())
                     while engine.sleep_level == 1 and not isinstance(cache_release, str):
