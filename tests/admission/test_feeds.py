@@ -1,4 +1,4 @@
-"""Data that only watchers need is dropped when the last watcher has left, normally or with an error."""
+"""Tests that data for watching clients is dropped when the last client has left, normally or with an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from trioserve.admission.feeds import Watchers
 
 
-def test_data_is_dropped_with_the_last_watcher():
+def test_data_is_dropped_when_the_last_watcher_leaves():
     forgotten = []
     watchers = Watchers(lambda: forgotten.append(bool(watchers)))
     assert not watchers
@@ -20,7 +20,7 @@ def test_data_is_dropped_with_the_last_watcher():
     assert forgotten == [False]
 
 
-def test_watcher_whose_scope_ends_with_an_error_is_no_longer_counted():
+def test_watcher_is_not_counted_after_its_scope_ended_with_an_error():
     forgotten = []
     watchers = Watchers(lambda: forgotten.append(True))
     with pytest.raises(ZeroDivisionError), watchers.watching():

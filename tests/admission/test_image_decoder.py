@@ -1,4 +1,6 @@
-"""Decoding images in processes: pixels are equal to decoding in the server's process, and a fault fails one image."""
+"""Tests of decoding images in processes. The pixels equal those of decoding in the server's process, and a fault fails
+only one image.
+"""
 
 from __future__ import annotations
 

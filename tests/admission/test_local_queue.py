@@ -1,4 +1,4 @@
-"""The queue before the local engine: order, limits, and the moment at which a lease passes to the next request."""
+"""Tests of the queue before the local engine: order, limits, and the moment at which the next request gets a lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding prompts: results, refusals, and the thread that does the work."""
+"""Tests of encoding prompts: results, refusals, and the thread that does the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a function that records (thread, options) of each later call of an engine's tokenizer.encode."""
+    """Return a function that makes an engine record the thread and options of each later call of tokenizer.encode."""
     seen: list[tuple[str, dict[str, object]]] = []
 
     def watch(engine) -> list[tuple[str, dict[str, object]]]:
@@ -55,7 +55,7 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
     ],
 )
 async def test_long_chat_is_rendered_in_a_text_thread(options, thread, calls):
-    """The request's own template may need much time, whatever its length."""
+    """The request has its own template, which may need much time even for a short chat."""
     async with open_fake_engine(max_model_len=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)
         await fake.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))
@@ -91,7 +91,7 @@ async def test_prompt_that_may_fit_is_tokenized_and_counted(calls):
 
 
 async def test_only_the_rendered_text_of_a_chat_counts():
-    """A template may leave parts of the messages out. Some templates leave out earlier reasoning."""
+    """A template may omit parts of the messages. Some templates omit earlier reasoning."""
     async with open_fake_engine(max_model_len=128) as fake:
         messages = [{"role": "user", "content": "x" * 100_000}, {"role": "user", "content": "hi"}]
         chat = ChatPrompt(messages=messages, chat_template="{{ messages[-1].content }}")

@@ -1,4 +1,4 @@
-"""A long text does not delay shorter texts. Work aside delays no request, and is limited.
+"""Tests that a long text does not delay shorter texts. Work aside delays no request, and is limited.
 
 The tests use real threads and the real clock. No test waits for time to pass.
 """
@@ -30,11 +30,11 @@ from trioserve.testing.memory_server import open_memory_server
 from trioserve.trio_tools.fair_slots import FairSlots
 from trioserve.trio_tools.worker_thread import JobCancelled
 
-WAIT_SECONDS_MAX = 60  # ends a failing test. Long enough for a busy machine.
+WAIT_SECONDS_MAX = 60  # This limit ends a failing test. It is long enough for a busy machine.
 
 
 class Gate:
-    """Makes jobs that block their threads until the gate opens."""
+    """Creates jobs that block their threads until the gate opens."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -180,7 +180,7 @@ async def test_text_above_the_character_limit_runs_alone(gate):
 
 
 @pytest.mark.slow
-async def test_cancelled_caller_releases_its_place_and_its_text(gate):
+async def test_cancelled_caller_frees_its_slot_and_its_text(gate):
     class Text:
         pass
 
@@ -193,7 +193,7 @@ async def test_cancelled_caller_releases_its_place_and_its_text(gate):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokenize, Text())
             await gate.wait_until_begun()
-            gc.freeze()  # otherwise each collection scans all objects of earlier tests, which takes a second
+            gc.freeze()  # Without this call, each collection scans all objects of earlier tests, which takes a second.
             for _ in range(3 * ASIDE_JOBS_OF_ONE_MAX):
                 text = Text()
                 is_kept = weakref.ref(text)
@@ -309,7 +309,7 @@ async def test_tenant_with_too_many_waiting_texts_is_refused(gate, monkeypatch):
 
 
 class PanicException(BaseException):
-    """Stands for a panic in Rust code, with the name and base class that PyO3 uses."""
+    """A replacement for a panic in Rust code, with the name and base class that PyO3 uses."""
 
 
 async def test_library_panic_fails_its_job_but_not_the_thread():

@@ -1,4 +1,4 @@
-"""Clients for HTTP/1.1 and HTTP/2 over memory streams, which can leave the server in each possible way."""
+"""Clients for HTTP/1.1 and HTTP/2 over memory streams. They can leave the server in each possible way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 @dataclasses.dataclass
 class Response:
-    """A complete response, received over either protocol."""
+    """A complete response, received over HTTP/1.1 or HTTP/2."""
 
     status: int
     headers: dict[str, str]
@@ -47,7 +47,7 @@ class Http1Client:
         await self.stream.send_all(head.encode() + data)
 
     async def response(self) -> Response:
-        """Read a response that is not a stream of events."""
+        """Read a response that is not an event stream."""
         while True:
             headers, _, data = self.received.partition(b"\r\n\r\n")
             if len(data) >= int(self.headers.get("content-length", "1")):
@@ -58,7 +58,7 @@ class Http1Client:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response, or {} until all headers have arrived."""
+        """Headers of the response. The dict is empty until all headers have arrived."""
         lines, separator, _ = self.received.decode(errors="replace").partition("\r\n\r\n")
         if not separator:
             return {}
@@ -147,7 +147,7 @@ class Http2Client:
 
     async def leave(self, way: str) -> None:
         if way == "reset" and self.ended:
-            pass  # there is nothing left to reset
+            pass  # There is no stream that could be reset.
         elif way == "reset":
             self._protocol.reset(self._number)
             await self._flush()
@@ -186,14 +186,14 @@ WAYS = [f"{name} {way}" for name, client in CLIENTS.items() for way in client.wa
 
 @pytest.fixture(params=WAYS)
 def leaver(request: pytest.FixtureRequest) -> tuple[Callable[[MemoryServer], Http1Client | Http2Client], str]:
-    """Give a client class and one way in which its clients can leave."""
+    """Give a client class, and a way in which its clients can leave."""
     name, way = request.param.split(" ")
     return CLIENTS[name], way
 
 
 @pytest.fixture(params=list(CLIENTS))
 def new_client(request: pytest.FixtureRequest) -> type[Http1Client] | type[Http2Client]:
-    """Give the client class for HTTP/1.1, then the one for HTTP/2."""
+    """Give the client class for HTTP/1.1, and then the client class for HTTP/2."""
     return CLIENTS[request.param]
 
 

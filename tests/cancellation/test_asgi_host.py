@@ -1,7 +1,7 @@
-"""Tests the app under an ASGI host that reports a disconnect.
+"""Tests the app in an ASGI host that reports a disconnect.
 
-The handler's cancel scope ends in each state of the handler, and the blocks of its request are freed. The handler does
-not poll for the disconnect.
+In each state of the handler, its cancel scope ends and the blocks of its request are freed. The handler does not poll
+for the disconnect.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ STEP_SECONDS = 0.01
 
 
 class Host:
-    """Plays an ASGI host that forwards one request to the app.
+    """An ASGI host that forwards one request to the app.
 
     Args:
         app: the app under test.
         body: body of the request.
-        takes: True to accept the messages that the app sends, False to block each send forever.
+        takes: True to accept the messages that the app sends. False to block each send forever.
     """
 
     def __init__(self, app: AsgiApp, body: bytes = b"{}", *, takes: bool = True) -> None:
@@ -132,7 +132,9 @@ async def test_disconnect_cancels_a_handler_that_sends_waits_computes_or_catches
 @pytest.mark.parametrize("takes", [True, False], ids=["takes", "takes nothing"])
 @pytest.mark.parametrize("steps_before", [0, 1, 5], ids=lambda count: f"{count} steps")
 async def test_disconnect_frees_the_blocks_when_the_step_in_flight_ends(stream, takes, steps_before, autojump_clock):
-    """S28, S43: streamed or not, during prefill or decode, and also while the host accepts no messages."""
+    """S28, S43: responses are streamed or not, the step is a prefill or a decode, and the host may accept no
+    messages.
+    """
     async with open_fake_engine(max_num_batched_tokens=16) as fake, trio.open_nursery() as nursery:
         app = AsgiApp(App(fake))
         asked = {"prompt": "a prompt of two chunks and more", "max_tokens": 50, "ignore_eos": True, "stream": stream}

@@ -1,6 +1,6 @@
-"""Tests what a client can still use of its request after its connection is lost.
+"""Tests how a client can still use its request after its connection was lost.
 
-The client can abort the request by its id, and a repeated request finds the blocks in the prefix cache.
+The client can abort the request by its id. A repeated request finds the blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def test_repeated_request_finds_the_blocks_of_an_abandoned_request_in_the_
         again = new_client(server)
         await again.ask(body(stream=False))
         usage = (await again.response()).json["usage"]
-        computed = min(steps_before * STEP_TOKENS, len(PROMPT) - 1)  # the last token is always computed
+        computed = min(steps_before * STEP_TOKENS, len(PROMPT) - 1)  # The last token is always computed.
         assert usage["prompt_tokens_details"]["cached_tokens"] == computed // BLOCK_SIZE * BLOCK_SIZE > 0
         assert usage["completion_tokens"] == 30
         check_idle(core)

@@ -1,7 +1,7 @@
-"""Tests a client that leaves, in each way and in each phase, while another client, the bystander, is served.
+"""Tests a client that leaves, in each way and in each phase. Another client, the bystander, is served meanwhile.
 
-The bystander's response must not change. Blocks are counted before, during and after, as are state slots, because the
-model has layers with recurrent state. Time is virtual, and the test decides when each forward pass ends.
+The bystander's response must not change. The tests count blocks and state slots before, during and after. The model has
+layers with recurrent state, so it needs state slots. Time is virtual, and the test decides when each forward pass ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def body(prompt: str, *, stream: bool = True, max_tokens: int = 30) -> dict[str,
 
 
 class Scene:
-    """A server that has sent a part of the bystander's response, and whose next step waits for the test."""
+    """A server that has sent a part of the bystander's response. Its next step waits for the test."""
 
     def __init__(self, server: MemoryServer, bystander) -> None:
         self.server = server
@@ -51,7 +51,7 @@ async def scene(http1_client, **options: object):
     options = {"max_num_batched_tokens": 16, "block_size": 4, "block_count": 128, **options}
     options = {"state_slots": 8, "snapshot_slots": 4, **options}
     async with open_memory_server(**options) as server, trio.open_nursery() as nursery:
-        # This request runs alone: the bystander must get the same text later.
+        # This request runs alone. Later, the bystander must get the same text.
         alone = http1_client(server)
         nursery.start_soon(alone.read)
         await alone.ask(body(PROMPT))
@@ -77,7 +77,7 @@ async def scene(http1_client, **options: object):
         assert bystander.text == alone.text
         await server.hang_up()
         await wait_all_tasks_blocked()
-        # No block, request, connection or exchange is left.
+        # No block, request, connection or exchange remains.
         check_idle(server.engine.core)
         assert server.connection_count == 0
         assert server.engine.live_requests() == []
@@ -191,11 +191,13 @@ async def test_client_that_leaves_during_the_last_step_counts_as_aborted(leaver,
         assert here.core.stats().blocks_used == here.bystander_blocks
         succeeded = here.server.engine.metrics.request_success_total
         assert succeeded.labels("abort")._value.get() == 1
-        assert succeeded.labels("length")._value.get() == 1  # the first request, which ran alone
+        assert succeeded.labels("length")._value.get() == 1  # This is the first request, which ran alone.
 
 
 async def test_client_that_leaves_after_it_stopped_reading_frees_its_blocks(leaver, http1_client, autojump_clock):
-    """The client stopped reading 20 steps before. Its unsent deltas are merged, and the server notices that it left."""
+    """The client stopped reading 20 steps earlier. Its unsent deltas are merged, and the server notices the
+    disconnect.
+    """
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)

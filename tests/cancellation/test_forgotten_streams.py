@@ -1,4 +1,6 @@
-"""Tests HTTP/2 clients that abandon a stream: they send no reset, do not close, and read nothing more."""
+"""Tests HTTP/2 clients that abandon a stream. They send no reset, do not close the connection, and read nothing
+more.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ SECONDS_MAX = FrontendLimits().ping_seconds + FrontendLimits().ping_answer_secon
 
 
 async def test_unanswered_ping_frees_the_blocks_of_requests_that_nobody_reads(autojump_clock):
-    """Use unstreamed responses, because a stream that fills the client's buffers would end by the stall limit."""
+    """The responses are not streamed, because a stream that fills the client's buffers would already end at the stall
+    limit.
+    """
     asked = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
     async with open_memory_server(step_seconds=0.0637, block_count=4096, max_model_len=10_000) as server:
         used_before = server.engine.stats().blocks_used
         client = server.client(http=2)
         async with client.ask("/v1/completions", asked), client.ask("/v1/completions", asked):
-            await trio.sleep(1)  # the client reads nothing during this time
+            await trio.sleep(1)  # The client reads nothing during this time.
             assert server.engine.stats().blocks_used > used_before
             await trio.sleep(SECONDS_MAX + 5)
             await wait_all_tasks_blocked()
@@ -30,7 +34,7 @@ async def test_unanswered_ping_frees_the_blocks_of_requests_that_nobody_reads(au
 
 
 async def test_unanswered_ping_frees_the_blocks_of_a_stream_that_synchronous_httpx_left_without_a_reset():
-    """Use a real socket: after httpx has left the stream, it reads nothing and sends no RST_STREAM."""
+    """The test uses a real socket. After httpx has left the stream, it reads nothing and sends no RST_STREAM."""
     asked = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     limits = FrontendLimits(ping_seconds=0.1, ping_answer_seconds_max=0.2)
     listeners = await open_listeners("127.0.0.1", 0)

@@ -1,7 +1,7 @@
-"""Tests clients that leave while one engine computes their prompt and another one their response.
+"""Tests clients that leave while one engine computes their prompt and another engine generates their response.
 
-They leave while blocks are held for the other engine, or while KV is loaded from the other engine. Blocks are counted
-before, during and after. The test decides what the connector reports, and when.
+The clients leave while blocks are held for the other engine, or while KV is loaded from the other engine. The tests
+count blocks before, during and after. The test decides what the connector reports, and when.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def body(kv_transfer_params: object = None, **fields: object) -> dict[str, objec
 
 @asynccontextmanager
 async def served(**options: object) -> AsyncIterator[tuple[MemoryServer, ScriptedConnector]]:
-    """Serve with a scripted connector. At the end, check that the server and the connector leak nothing."""
+    """Run a server with a scripted connector. At the end, check that the server and the connector leak nothing."""
     async with open_memory_server(connector=ScriptedConnector, **options) as server:
         connector = server.engine.connector
         yield server, connector
@@ -48,11 +48,11 @@ def events_of(received: bytes) -> list[object]:
 
 
 def abort_notices(connector: ScriptedConnector) -> int:
-    """Count the notices to the connector that a request was aborted after its end."""
+    """Count how often the connector was notified of an abort after the end of its request."""
     return connector.calls["request_aborted_after_finish"]
 
 
-# --- the side that computes the prompt ---
+# --- the engine that computes the prompt ---
 
 
 async def test_client_that_leaves_while_its_blocks_are_held_notifies_the_connector(leaver, autojump_clock):
@@ -72,7 +72,7 @@ async def test_client_that_leaves_while_its_blocks_are_held_notifies_the_connect
         await client.leave(way)
         await wait_all_tasks_blocked()
         assert abort_notices(connector) == 1
-        assert server.engine.stats().blocks_held == 9  # the other engine may still read these blocks
+        assert server.engine.stats().blocks_held == 9  # The other engine may still read these blocks.
         assert server.engine.live_requests() == []
 
         connector.release_all()
@@ -142,10 +142,11 @@ async def test_abort_by_id_of_a_request_with_held_blocks_notifies_the_connector_
             assert abort_notices(connector) == 1
             aborted = await operator.post("/v1/requests/abort", {"ids": ["mine"]})
             assert (await aborted.json())["data"][0]["result"] == "already_finished"
-            assert abort_notices(connector) == 1  # the connector gets no second notice
+            assert abort_notices(connector) == 1  # The connector gets no second notice.
             connector.release_all()
             if stream:
-                assert [event async for event in response] == []  # the response was complete: no event follows
+                # The response was already complete, so no further event is sent.
+                assert [event async for event in response] == []
                 assert response.body.endswith(b"data: [DONE]\n\n")
         await server.assert_all_free()
 
@@ -157,7 +158,8 @@ async def test_unstreamed_response_is_sent_at_once_and_its_blocks_stay_held_unti
         assert (await response.json())["kv_transfer_params"]["do_remote_prefill"]
         client.close()
         await wait_all_tasks_blocked()
-        assert abort_notices(connector) == 0  # the client left with a complete response, so the hold stays
+        # The client had received the complete response before it left, so the hold stays.
+        assert abort_notices(connector) == 0
         assert server.engine.stats().blocks_held == 9
         await trio.sleep(4.1)
         await server.assert_all_free()
@@ -193,7 +195,7 @@ async def test_abort_at_the_end_of_a_drain_notifies_the_connector_of_every_hold(
         connector.release_all()
         await server.engine.wait_until_idle()
         await wait_all_tasks_blocked()
-        assert events_of(client.received)[-1] == "[DONE]"  # the response was complete before the abort
+        assert events_of(client.received)[-1] == "[DONE]"  # The response was complete before the abort.
         await client.leave("close")
 
 
@@ -215,7 +217,7 @@ async def test_client_that_leaves_before_its_prompt_is_computed_causes_no_hold(l
         await client.leave("close")
 
 
-# --- the side that makes the response ---
+# --- the engine that generates the response ---
 
 
 async def test_client_that_leaves_during_a_kv_load_has_its_blocks_held_until_the_load_ends(leaver, autojump_clock):
@@ -235,7 +237,7 @@ async def test_client_that_leaves_during_a_kv_load_has_its_blocks_held_until_the
             0,
             0,
             used,
-        )  # the connector may still write to the held blocks
+        )  # The connector may still write to the held blocks.
         connector.fail_loads()
         await server.assert_all_free()
         await client.leave("close")
@@ -253,7 +255,7 @@ async def test_client_that_leaves_after_its_kv_load_frees_its_blocks_with_the_st
         await wait_all_tasks_blocked()
         await client.leave(way)
         await wait_all_tasks_blocked()
-        assert server.engine.stats().blocks_used == 9  # the forward pass still reads these blocks
+        assert server.engine.stats().blocks_used == 9  # The forward pass still reads these blocks.
         server.engine.steps.release()
         await server.assert_all_free()
         await client.leave("close")
@@ -284,7 +286,7 @@ async def test_kv_load_without_a_report_is_replaced_by_computing_at_its_deadline
         begun_at = trio.current_time()
         assert (await client.post("/v1/completions", body(LOAD, stream=False))).status == 200
         assert trio.current_time() - begun_at == pytest.approx(3.0)
-        assert server.engine.stats().blocks_held == 9  # the connector may still write to these blocks
+        assert server.engine.stats().blocks_held == 9  # The connector may still write to these blocks.
         await trio.sleep(2.1)
         await server.assert_all_free()
 

@@ -1,6 +1,6 @@
-"""Tests the scenarios of README.md with image requests, which are denoised and decoded.
+"""Tests the scenarios of README.md with image requests.
 
-Tests in tests/engine/images and tests/api/images leave in each phase.
+The tests in tests/engine/images and tests/api/images cover clients that leave in each phase.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def test_drain_lets_a_preempted_image_resume_from_its_kept_latent(autojump
             assert fake.stats().kept_used == 1
             fake.resume()
         assert outcomes == {"late": "refused", "better": True, "worse": True}
-        assert fake.stats().denoised_total == 2 * STEPS  # no denoising step was computed twice
+        assert fake.stats().denoised_total == 2 * STEPS  # No denoising step was computed twice.
         fake.assert_all_free()
 
 
@@ -123,7 +123,7 @@ async def test_failure_of_one_image_does_not_end_the_other_images_of_its_request
 
 
 async def test_image_stream_can_be_aborted_before_its_first_event_by_the_id_in_its_head():
-    """S25"""
+    """Scenario S25 of README.md."""
     async with open_memory_image_server(paused=True) as server:
         body = {"prompt": "a cat", "steps": STEPS, "stream": True}
         async with server.client().ask(GENERATIONS, body) as response:
@@ -141,7 +141,7 @@ async def test_image_stream_can_be_aborted_before_its_first_event_by_the_id_in_i
 
 
 class Noise(FakeImageExecutor):
-    """Makes images of random pixels, whose files are large."""
+    """A model that generates images of random pixels, whose files are large."""
 
     def shown(self, request: IterativeRequest, latent: int) -> RGBImage:
         image = super().shown(request, latent)

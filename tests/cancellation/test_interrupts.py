@@ -1,4 +1,4 @@
-"""Tests Ctrl-C at each instruction of a Trio program that opens an engine, uses the engine and closes it."""
+"""Tests Ctrl-C at each instruction of a Trio program that opens, uses and closes an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OURS = (f"{os.sep}trioserve{os.sep}", __file__)
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Return True for code of trioserve or of this test, and for code of contextlib that one of the two called."""
+    """Return True for code of trioserve or of this test, and for code of contextlib that this code has called."""
     while frame is not None and frame.f_code.co_filename.endswith(f"{os.sep}contextlib.py"):
         frame = frame.f_back
     return frame is not None and any(part in frame.f_code.co_filename for part in OURS)
@@ -94,7 +94,7 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def remains() -> tuple[int, list[str]]:
-    """Return the number of open files and the names of trioserve's threads."""
+    """Return the number of open files, and the names of trioserve's threads."""
     names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("trioserve"))
     return len(os.listdir("/proc/self/fd")), names
 
@@ -109,7 +109,7 @@ def sweep(program: Callable[[], Awaitable[None]], count: int) -> list[str]:
     Returns:
         A line for each interrupt that did not end in KeyboardInterrupt alone, or that leaked files or threads.
     """
-    trio.run(program)  # fills imports and caches
+    trio.run(program)  # The first run fills imports and caches.
     trio.run(program)
     counter = Interrupter(None)
     with counter.installed():
@@ -130,7 +130,7 @@ def sweep(program: Callable[[], Awaitable[None]], count: int) -> list[str]:
                 outcome = leaves(error)
             gc.collect()
             if not interrupter.where:
-                continue  # timing of threads differs: this run had fewer instructions
+                continue  # The timing of threads varies, so this run had fewer instructions.
             if not outcome or any(type(error) is not KeyboardInterrupt for error in outcome):
                 problems.append(f"{interrupter.where}: raised {[*map(repr, outcome)] or 'nothing'}")
             if remains()[1] != before[1] or remains()[0] > before[0]:
@@ -146,7 +146,9 @@ def sweep(program: Callable[[], Awaitable[None]], count: int) -> list[str]:
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """Restore Python's own SIGINT handler: Trio raises KeyboardInterrupt only if no other handler is installed."""
+    """Restore Python's own SIGINT handler, because Trio raises KeyboardInterrupt only if no other handler is
+    installed.
+    """
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, usual)

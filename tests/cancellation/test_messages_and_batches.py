@@ -1,6 +1,6 @@
-"""Tests clients of the Messages and Ollama APIs that leave, in each way and phase, and batches cancelled in each phase.
+"""Tests clients of the Messages and Ollama APIs that leave, and batches that are cancelled, in each phase.
 
-Blocks are counted before and after. The test decides when each forward pass ends.
+The tests count blocks before and after. The test decides when each forward pass ends.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def test_client_that_leaves_frees_its_blocks_with_the_step_in_flight(
         await client.leave(way)
         await wait_all_tasks_blocked()
         assert core.stats().waiting_count == 0
-        assert core.stats().blocks_used == used  # the forward pass still reads them
+        assert core.stats().blocks_used == used  # The forward pass still reads the blocks.
         if phase in RUNNING:
             await step(server)
         assert core.stats().blocks_used == used_by_others
@@ -106,7 +106,7 @@ def multipart_body(lines: list[dict[str, object]]) -> bytes:
 
 @pytest.mark.parametrize("phase", ["queue", "first chunk", "later chunk", "decode", "last step"])
 async def test_cancelled_batch_frees_its_blocks_with_the_step_in_flight(phase, autojump_clock):
-    """Two of the batch's four lines run, or wait in the queue."""
+    """The batch has four lines. Two of them run, or wait in the queue."""
     async with open_memory_server(**{**OPTIONS, "max_num_seqs": 4}) as server:
         core = server.engine.core
         url = "/v1/chat/completions"
@@ -135,7 +135,7 @@ async def test_cancelled_batch_frees_its_blocks_with_the_step_in_flight(phase, a
         assert (used > used_by_others) == (phase in RUNNING)
         async with client.ask(f"/v1/batches/{batch['id']}/cancel", method="POST") as response:
             assert (await response.json())["status"] == "cancelled"
-        assert core.stats().blocks_used == used  # the forward pass still reads them
+        assert core.stats().blocks_used == used  # The forward pass still reads the blocks.
         assert all(one.request.priority == 0 for one in core.live_requests() if phase == "queue")
         if phase in RUNNING:
             await step(server)

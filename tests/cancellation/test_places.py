@@ -1,7 +1,7 @@
 """Tests the limits of the waiting queue and of the running batch.
 
-A request is counted before costly work begins, the limits are never exceeded, and capacity returns in whatever way a
-client leaves. Each test has hundreds of rounds, because small leaks show only when they add up.
+A request is counted before expensive work begins, the limits are never exceeded, and capacity returns however a client
+leaves. Each test has hundreds of rounds, because small leaks become visible only in large numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def served(**options):
         await wait_all_tasks_blocked()
         tasks_before = trio.lowlevel.current_statistics().tasks_living
         yield server
-        await trio.sleep(1)  # the step in flight ends
+        await trio.sleep(1)  # The step in flight ends.
         check_idle(server.engine.core)
         await server.hang_up()
         await wait_all_tasks_blocked()
@@ -97,9 +97,9 @@ async def check_capacity(server: MemoryServer, new_client, count: int) -> None:
 
 @pytest.mark.slow
 async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client, http2_client):
-    """S13, S14, S42: requests are metric_values before tokenization, and refused ones get a retry time and a reason.
+    """S13, S14, S42: requests are counted before tokenization. Refused requests get a retry time and a reason.
 
-    The test blocks the tokenizer in its real thread, so the clock is real, but the test does not wait for time to pass.
+    The test blocks the tokenizer in its real thread, so the clock is real. But the test does not wait for time to pass.
     """
     async with open_memory_server(
         max_num_seqs=2,
@@ -156,7 +156,7 @@ async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client,
 
 
 async def test_queue_is_bounded_by_default(http1_client, autojump_clock):
-    """S13: the bound is the default of a server."""
+    """S13: a server has this bound by default."""
     waiting_max = make_config().engine_settings().waiting_requests_max
     assert waiting_max < 1000
     async with (
@@ -219,7 +219,7 @@ async def test_running_request_counts_until_the_end_of_its_response_not_only_unt
         late = new_client(server)
         await late.ask(body("late"))
         assert (await late.response()).status == 429
-        await trio.sleep(0.5)  # the first response completes
+        await trio.sleep(0.5)  # The first response completes.
         assert b"[DONE]" in first.received
         again = new_client(server)
         await again.ask(body("again"))
@@ -257,7 +257,7 @@ async def test_request_whose_client_left_the_queue_is_never_planned(http1_client
             for index, client in enumerate(clients):
                 await client.leave(client.ways_to_leave[index // 4 % len(client.ways_to_leave)])
             await wait_all_tasks_blocked()
-            # The queue shrinks while the same step is in flight: no client waits for the step.
+            # The queue shrinks while the same step is in flight, so no client waits for the step.
             assert (metric_values(server)["num_requests_waiting"], core.stats().blocks_used) == (1, used_before)
             assert metric_values(server)["aborts_total queued"] == 199
             check_core(core)
@@ -273,8 +273,8 @@ async def test_request_whose_client_left_the_queue_is_never_planned(http1_client
 
 # --- capacity returns ---
 
-# Seconds until the client leaves, and the phase label of its abort, or None if no abort is counted. A prompt takes
-# three steps, a response three more.
+# Each case has the seconds until the client leaves, and the phase label of its abort (None if no abort is counted). A
+# prompt takes three steps, and a response takes three more.
 PHASES = {
     "sending its body": (0.005, None),
     "being tokenized": (0.005, None),
@@ -293,7 +293,7 @@ PHASES = {
 async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
     phase, http1_client, http2_client, autojump_clock
 ):
-    """S22, S48: the server accepts three requests at a time. 300 clients leave one after the other, in each way.
+    """S22, S48: the server accepts three requests at the same time. 300 clients leave one after the other, in each way.
 
     Each request has ended when the step in flight ends.
     """
@@ -353,7 +353,7 @@ async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
 
 @pytest.mark.slow
 async def test_gauges_return_to_zero_and_are_never_negative(http1_client, http2_client, autojump_clock):
-    """S20, S29: 400 requests overlap and end in each possible way. Each step checks all metrics."""
+    """S20, S29: 400 requests overlap and end in each possible way. The test checks all metrics at each step."""
     async with served(max_num_seqs=4, max_queued_requests=8, max_num_batched_tokens=32) as server:
         engine, core = server.engine, server.engine.core
         most_live = 0

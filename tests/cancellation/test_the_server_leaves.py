@@ -1,4 +1,4 @@
-"""Tests a server that shuts down: no stream stops without an end."""
+"""Tests a server that shuts down. Every stream ends completely or with an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_drain_ends_streams_complete_or_with_an_error_event_and_refuses_qu
 ):
     """S21: running streams get all of their text, or an error event with the reason.
 
-    Queued requests get 503, streamed or not. Clients use both protocols.
+    Queued requests get status 503, streamed or not. The clients use both protocols.
     """
     async with (
         open_memory_server(step_seconds=STEP_SECONDS, max_num_seqs=8, block_count=256) as server,

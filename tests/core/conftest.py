@@ -61,13 +61,12 @@ def own_tokens(name: str, count: int) -> tuple[int, ...]:
 
 
 class Driver:
-    """Drives a core, checks the core after every event, and records the core's events. Compares responses with the
-    reference.
+    """Drives a core, checks the core after every event, and records its events. Compares responses with the reference.
 
     Args:
         core: the core.
-        executor: computes the plans. connector: matches the tokens in `remote` and holds the requests in `holds`. None:
-            the core has no connector.
+        executor: computes the plans.
+        connector: matches the tokens in `remote`, and holds the requests in `holds`. None: the core has no connector.
     """
 
     def __init__(self, core: EngineCore, executor: FakeExecutor, connector: FakeConnector | None = None) -> None:
@@ -87,7 +86,7 @@ class Driver:
         self.finished: dict[str, RequestFinished] = {}
 
     def add(self, name: str, prompt: Sequence[int], output_tokens_max: int = 1, **more: object) -> None:
-        # seed and stop_token_ids exist in both structs: here they are set in the engine request
+        # The names seed and stop_token_ids exist in both structs. In this test they are set in the engine request.
         of_sampling = more.keys() & set(SamplingParams.__struct_fields__) - set(EngineRequest.__struct_fields__)
         sampling = SamplingParams(temperature=0.0, **{key: more.pop(key) for key in of_sampling})
         request = EngineRequest(
@@ -122,7 +121,7 @@ class Driver:
 
     @property
     def faults(self) -> dict[str, int]:
-        """Return the counts of faults so far, without zeros."""
+        """Return the counts of faults so far, without counts of 0."""
         totals: dict[TransferFault, int] = self.core.stats().transfer_faults_total
         return {fault.value: total for fault, total in totals.items() if total}
 
@@ -142,7 +141,7 @@ class Driver:
         return preempted
 
     def step(self, *, abort: Iterable[str] = (), fail: Iterable[str] = ()) -> StepPlan | None:
-        """Do one whole step. Requests in `abort` are aborted while the step runs, and requests in `fail` fail in the
+        """Do one whole step. Requests in `abort` are aborted during the step, and requests in `fail` fail in the
         step.
         """
         plan = self.core.schedule(self.now)
@@ -157,7 +156,7 @@ class Driver:
         return plan
 
     def take_result(self, plan: StepPlan, result: StepResult | None) -> list[EngineEvent]:
-        """Pass the result of a plan to the core. None: the plan was abandoned."""
+        """Pass the result of a plan to the core. None means that the plan was abandoned."""
         if result is None:
             events = self.core.drop_plan(plan, self.now)
         else:
@@ -168,8 +167,8 @@ class Driver:
         return events
 
     def run(self, steps_max: int = 10_000) -> None:
-        """Run all requests to their end. Check that no request or block is left, and that every response that was not
-        aborted equals the reference.
+        """Run all requests to their end. Check that no request or block remains, and that each complete response equals
+        the reference.
         """
         for _ in range(steps_max):
             if self.step() is None:
@@ -290,11 +289,13 @@ def _arrive(driver: Driver, word: str) -> None:
 
 @pytest.fixture
 def check() -> Callable[..., Driver]:
-    """check(script, expect, **settings): run a script to the end, compare steps and responses, return the driver."""
+    """Run a script to its end, compare steps and responses, and return the driver: check(script, expect,
+    **settings).
+    """
     return run_script
 
 
 @pytest.fixture
 def drive() -> Callable[..., Driver]:
-    """drive(**settings) -> Driver: for cases that a line of text cannot express."""
+    """Return a driver for cases that a line of text cannot express: drive(**settings)."""
     return make_driver

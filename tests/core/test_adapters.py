@@ -1,4 +1,4 @@
-"""Tests of the adapter book: a name refers to one load, and a load is kept until its last lease is released."""
+"""Tests of the adapter book. A name refers to one loaded adapter, which is kept until its last lease is released."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_a_failed_load_keeps_the_old_adapter():
 
 
 def play(seed: int, book: AdapterBook, steps: int = 300) -> None:
-    """Call the book in random order, and compare it with a simple book of leases."""
+    """Call the book in random order, and compare it with a simple model of leases."""
     rng = random.Random(seed)
     names = ["a", "b", "c"]
     ready: dict[str, int] = {}
-    loading: dict[int, tuple[str, bool]] = {}  # name, and True if it was not retired
+    loading: dict[int, tuple[str, bool]] = {}  # The name, and True if the adapter was not retired.
     leases: list[tuple[object, int]] = []
     known: set[int] = set()
     for _ in range(steps):

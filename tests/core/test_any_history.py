@@ -32,22 +32,22 @@ from trioserve.testing.scripted_connector import FakeConnector, FakeLoad
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE = 4  # small, so that prompts share prefixes and responses repeat prompts by chance
+VOCAB_SIZE = 4  # The vocabulary is small, so that by chance prompts share prefixes and responses repeat prompts.
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 HoldKey = tuple[str, HoldKind]
 HOLD_SECONDS_MAX, REMOTE_KV_SECONDS_MAX = 8.0, 4.0
-STEPS_MAX = 5_000  # far more steps than any history needs: a request that has not ended after them never ends
+STEPS_MAX = 5_000  # No history needs nearly so many steps. A request that has not ended after them will never end.
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
 
 
 def poor_hash(parent: BlockHash, token_ids) -> BlockHash:
-    """Return a hash that forgets most of the prefix, so that different prefixes often collide."""
+    """Return a hash that ignores most of the prefix, so that different prefixes often collide."""
     return BlockHash(bytes([parent[-1] % 2, token_ids[-1] % 2]))
 
 
 class ExpectedSequence:
-    """One request, and the events that the core reported about it."""
+    """The expected events of one request, and the events that the core has reported."""
 
     def __init__(self, request: EngineRequest, response: ReferenceResponse) -> None:
         self.request = request
@@ -91,7 +91,7 @@ class ExpectedSequence:
 
 
 class CoreHistory(RuleBasedStateMachine):
-    """A core with random requests, and the events that the core must return."""
+    """A core with random requests. Records the events that the core must return."""
 
     plan: StepPlan | None = None
     now = 0.0
@@ -171,7 +171,7 @@ class CoreHistory(RuleBasedStateMachine):
     def arrive(self, data, own, priority, salt, stops, min_tokens, logprobs, prompt_logprobs, temperature, seed):
         prompt = own or [0]
         if self.entries and data.draw(st.sampled_from([True, True, False]), label="shares a prefix"):
-            # a prompt and a part of its response, like the next turn of a chat
+            # The prompt is an earlier prompt with a part of its response, like the next turn of a chat.
             earlier = self.entries[data.draw(st.sampled_from(sorted(self.entries)), label="with")]
             whole = [*earlier.request.prompt_token_ids, *earlier.response.token_ids]
             prompt = whole[: data.draw(st.integers(1, len(whole)), label="of it")] + own
@@ -194,7 +194,7 @@ class CoreHistory(RuleBasedStateMachine):
         self.entries[request.id] = ExpectedSequence(request, self.reference.response(request))
 
     def note_arrival(self, data, request: EngineRequest) -> None:
-        """Record more about a new request. Subclasses override this."""
+        """Record more facts about a new request. Subclasses override this method."""
 
     @precondition(lambda self: self.plan is None)
     @rule()
@@ -219,7 +219,8 @@ class CoreHistory(RuleBasedStateMachine):
         running = [live.order for live in lives.values() if live.status is RequestStatus.RUNNING]
         admitted = [lives[name].order for name in plan.admitted]
         if self.connector is not None:
-            # Requests with loaded KV go first. If holds took the blocks of all running requests, others may start.
+            # Requests with loaded KV start first. If held blocks make all running requests lose theirs, other requests
+            # may start.
             started = [lives[name] for name in plan.admitted]
             assert admitted == sorted(admitted) or any(live.loaded_token_count for live in started)
             assert not (admitted and plan.preempted) or len(admitted) == len(running)
@@ -312,7 +313,7 @@ class CoreHistory(RuleBasedStateMachine):
         check_idle(self.core)
 
     def advance_wait(self) -> bool:
-        """If no step can be planned, let time pass or send a report. Returns False if no report and no deadline is
+        """If no step can be planned, let time pass or send a report. Return False if no report and no deadline is
         pending.
         """
         assert self.core.next_deadline() is None
@@ -320,15 +321,14 @@ class CoreHistory(RuleBasedStateMachine):
 
 
 class ConnectedHistory(CoreHistory):
-    """A history with a connector. Holds and loads end in any order, and the connector reports for any of them, or
-    never.
-    """
+    """A history with a connector. Holds and loads end in any order. The connector reports for any of them, or never."""
 
     def make_connector(self) -> FakeConnector | None:
         self.matches: dict[str, int] = {}
         self.wants_to_hold: dict[str, bool] = {}
-        self.pending_since: dict[HoldKey | str, float] = {}  # holds by key, pending loads by name
-        self.by_report: dict[HoldKey, bool] = {}  # ended holds: True if by a report, False if by the deadline
+        self.pending_since: dict[HoldKey | str, float] = {}  # Holds are stored by key, and pending loads by name.
+        # For each ended hold: True if a report ended it, False if its deadline did.
+        self.by_report: dict[HoldKey, bool] = {}
         return FakeConnector(
             self.executor,
             matched_count=lambda request, computed_count: self.matches[request.id],
@@ -364,7 +364,7 @@ class ConnectedHistory(CoreHistory):
         ]
 
     def report_end(self, key: HoldKey, token_count: int | None, *, fails: bool) -> None:
-        """Report the end of a hold or load, pending or not."""
+        """Report the end of a hold or load, whether it is pending or not."""
         self.note_pending()
         name, kind = key
         load = self.connector.loads.get(name)
@@ -382,7 +382,7 @@ class ConnectedHistory(CoreHistory):
             elif load is not None and event.token_count > 0 and self.lacks_a_block(load, event.token_count):
                 expected = [TransferFault.LOAD_FAILED]
         if key in self.pending_since:
-            expected = []  # any report ends the hold
+            expected = []  # Any report ends the hold.
         elif kind is HoldKind.SEND or name not in self.pending_since:
             expected = [self.stray_fault(key)]
         if expected != [TransferFault.UNKNOWN]:
@@ -392,8 +392,8 @@ class ConnectedHistory(CoreHistory):
         assert self.faults() - before == Counter(expected)
 
     def lacks_a_block(self, load: FakeLoad, token_count: int) -> bool:
-        """Return True if the window at the end of a partly loaded prompt reaches back to blocks that the request never
-        had.
+        """Return True if a partly loaded prompt lacks a block. Its last window then reaches back to a block that the
+        request never had.
         """
         window = self.core.settings.window_tokens
         first = 0 if window is None else max(0, load.start + token_count - window + 1)
@@ -439,7 +439,7 @@ class ConnectedHistory(CoreHistory):
         return TransferFault.DOUBLE if self.by_report[key] else TransferFault.LATE
 
     def faults(self) -> Counter[TransferFault]:
-        """Return the counts of faults that reports have caused."""
+        """Return the counts of the faults that reports have caused."""
         totals = Counter(self.core.stats().transfer_faults_total)
         assert totals.pop(TransferFault.RAISED) == self.connector.raised_count
         return totals
@@ -453,7 +453,9 @@ class ConnectedHistory(CoreHistory):
 
     @invariant()
     def note_pending(self):
-        """Check that core and connector agree on pending holds, loads and ends, and record when each of them began."""
+        """Check that the core and the connector agree on pending holds, loads and ends. Record when each of them
+        began.
+        """
         if not hasattr(self, "core"):
             return
         self.connector.check()
@@ -464,7 +466,7 @@ class ConnectedHistory(CoreHistory):
         held |= {(name, HoldKind.SEND) for name in self.connector.sends}
         assert {(hold.request_id, hold.kind) for hold in self.core.transfers.holds} == held
         assert self.core.stats().remote_kv_count == len(waited_for)
-        # A load whose start raised is overdue from the start.
+        # If start_load raised an error, the load is overdue from the start.
         load_since = self.now - (REMOTE_KV_SECONDS_MAX if "start_load" in self.connector.raises else 0.0)
         since = dict.fromkeys(held, self.now) | dict.fromkeys(waited_for, load_since)
         self.pending_since = {key: self.pending_since.get(key, begun) for key, begun in since.items()}

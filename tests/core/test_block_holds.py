@@ -1,4 +1,4 @@
-"""Tests of holds on blocks of finished requests: each hold ends once, by a report or at its deadline."""
+"""Tests of holds on blocks of finished requests. Each hold ends once, by a report or at its deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEND, LOAD = HoldKind.SEND, HoldKind.LOAD
 
 
 class Books:
-    """A pool, and the holds on its blocks. A hold lasts 10 seconds."""
+    """A pool, together with the holds on its blocks. A hold lasts 10 seconds."""
 
     def __init__(self, block_count: int = 4) -> None:
         self.pool = BlockPool(block_count)
@@ -208,7 +208,7 @@ def test_still_read_report_is_counted_for_an_unknown_hold_and_ignored_for_an_end
     books.check(free=4, held=0, hold_expired=1, unknown=1, late=1)
 
 
-# --- a whole request ------------------------------------------------------------------------------------------------
+# --- a complete request ---------------------------------------------------------------------------------------------
 
 
 def finished_and_held(drive, **more):
@@ -285,7 +285,7 @@ def test_connector_is_not_asked_to_hold_blocks_beyond_the_held_share(drive):
     driver.run()
 
 
-def test_the_end_of_a_held_request_carries_transfer_params(drive):
+def test_last_event_of_a_held_request_contains_transfer_params(drive):
     driver = finished_and_held(drive)
     assert driver.finished["a"].kv_transfer == KVTransferParams(do_remote_prefill=True, remote_request_id="a")
     assert driver.connector.calls["transfer_params"] == 1
@@ -304,7 +304,7 @@ def test_connector_is_not_notified_of_an_abort_without_a_hold(drive):
 
 
 def test_hold_without_a_release_report_ends_at_its_deadline(drive):
-    """Scenario S07 of tests/README.md: the reader of the blocks may have crashed."""
+    """Scenario S07 of tests/README.md: the engine that reads the blocks may have crashed."""
     driver = finished_and_held(drive, hold_seconds_max=3.0)
     assert driver.core.next_deadline() == 3.0
     driver.wait(2.9)
@@ -337,7 +337,7 @@ def test_a_report_to_a_core_without_a_connector_is_ignored(drive):
 
 @pytest.mark.parametrize("when", ["waiting", "running", "in a step", "preempted", "failed", "finished"])
 def test_the_connector_is_notified_of_every_end_exactly_once(drive, when):
-    """Scenario S06 of tests/README.md. Includes requests that were aborted before they ran."""
+    """Scenario S06 of tests/README.md. The requests include some that were aborted before they ran."""
     driver = drive(connected=True, block_count=3)
     driver.add("z", range(4), 8, priority=-1)
     driver.add("a", range(10, 14), 1 if when == "finished" else 8)
@@ -412,7 +412,7 @@ def test_an_id_with_held_blocks_is_refused(drive):
         driver.add("a", range(3))
 
 
-def test_a_connector_that_raises_at_the_end_holds_nothing(drive):
+def test_blocks_are_not_held_if_the_connector_raises_at_the_end(drive):
     driver = drive(connected=True)
     driver.connector.raises = {"request_finished"}
     driver.holds = {"a"}

@@ -1,4 +1,4 @@
-"""Tests of many requests in far too small pools: the requests preempt each other, and all responses are right."""
+"""Tests of many requests in far too small pools. The requests preempt each other, and all responses are right."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BLOCK_SIZE = 2
 
 arrivals = st.lists(
     st.tuples(
-        st.integers(0, 3),  # steps before the request arrives
-        st.integers(1, 9),  # prompt tokens
-        st.integers(3, 12),  # output tokens
+        st.integers(0, 3),  # Number of steps before the request arrives.
+        st.integers(1, 9),  # Number of prompt tokens.
+        st.integers(3, 12),  # Number of output tokens.
         st.integers(-1, 1),  # priority
-        st.sampled_from("xy"),  # which of two prefixes its prompt has
+        st.sampled_from("xy"),  # One of the two prefixes that prompts have.
     ),
     min_size=4,
     max_size=9,

@@ -1,4 +1,4 @@
-"""Tests of the number of draft tokens that a draft model proposes, by measured times and acceptance rates."""
+"""Tests of how many draft tokens a draft model proposes, depending on measured times and acceptance rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ TOKENS_MAX = 8
 
 
 def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -> DraftJudge:
-    """Return a judge that saw steps of 1 second plus `row_seconds` per further row, and passes of `pass_seconds`."""
+    """Return a judge that has measured steps and passes. A step takes 1 second plus `row_seconds` per additional row,
+    and a pass takes `pass_seconds`.
+    """
     made = DraftJudge()
     for rows in (requests, *(requests * (1 + count) for count in range(1, TOKENS_MAX + 1))):
         times = DraftTimes(1.0 + row_seconds * (rows - requests), pass_seconds * 2, 2)
@@ -60,7 +62,7 @@ def test_draft_tokens_without_a_gain_are_not_proposed():
     assert judge(pass_seconds=0.1, row_seconds=0.25, requests=4).token_count([0.8] * 4, TOKENS_MAX) == 0
 
 
-def test_unprofitable_drafts_are_tried_again_less_and_less_often():
+def test_trials_of_unprofitable_drafts_become_rarer():
     made = judge(pass_seconds=2.0)
     counts = [made.token_count([0.9], TOKENS_MAX) for _ in range(4 * TRIAL_PERIOD_MAX)]
     trials = [place for place, count in enumerate(counts, start=1) if count]
@@ -78,7 +80,7 @@ def test_a_trial_finds_drafts_that_became_profitable():
     for _ in range(20 * TRIAL_PERIOD_MIN):
         count = made.token_count([0.9], TOKENS_MAX)
         if count:
-            # In the first step of a trial the draft model catches up.
+            # In the first step of a trial, the draft model catches up.
             used += 1
             made.note(1 + count, 1, DraftTimes(1.0, 0.1 * count, count), is_usual=used % TRIAL_STEPS != 1)
     assert count > TRIAL_TOKENS
@@ -90,7 +92,7 @@ def test_one_delayed_step_hardly_changes_the_measured_times():
     assert made.token_count([0.8], TOKENS_MAX) > 2
 
 
-def test_profitable_drafts_pause_for_a_plain_step_now_and_then():
+def test_profitable_drafts_pause_regularly_for_a_plain_step():
     made = judge(pass_seconds=0.1)
     counts = [made.token_count([0.8], TOKENS_MAX) for _ in range(2 * PLAIN_PERIOD)]
     assert [place for place, count in enumerate(counts, start=1) if not count] == [PLAIN_PERIOD, 2 * PLAIN_PERIOD]
@@ -112,7 +114,7 @@ def test_judge_notices_that_the_machine_became_slow():
     assert made.token_count([0.8], TOKENS_MAX) == 0
 
 
-def test_wrong_drafts_lead_to_pauses_and_right_ones_end_them():
+def test_drafts_pause_after_wrong_tokens_and_continue_after_right_tokens():
     draft = ModelDraft()
     pauses = []
     for _ in range(8):
@@ -138,7 +140,7 @@ def test_acceptance_rate_follows_recent_drafts():
         draft.learn(4, 4)
     assert draft.acceptance > 0.99
     for _ in range(60):
-        draft.learn(4, 1)  # one token is right and the next is wrong. Tokens after the wrong token do not count.
+        draft.learn(4, 1)  # One token is right and the next is wrong. Tokens after the wrong token do not count.
     assert draft.acceptance == pytest.approx(0.5, abs=0.1)
 
 

@@ -1,6 +1,7 @@
 """Tests of draft tokens from a request's own text: their source, their number, and how the core uses them.
 
-Drafts never change a response. The drivers compare every token with the reference, and check blocks after every event.
+Drafts never change a response. The drivers compare every token with the reference, and check the blocks after every
+event.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trioserve.testing.fake_executor import FakeModel
 def drafter(draft_tokens_max: int = 16) -> Drafter:
     made = Drafter(draft_tokens_max, 4096)
     for _ in range(5):
-        made.learn(16, 16)  # now the drafter's drafts have the maximum length
+        made.learn(16, 16)  # From now on, the drafts have the maximum length.
     return made
 
 
@@ -41,11 +42,11 @@ def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> st
         ("one two three, one two", " three, one two "),
         ("nothing comes twice", ""),
         ("ab", ""),
-        ("ab ab", ""),  # two equal tokens are too few
-        ("abc-abc", "-abc-abc-abc-abc"),  # the draft repeats itself
+        ("ab ab", ""),  # Two equal tokens are too few.
+        ("abc-abc", "-abc-abc-abc-abc"),  # The draft repeats itself.
         ("aaaa", "aaaaaaaaaaaaaaaa"),
-        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # of equal places, the latest place wins
-        ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # the place with more equal tokens wins
+        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # If several places are equally good, the latest place is used.
+        ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # The place with more equal tokens is used.
     ],
 )
 def test_the_draft_copies_what_followed_the_last_tokens_before(text, drafted):
@@ -57,7 +58,7 @@ def test_a_draft_has_at_most_count_max_tokens():
     assert draft_token("one two three, one two", 16, draft_tokens_max=2) == " t"
 
 
-def test_a_draft_does_not_depend_on_how_the_text_was_split():
+def test_draft_does_not_depend_on_how_the_text_was_divided_between_calls():
     text = [ord(letter) for letter in "to be or not to be, that is to be or not"]
     grown = drafter()
     for count in range(1, len(text)):
@@ -68,12 +69,12 @@ def test_a_draft_does_not_depend_on_how_the_text_was_split():
 def test_a_long_prompt_is_entered_over_several_drafts():
     text = [*range(3 * ENTERED_MAX), 5, 6, 7, 8]
     one = drafter()
-    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # not entered yet
+    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # These tokens are not entered yet.
     assert one.draft(text, 2) == (9, 10)
 
 
 class Watched(list):
-    """A text that counts the tokens that are read."""
+    """A text that counts how many of its tokens are read."""
 
     looked_at = 0
 
@@ -135,7 +136,7 @@ def test_drafts_become_longer_after_right_draft_tokens_up_to_the_limit():
     assert lengths(Drafter(3, 100), [100] * 3) == [3, 3, 3]
 
 
-def test_next_draft_has_the_length_of_the_right_part_of_the_last_draft():
+def test_next_draft_is_as_long_as_the_accepted_part_of_the_last_draft():
     assert lengths(Drafter(20, 100), [100, 100, 3, 100, 1, 1]) == [4, 8, 16, 3, 6, 1]
 
 
@@ -143,7 +144,7 @@ def test_pauses_become_longer_after_wrong_draft_tokens():
     found = lengths(Drafter(8, 100), [0] * 200)
     assert found[:14] == [4, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0]
     assert max("".join(map(str, found)).split("1"), key=len).count("0") == PAUSE_MAX
-    assert sum(found[100:]) <= 4  # nearly no drafts in a hundred tokens
+    assert sum(found[100:]) <= 4  # There are nearly no drafts in a hundred tokens.
 
 
 def test_pauses_are_short_again_after_a_right_draft():
@@ -157,7 +158,7 @@ def test_pauses_are_short_again_after_a_right_draft():
 
 
 def repeating(period: int) -> FakeModel:
-    """Return a model that repeats the token of `period` tokens ago."""
+    """Return a model that repeats the token that came `period` tokens earlier."""
 
     class Repeating(FakeModel):
         def next_token_id(self, request, tokens, digest):
@@ -171,7 +172,7 @@ def test_right_draft_tokens_yield_several_tokens_per_step(drive):
     driver.add("a", (1, 2, 3, 4, 5, 1, 2, 3, 4, 5), 41)
     driver.run()
     stats = driver.core.stats()
-    # The prompt yields one token, and then every step yields five.
+    # The prompt gives one token. After that, every step gives five tokens.
     assert (stats.steps_total, stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total) == (
         9,
         8,
@@ -227,7 +228,7 @@ def test_no_tokens_are_drafted_beyond_max_tokens(drive, output_tokens_max):
     assert driver.finished["a"].reason is FinishReason.LENGTH
 
 
-def test_no_drafts_while_a_request_waits(drive):
+def test_no_tokens_are_drafted_while_a_request_waits(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, max_num_seqs=1)
     driver.add("a", (1, 2) * 4, 12)
     driver.step()
@@ -235,11 +236,11 @@ def test_no_drafts_while_a_request_waits(drive):
     while "a" not in driver.finished:
         assert not driver.step().chunks[0].draft
     assert driver.step().chunks[0].request.id == "b"
-    assert driver.step().chunks[0].draft  # no other request waits
+    assert driver.step().chunks[0].draft  # No other request waits now.
     driver.run()
 
 
-def test_drafts_share_the_tokens_that_a_step_has_left(drive):
+def test_drafts_use_the_remaining_tokens_of_a_step(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, draft_step_tokens_max=9)
     for name in "abc":
         driver.add(name, (ord(name), 1) * 4, 60)
@@ -249,15 +250,15 @@ def test_drafts_share_the_tokens_that_a_step_has_left(drive):
     driver.add("d", range(200, 220), 1)
     plan = driver.step()
     assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 20]
-    assert not any(chunk.draft for chunk in plan.chunks)  # the step is full without drafts
+    assert not any(chunk.draft for chunk in plan.chunks)  # The step is full without draft tokens.
     driver.run()
 
 
-def test_drafts_use_only_blocks_that_are_left(drive):
-    """The pool has three blocks of four tokens: space for one token in addition to the known tokens."""
+def test_drafts_use_only_remaining_blocks(drive):
+    """The pool has three blocks of four tokens. There is space for one token in addition to the known tokens."""
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_count=3, block_size=4)
     driver.add("a", (1, 2) * 3, 5)
-    driver.add("b", (3, 3), 1)  # b's block stays cached, and can be evicted
+    driver.add("b", (3, 3), 1)  # The block of b stays cached, and can be evicted.
     driver.step()
     plan = driver.step()
     assert len(plan.chunks[0].draft) == 3
@@ -299,7 +300,7 @@ def test_an_abandoned_step_with_drafts_frees_every_block(drive):
 
 
 def test_only_accepted_draft_tokens_are_found_in_the_cache(drive):
-    """A second request starts with the text of the first request. The fake KV shows which tokens a block really
+    """A second request begins with the text of the first one. The fake KV shows which tokens each block really
     contains.
     """
     driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=1, block_count=80, step_tokens_max=80)
@@ -311,7 +312,7 @@ def test_only_accepted_draft_tokens_are_found_in_the_cache(drive):
     for name, length in (("b", len(text)), ("c", 20)):
         driver.add(name, (*text[:length], 0, 1), 3)
         driver.run()
-    assert driver.finished["b"].cached_token_count == len(text) - 1  # the last token was never computed
+    assert driver.finished["b"].cached_token_count == len(text) - 1  # The last token was never computed.
 
 
 def test_a_preempted_request_drafts_again(drive):

@@ -1,4 +1,4 @@
-"""Tests of encoder outputs: random histories respect the limits and the order of claims, and faulty variants are
+"""Tests of encoder outputs. Random histories respect the limits and the order of claims, and faulty variants are
 detected.
 """
 
@@ -24,7 +24,7 @@ def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, even
     granted_order: list[OutputClaim] = []
     came: list[OutputClaim] = []
     live: list[OutputClaim] = []
-    there: set[bytes] = set()  # outputs that were claimed and encoded
+    there: set[bytes] = set()  # Outputs that were claimed and encoded.
     for _ in range(events):
         choice = rng.random()
         if choice < 0.4:
@@ -48,7 +48,8 @@ def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, even
                 there.add(name)
         elif live:
             claim = live.pop(rng.randrange(len(live)))
-            there &= {name for other in live if other.is_granted for name in other.wanted}  # others may be evicted
+            # Other outputs may be evicted.
+            there &= {name for other in live if other.is_granted for name in other.wanted}
             outputs.release(claim)
             if rng.random() < 0.2:
                 outputs.put(rng.choice(list(claim.wanted)), b"late")
@@ -79,7 +80,7 @@ def test_random_histories_keep_the_rules(seed: int) -> None:
 
 
 class _KeepsExpected(EncoderOutputs):
-    """Keeps expected outputs without claims."""
+    """A faulty variant that keeps expected outputs without claims."""
 
     def _release_output(self, name: bytes) -> None:
         output = self._outputs[name]
@@ -90,7 +91,7 @@ class _KeepsExpected(EncoderOutputs):
 
 
 class _ForgetsTheQueue(EncoderOutputs):
-    """Grants no waiting claims on a release."""
+    """A faulty variant that grants no waiting claim after a release."""
 
     def release(self, claim: OutputClaim) -> None:
         line, self._queue = self._queue, type(self._queue)([claim] if claim in self._queue else ())
@@ -99,7 +100,7 @@ class _ForgetsTheQueue(EncoderOutputs):
 
 
 class _EvictsUsed(EncoderOutputs):
-    """Evicts outputs that are used."""
+    """A faulty variant that evicts outputs in use."""
 
     def _grant(self, claim: OutputClaim) -> bool:
         for name, output in list(self._outputs.items()):
@@ -112,7 +113,7 @@ class _EvictsUsed(EncoderOutputs):
 
 
 class _PassesOver(EncoderOutputs):
-    """Grants a small claim before earlier ones in the queue."""
+    """A faulty variant that grants a small claim before earlier claims in the queue."""
 
     def claim(self, wanted: dict[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
         line, self._queue = self._queue, type(self._queue)()
@@ -122,7 +123,7 @@ class _PassesOver(EncoderOutputs):
 
 
 class _NoBound(EncoderOutputs):
-    """Ignores the limit of bytes."""
+    """A faulty variant that ignores the limit of bytes."""
 
     def _grant(self, claim: OutputClaim) -> bool:
         self.bytes_max, bytes_max = 1000, self.bytes_max

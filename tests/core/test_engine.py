@@ -1,4 +1,4 @@
-"""Tests of EngineCore: which requests it accepts, aborts at every moment, and its events."""
+"""Tests of EngineCore: the requests that it accepts, aborts at every moment, and its events."""
 
 from __future__ import annotations
 
@@ -237,8 +237,8 @@ def test_requests_of_one_step_can_be_aborted_in_any_number(drive):
 def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
     """Scenario S19 of tests/README.md: abort every subset of five requests.
 
-    Two requests decode, one computes its prompt, one was preempted, and one waits. One abort call yields one event per
-    aborted request, and the other requests get their whole responses.
+    Two of the requests decode, one computes its prompt, one was preempted, and one waits. One call aborts the subset.
+    It causes one event per aborted request, and the other requests get their complete responses.
     """
     names = "abcde"
     for subset in range(2 ** len(names)):
@@ -396,9 +396,9 @@ def test_prompt_logprobs_are_complete_before_the_first_token(drive, prompt_count
 @pytest.mark.parametrize(
     ("script", "expect", "block_count"),
     [
-        # b is preempted before its prompt logprobs are complete, and hits its own blocks
+        # b is preempted before its prompt logprobs are complete, and then finds its own blocks in the prefix cache.
         ("a:4>6@-1 b:12>2=p", "a0-3* b0-3 | -b a4* | a5* | a6* | a7* | a8* | b0-7 | b8-11* | b12*", 4),
-        # b is preempted after its prompt logprobs are complete
+        # b is preempted after its prompt logprobs are complete.
         ("a:4>6 b:8>3=p", "a0-3* b0-3 | a4* b4-7* | -b a5* | a6* | a7* | a8* | b0-7 | b8* | b9*", 4),
     ],
 )

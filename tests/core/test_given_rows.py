@@ -1,4 +1,6 @@
-"""Tests of given embeddings: prompts with equal tokens and different images get the responses that they get alone."""
+"""Tests of embeddings from clients. Prompts with equal tokens and different images get the same responses as when they
+run alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def request(name: str, tokens: list[int], given: tuple[GivenRows, ...], output: 
 
 
 def drawn(rng: random.Random, name: str) -> EngineRequest:
-    """Return a request with one of few texts, and one of few images at one of few positions."""
+    """Return a request with one of a few texts, and one of a few images at one of a few positions."""
     tokens = [rng.randrange(2)] * rng.choice((3, 8, 9))
     given: list[GivenRows] = []
     for _ in range(rng.randrange(3)):
@@ -66,7 +68,7 @@ def alone(model: FakeModel, asked: EngineRequest) -> list[int]:
 
 
 def play(seed: int, count: int = 25) -> int:
-    """Run `count` random requests. Returns how many prompt tokens were found in the cache."""
+    """Run `count` random requests. Return how many prompt tokens were found in the cache."""
     rng = random.Random(seed)
     settings = CoreSettings(
         block_count=rng.choice((20, 40)),
@@ -108,7 +110,7 @@ def play(seed: int, count: int = 25) -> int:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_histories_keep_the_rules(seed: int) -> None:
+def test_random_histories_with_images_give_the_right_responses(seed: int) -> None:
     play(seed)
 
 
@@ -126,7 +128,7 @@ def test_prefix_cache_that_confuses_images_is_detected(bug: str, monkeypatch: py
             return rows_material(given, start, end - 1)
 
         monkeypatch.setattr(prefix_cache, "rows_material", without_last)
-    else:  # visible only if hashes collide
+    else:  # This fault is visible only if hashes collide.
         monkeypatch.setattr(prefix_cache, "with_material", lambda parent, material: parent)
         monkeypatch.setattr(prefix_cache, "rows_material", lambda given, start, end: b"x" if given else b"")
     with pytest.raises(AssertionError):
@@ -134,7 +136,7 @@ def test_prefix_cache_that_confuses_images_is_detected(bug: str, monkeypatch: py
             play(seed)
 
 
-def test_block_material_depends_on_the_given_rows_that_overlap_the_block() -> None:
+def test_block_material_depends_on_the_embeddings_inside_the_block() -> None:
     given = (rows(3, 6, 1), rows(20, 4, 2))
     assert rows_material(given, 0, 3) == b""
     assert rows_material(given, 0, 4) != rows_material(given, 4, 8) != b""

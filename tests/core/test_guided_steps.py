@@ -1,6 +1,6 @@
 """Tests of guides in the core: masks by row, forced tokens, and ends without an end token, in all situations.
 
-The drivers compare every response with the reference, which chooses each token by itself.
+The drivers compare every response with a reference that chooses each token without the core.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from trioserve.testing.fake_executor import FakeModel
 
 
 def chain(*parts: tuple[int, ...], ends: bool = True) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return an automaton with consecutive states, each with its allowed tokens. After the last state, the automaton
-    ends if `ends` is True, and starts again otherwise.
+    """Return an automaton with consecutive states, each with its allowed tokens. If `ends` is True, the automaton ends
+    after its last state. Otherwise it starts again.
     """
     states = [tuple((token, index + 1) for token in tokens) for index, tokens in enumerate(parts)]
     if ends:
@@ -107,7 +107,7 @@ def test_a_long_forced_run_is_computed_within_the_budget_of_a_step(drive):
     assert len(driver.tokens["a"]) == 42
 
 
-def test_every_token_of_a_request_with_logprobs_is_sampled_and_has_a_logprob(drive):
+def test_request_with_logprobs_samples_every_token_and_gets_its_logprob(drive):
     driver = drive(model=model())
     add(driver, automaton=chain(ANY, (11,), (12,), ANY), logprobs=1)
     driver.run()
@@ -155,7 +155,7 @@ def test_forced_tokens_are_cached_for_the_next_request(drive):
     driver.run()
     driver.add("b", (9, 9, 1, 11, 12, 13, 14), 1)
     driver.run()
-    assert driver.finished["b"].cached_token_count == 2  # the last token was never computed
+    assert driver.finished["b"].cached_token_count == 2  # The last token was never computed.
     add(driver, "c", automaton=chain((1,), (11,), (12,), (13,), (14, 15), (16,)), prompt=(9, 9))
     driver.run()
     driver.add("d", (9, 9, 1, 11, 12, 13, 14), 1)
@@ -199,7 +199,7 @@ def test_an_abort_during_a_masked_step_releases_everything(drive):
     driver.run()
 
 
-def test_drafts_are_cut_where_the_guide_rejects(drive):
+def test_drafts_are_shortened_where_the_guide_rejects_a_token(drive):
     loop = chain((1, 2), (3,), (4,), (5, 6), ends=False)
     driver = drive(model=FakeModel(vocab_size=8), draft_tokens_max=8, step_tokens_max=32)
     guide = AutomatonGuide(loop)
@@ -265,8 +265,8 @@ def test_a_forced_token_that_the_guide_rejects_is_not_in_the_response(drive):
 
 
 class EndOfReasoning(AutomatonGuide):
-    """Allows any token, and forces the end of the reasoning after two tokens. A token that was sampled ahead belongs to
-    the reasoning too.
+    """A guide that allows any token, and forces the end of the reasoning after two tokens. A token that was sampled
+    ahead also belongs to the reasoning.
     """
 
     is_free_ahead = True

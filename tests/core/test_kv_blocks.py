@@ -1,4 +1,4 @@
-"""Tests of the states of a block: free, cached, used."""
+"""Tests of the states of a block: free, cached and used."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_only_a_used_block_can_be_published():
 
 
 def evicted(pool: BlockPool, count: int) -> list[int]:
-    """Allocate `count` blocks, and return the blocks that were evicted for them, in order."""
+    """Allocate `count` blocks. Return the blocks that were evicted for this, in order."""
     seen: list[int] = []
     pool.on_evict = seen.append
     pool.allocate(count)

@@ -1,4 +1,4 @@
-"""Tests of the tasks that a draft model gets after a step. Model and draft model are simulated."""
+"""Tests of the tasks that a draft model gets after a step. The model and the draft model are simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.testing.invariants import check_core, check_idle
 
 
 class Drafted:
-    """A core whose steps take `seconds[0]`, and whose draft model takes `seconds[1]` per token."""
+    """A simulated core. Each step takes `seconds[0]`, and the draft model takes `seconds[1]` per token."""
 
     def __init__(self, *, seconds: tuple[float, float] = (1.0, 0.1), source: str = "model", **changes: object) -> None:
         self.executor = FakeExecutor(block_count=64, block_size=4, model=FakeModel(vocab_size=4), has_draft_model=True)
@@ -70,11 +70,11 @@ def tasks(plan: StepPlan | None) -> list[DraftTask | None]:
     return [] if plan is None else [chunk.draft_task for chunk in plan.chunks]
 
 
-def test_a_draft_model_starts_after_the_first_token_and_catches_up_in_parts():
+def test_draft_model_starts_after_the_first_token_and_catches_up_over_several_steps():
     drafted = Drafted(draft_catch_up_tokens_max=8)
     drafted.add("a", 30)
     assert tasks(drafted.step()) == [None]
-    # A task that was not done is repeated.
+    # A task that was not executed is repeated.
     given = [tasks(drafted.step())[0] for _ in range(8)]
     ends = [task.end for task in given if task is not None]
     assert ends[0] == 8
@@ -114,7 +114,7 @@ def test_no_draft_tokens_are_proposed_if_draft_passes_cost_more_than_they_gain()
     drafted = Drafted(seconds=(1.0, 3.0))
     drafted.add("a", 4, output_tokens=100)
     given = [any(tasks(drafted.step())) for _ in range(30)]
-    assert any(given[:6])  # trials measure the cost of a pass
+    assert any(given[:6])  # Trials measure the time of a pass.
     assert not any(given[10:])
 
 
@@ -137,6 +137,6 @@ def test_draft_head_computes_in_every_step_from_the_first_chunk():
     drafted = Drafted(source="head", step_tokens_max=16)
     drafted.add("a", 30)
     assert tasks(drafted.step()) == [DraftTask(0, 16, 0)]
-    # A task that was not done ends the head's drafts, because a head cannot catch up.
+    # If a task was not executed, the head makes no more drafts, because a head cannot catch up.
     following = [task for _ in range(4) for task in tasks(drafted.step())]
     assert all(task is None or task.end in (30, None) for task in following)

@@ -1,4 +1,6 @@
-"""Tests of a step that is planned while another step is in flight: its content, and the effect of requests that end."""
+"""Tests of steps that are planned while another step is in flight: their content, and the effect of requests that
+end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from trioserve.testing.invariants import check_core, check_idle
 
 
 class Steps:
-    """A driver's core. A test plans, computes and finishes its steps one by one."""
+    """A driver's core whose steps a test plans, computes and finishes one by one."""
 
     def __init__(self, driver) -> None:
         self.driver = driver
@@ -45,7 +47,7 @@ class Steps:
         return self.take(plan, self.compute(plan, fail=fail))
 
     def run(self) -> None:
-        """Run all requests to their end. Each step is planned ahead if possible."""
+        """Run all requests to their end. Plan each step ahead if possible."""
         while list(self.core.live_requests()):
             plan: StepPlan | None = self.begin()
             while plan is not None:
@@ -58,7 +60,7 @@ class Steps:
 
 @pytest.fixture
 def steps(drive):
-    """steps(**settings) -> Steps."""
+    """Return a `Steps` object with these settings."""
     return lambda **settings: Steps(drive(overlap_steps=True, **{"step_tokens_max": 64, **settings}))
 
 
@@ -142,7 +144,7 @@ def test_planning_ahead_preempts_no_request(steps):
     steps.driver.add("a", range(8), 8)
     steps.driver.add("b", range(20, 28), 8)
     first = steps.begin()
-    assert steps.ahead() is None  # both requests need a block, and none is left
+    assert steps.ahead() is None  # Both requests need a block, and no block is free.
     steps.end(first)
     assert steps.begin().preempted == ("b",)
 
@@ -188,7 +190,7 @@ def test_a_step_with_only_ended_requests_is_abandoned(steps):
     assert steps.compute(second) is None
 
 
-def test_a_place_in_the_batch_is_free_as_soon_as_its_request_ended(steps):
+def test_batch_slot_is_free_as_soon_as_its_request_has_ended(steps):
     steps = steps(model=STOPS_AT_ONCE, max_num_seqs=1)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     steps.driver.add("b", range(4, 8), 1)
@@ -220,7 +222,7 @@ def test_an_abort_with_two_steps_in_flight_frees_blocks_with_the_second(steps):
     steps.end(third)
 
 
-def test_an_aborted_request_in_the_first_step_only_ends_with_that_step(steps):
+def test_abort_of_a_request_that_is_only_in_the_first_step_waits_for_that_step(steps):
     steps = steps()
     steps.driver.add("a", range(5), 1)
     steps.driver.add("b", range(20, 25), 9)
@@ -231,7 +233,7 @@ def test_an_aborted_request_in_the_first_step_only_ends_with_that_step(steps):
     steps.end(second)
 
 
-def test_an_aborted_request_in_the_second_step_only_ends_with_that_step(steps):
+def test_abort_of_a_request_that_is_only_in_the_second_step_waits_for_that_step(steps):
     steps = steps()
     steps.driver.add("b", range(20, 25), 9)
     first = steps.begin()
@@ -269,7 +271,7 @@ def test_a_failed_request_ends_alone_and_its_next_chunk_is_dropped(steps, prompt
     events = steps.end(first, fail=["a"])
     assert [event.reason for event in events if isinstance(event, RequestFinished)] == [FinishReason.ERROR]
     assert [event.request_id for event in steps.end(second)] == ["b"]
-    assert steps.core.stats().blocks_cached == 0  # none of its blocks can be found
+    assert steps.core.stats().blocks_cached == 0  # None of the request's blocks can be found.
     steps.run()
 
 

@@ -1,4 +1,4 @@
-"""Tests of preempting all requests at once, and of making all cached blocks unfindable."""
+"""Tests of preempting all requests at once, and of removing all cached blocks from the prefix cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_preempted_requests_are_computed_again_with_their_tokens(check, script, 
         pytest.param("a:12<8>2 b:3>3 | +a ^", "b0-2* | a0-7 | a8-11* b0-3* | a12* b4*", id="in the old order"),
     ],
 )
-def test_preempt_all_gives_up_loads(check, script, expect):
+def test_preempt_all_cancels_loads(check, script, expect):
     check(script, expect, connected=True)
 
 
@@ -91,11 +91,11 @@ def test_preempt_all_is_refused_while_a_step_is_in_flight(drive):
         ),
     ],
 )
-def test_forgotten_prefixes_are_not_found_in_the_prefix_cache(check, script, expect):
+def test_prefixes_are_not_found_after_forget_prefixes(check, script, expect):
     check(script, expect)
 
 
-def test_forgetting_frees_cached_blocks_and_keeps_used_ones(drive):
+def test_forget_prefixes_frees_cached_blocks_and_keeps_used_blocks(drive):
     driver = drive()
     driver.add("a", range(8))
     driver.add("b", range(100, 108), 9)

@@ -1,4 +1,4 @@
-"""Tests of the prefix cache: which blocks a prefix finds, with good and bad hash functions."""
+"""Tests of the prefix cache: the blocks that a lookup finds, with good and with bad hash functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def always_the_same(parent: BlockHash, token_ids) -> BlockHash:
 
 
 def own_tokens_only(parent: BlockHash, token_ids) -> BlockHash:
-    """Hash the tokens of the block alone, without its parent."""
+    """Hash only the tokens of the block, and ignore its parent."""
     return BlockHash(bytes(token_ids))
 
 
@@ -32,7 +32,9 @@ HASHES = [hash_block, always_the_same, own_tokens_only, sum_of_tokens]
 
 
 class Holder:
-    """Computes prompts, and remembers the content of every block: the whole prefix up to its end, and the salt."""
+    """Computes prompts, and records the content of every block: the whole prefix up to the end of the block, and the
+    salt.
+    """
 
     def __init__(self, block_count: int, hash_function: Callable[..., BlockHash]) -> None:
         self.pool = BlockPool(block_count)
@@ -47,7 +49,7 @@ class Holder:
         return len(blocks)
 
     def compute(self, tokens: tuple[int, ...], salt: str | None = None, *, use_hits: bool = True) -> list[int]:
-        """Compute tokens and return the full blocks, which the caller must release. Cache hits are shared."""
+        """Compute tokens, and return the full blocks. The caller must release them. Cache hits are shared."""
         chain = PrefixChain(salt)
         hits = self.cache.match(chain, tokens) if use_hits else []
         self.pool.share(hits)
@@ -68,7 +70,9 @@ class Holder:
 
 
 def check(computed: str, asked: str, expect: int, *, salts: tuple[str | None, str | None] = (None, None)) -> None:
-    """Compute the prefix `computed`, look up `asked`, and expect `expect` blocks of two tokens. A digit is a token."""
+    """Compute the prefix `computed`, look up the prefix `asked`, and expect `expect` blocks of two tokens. Each digit
+    is a token.
+    """
     holder = Holder(8, hash_block)
     holder.release(holder.compute(tuple(map(int, computed)), salts[0]))
     assert holder.match(tuple(map(int, asked)), salts[1]) == expect
@@ -133,10 +137,10 @@ def test_a_colliding_prefix_replaces_the_entry_and_never_shares_blocks():
 def test_a_block_whose_parent_was_evicted_is_not_found_under_the_new_parent():
     holder = Holder(3, hash_block)
     first = holder.compute((1, 2))
-    # Publish the prefix again with an unpublished copy of its first block. Only the second block is new.
+    # Publish the prefix again with an unpublished copy of its first block. Only the second block is published.
     second = holder.compute((1, 2, 3, 4), use_hits=False)
     holder.release(first)
-    holder.pool.release(holder.pool.allocate(1))  # evicts the first block
+    holder.pool.release(holder.pool.allocate(1))  # This allocation evicts the first block.
     holder.release(second)
     assert holder.match((1, 2, 3, 4, 5)) == 0
     third = holder.compute((1, 2, 3, 4))

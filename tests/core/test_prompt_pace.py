@@ -1,5 +1,5 @@
-"""Tests of long prompts in steps with decodes. Chunks are limited by time, on a clock that each step advances by a
-known cost.
+"""Tests of long prompts in steps with decodes. The time for chunks is limited. Each step advances the clock by a known
+cost.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROOM = {"block_count": 20_000, "context_tokens_max": 40_000, "max_num_seqs": 70,
 
 
 class Costs:
-    """Cost of a step in seconds: for the weights, for each decode, for each prompt token, and for each token that a
-    prompt token attends to.
+    """The cost of a step in seconds, for the weights, for each decode, for each prompt token, and for each token to
+    which a prompt token attends.
     """
 
     def __init__(self, *, decode=0.0002, token=0.0002, attended=1e-8, noise=0.0) -> None:
@@ -40,7 +40,7 @@ class Costs:
 
 
 class Timed:
-    """A core on a clock that each step advances by the step's cost. No model computes the steps."""
+    """A core without a model. Each step advances the clock by the cost of the step."""
 
     def __init__(self, costs: Costs, decode_count: int = 0, *, overlap_steps: bool = False) -> None:
         self.core = EngineCore(CoreSettings(**ROOM, overlap_steps=overlap_steps))
@@ -77,7 +77,7 @@ class Timed:
         return seconds
 
     def step(self) -> tuple[float, int]:
-        """Do one step. Returns the seconds of the step, and the number of long-prompt tokens in it."""
+        """Do one step. Return its duration in seconds, and the number of long-prompt tokens in it."""
         plan = self.core.schedule(self.now)
         assert plan is not None
         wide = sum(chunk.count for chunk in plan.chunks if chunk.request.id.startswith("wide") and chunk.count > 1)
@@ -101,7 +101,7 @@ def test_long_prompt_makes_steps_at_most_half_longer_and_is_completed(count, noi
         beside.append(timed.step())
     times = sorted(seconds for seconds, _ in beside)
     assert times[int(len(times) * 0.99)] <= 1.5 * alone * (1 + noise) + 16 * costs.token
-    # the allowed time is used, and only probes have no tokens of long prompts
+    # The allowed time is used. Only probes contain no tokens of long prompts.
     assert sum(tokens for _, tokens in beside) >= 31_000
     assert sum(times) / len(times) >= 1.25 * alone / (1 + noise)
     assert sum(1 for _, tokens in beside if not tokens) <= len(beside) // PROBE_EVERY + 2
@@ -156,7 +156,7 @@ def test_two_long_prompts_share_the_tokens_of_one_long_prompt():
 
 
 def test_pace_adapts_when_there_are_more_decodes():
-    """The time of a step that only decodes is measured again soon when there are many more decodes."""
+    """If there are many more decodes, the time of a step that only decodes is soon measured again."""
     timed = Timed(Costs(decode=0.002, attended=0.0), 8)
     timed.add("wide", range(10_000, 42_000))
     few = max(timed.step()[1] for _ in range(40))
@@ -181,7 +181,7 @@ def test_chunk_of_a_long_prompt_at_most_doubles_from_step_to_step():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_long_prompts_continue_when_all_decodes_are_preempted(drive, seed):
-    """Long prompts that were left out for decodes are planned when all decodes are preempted."""
+    """Long prompts were left out so that decodes stay fast. They are planned when all decodes are preempted."""
     draw = random.Random(seed)
     driver = drive(block_count=20, block_size=4, max_num_seqs=5, step_tokens_max=8)
     tokens_max = driver.core.scheduler.pace.tokens_max
@@ -199,9 +199,9 @@ def test_long_prompts_continue_when_all_decodes_are_preempted(drive, seed):
 
 
 def test_long_prompt_continues_when_all_other_requests_of_its_step_are_preempted(drive):
-    """The long prompt is left out, because an earlier prompt takes all tokens that the decodes allow.
+    """The long prompt is left out, because an earlier prompt uses all tokens that the decodes allow.
 
-    The earlier prompt then preempts the decode, still lacks blocks, and is preempted itself.
+    The earlier prompt then preempts the decode. It still lacks blocks, and is preempted, too.
     """
     driver = drive(block_count=11, block_size=4, step_tokens_max=16)
     allowed = 0
@@ -225,7 +225,9 @@ def test_long_prompt_continues_when_all_other_requests_of_its_step_are_preempted
 
 
 def test_overlapping_time_is_counted_once_and_dropped_steps_not_at_all():
-    """The time of a step begins when the previous step has returned. Dropped steps do not change the estimates."""
+    """The measured time of a step begins when the previous step has returned. Dropped steps do not change the
+    estimates.
+    """
     timed = Timed(Costs(), 32, overlap_steps=True)
     timed.add("wide", range(10_000, 42_000))
     core, times = timed.core, []

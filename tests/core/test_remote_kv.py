@@ -1,4 +1,4 @@
-"""Tests of KV from other engines: the KV arrives completely or in part, late, twice or never, and some requests do not
+"""Tests of KV from other engines. The KV arrives completely or partly, late, twice or never, and some requests do not
 wait for it.
 """
 
@@ -70,8 +70,8 @@ def test_a_request_runs_when_its_kv_has_arrived_and_computes_the_rest(check, scr
     ],
 )
 def test_wrong_connector_reports_are_counted(check, script, expect, faults):
-    """Scenario S08 of tests/README.md: tokens whose KV did not arrive are computed in this engine, and no output is
-    sampled from missing KV.
+    """Scenario S08 of tests/README.md: this engine computes tokens whose KV did not arrive. It never samples output
+    from missing KV.
     """
     assert check(script, expect, connected=True).faults == faults
 
@@ -99,7 +99,7 @@ def test_loading_request_owns_blocks_but_no_batch_slot(drive):
 
 def test_a_request_waits_while_the_maximum_of_loads_is_pending(drive):
     driver = drive(connected=True, max_num_seqs=1)
-    driver.add("p", range(100, 105))  # a part of b's prompt, which b finds in the cache
+    driver.add("p", range(100, 105))  # This is a part of b's prompt, which b finds in the cache.
     driver.run()
     driver.connector.calls.clear()
     driver.remote = {"a": 8, "b": 8}
@@ -123,7 +123,7 @@ def test_request_whose_load_failed_is_matched_again_against_the_prefix_cache(dri
     driver = drive(connected=True, block_count=12, step_tokens_max=64)
     driver.remote, driver.holds = {"a": 8}, {"q"}
     driver.add("a", range(31))
-    driver.add("q", range(16))  # the start of a's prompt, held from now on
+    driver.add("q", range(16))  # This is the start of a's prompt. From now on, its blocks are held.
     driver.step()
     assert driver.core.stats().blocks_held == 4
     driver.report(driver.connector.load_failed(RequestId("a")))
@@ -171,11 +171,11 @@ def test_loaded_blocks_are_found_by_the_next_request_with_the_prefix(drive):
     assert driver.finished["b"].cached_token_count == 8
 
 
-# --- leaving --------------------------------------------------------------------------------------------------------
+# --- aborts and timeouts --------------------------------------------------------------------------------------------
 
 
 def loading(drive, *, prefix: bool = False, **more):
-    """Let request `a` wait for the KV of 8 tokens. With `prefix`, its first 4 tokens are cached and it waits for the
+    """Let request `a` wait for the KV of 8 tokens. With `prefix`, its first 4 tokens are cached, and it waits for the
     tokens after them.
     """
     driver = drive(connected=True, **more)
@@ -265,9 +265,9 @@ def test_an_abort_before_the_load_began_notifies_the_connector(drive):
 
 @pytest.mark.parametrize("moment", ["in the queue", "while it loads", "after it has come"])
 def test_an_abort_in_the_decode_core_frees_the_blocks_of_the_prefill_core(drive, moment):
-    """Scenarios S07 and S10 of tests/README.md: two cores. The test passes messages between their connectors.
+    """Scenarios S07 and S10 of tests/README.md, with two cores. The test passes messages between their connectors.
 
-    The prefill core holds the blocks. The request ends in the decode core, and both connectors are notified at once.
+    The prefill core holds the blocks. When the request ends in the decode core, both connectors are notified at once.
     """
     prefills, decodes = drive(connected=True), drive(connected=True, max_num_seqs=1)
     prefills.holds = {"a"}
@@ -277,7 +277,7 @@ def test_an_abort_in_the_decode_core_frees_the_blocks_of_the_prefill_core(drive,
     assert prefills.core.stats().blocks_held == 3
     decodes.remote = {"a": 8}
     decodes.add("a", range(12), 5)
-    decodes.add("z", range(50, 54), 9)  # takes the only place in the batch
+    decodes.add("z", range(50, 54), 9)  # This request uses the only batch slot.
     if moment != "in the queue":
         decodes.step()
     if moment == "after it has come":
@@ -455,7 +455,7 @@ def test_value_that_is_not_a_report_is_counted_and_ignored(drive, report):
 
 
 def test_a_prompt_that_fits_thanks_to_held_hits_starts_when_nothing_else_runs(drive):
-    """The prompt did not fit when it was first checked, because there were no cache hits yet."""
+    """At the first check the prompt did not fit, because there were no cache hits yet."""
     driver = drive(connected=True, block_count=8, block_size=1)
     driver.holds = {"c"}
     driver.add("a", (9, 8, 7))

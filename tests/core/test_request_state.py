@@ -74,7 +74,7 @@ def test_order_is_priority_then_arrival():
 def test_phase_of_a_request_never_goes_back():
     live = live_request()
     assert live.phase is Phase.QUEUED
-    live.cached_token_count = 0  # the request has run
+    live.cached_token_count = 0  # The request has run.
     assert live.phase is Phase.PREFILL
     live.tokens.append(1)
     assert live.phase is Phase.DECODE

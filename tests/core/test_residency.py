@@ -1,4 +1,4 @@
-"""Tests of residency events: the prefix cache reports each change once, in order."""
+"""Tests of residency events. The prefix cache reports each change once, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK_SIZE = 2
 class Cache:
     """A prefix cache with a listener.
 
-    `events` has "+" or "-" for each change, and the tokens that the block's hash stands for.
+    `events` contains "+" or "-" for each change, and the tokens of the block that the hash belongs to.
     """
 
     def __init__(self, block_count: int, **options) -> None:
@@ -45,7 +45,8 @@ def test_publishing_and_evicting_a_block_are_reported():
     cache = Cache(4)
     cache.pool.release(cache.compute("aabbc"))
     assert cache.events == ["+aa", "+aabb"]
-    cache.pool.release(cache.compute("aabbdd"))  # hits are not reported again, nor is caching
+    # Cache hits are not reported again, and neither is a release that makes a block cached.
+    cache.pool.release(cache.compute("aabbdd"))
     assert cache.events[2:] == ["+aabbdd"]
     cache.compute("xxyyzzww")
     assert cache.events[3:] == ["-aabbdd", "-aabb", "-aa", "+xx", "+xxyy", "+xxyyzz", "+xxyyzzww"]

@@ -1,4 +1,4 @@
-"""Tests of resumed responses: known output is computed like a prompt, and counts as output in all other respects."""
+"""Tests of resumed responses. Known output is computed like a prompt, but counts as output everywhere else."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_request_that_does_not_fit_is_overtaken_overtakes_max_times(check, ove
     check("a:8>3 b:9 c:1 d:1 e:1", expect, block_count=4, max_num_seqs=2, overtakes_max=overtakes_max)
 
 
-def test_overtaking_within_one_step_is_limited_too(check):
+def test_overtaking_is_also_limited_within_one_step(check):
     expect = "a0-7* | a8* c0* d0* | a9* | a10* | b0-7 | b8* e0*"
     check("a:8>4 | b:9 c:1 d:1 e:1", expect, block_count=5, overtakes_max=2)
 
@@ -177,5 +177,5 @@ def test_equal_prefixes_are_computed_separately_without_prefix_caching(check):
     ],
 )
 def test_the_least_recently_used_prefix_is_evicted_from_its_end(check, script, expect):
-    # d's 9 tokens need a third block, which is evicted from the cache too
+    # The 9 tokens of d need a third block, which is also evicted from the cache.
     check(script, expect, block_count=4)

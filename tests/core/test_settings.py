@@ -1,4 +1,4 @@
-"""Tests of contradicting limits: the error says what to change."""
+"""Tests of limits that contradict each other. The error message says what to change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_contradicting_limits_are_refused(change, message):
         CoreSettings(**{**GOOD, **change})
 
 
-def test_with_a_window_a_context_may_be_longer_than_the_pool():
+def test_context_may_be_longer_than_the_pool_with_a_sliding_window():
     limits = CoreSettings(**{**GOOD, "context_tokens_max": 100_000, "window_tokens": 46})
     assert limits.blocks_held_max(100_000) == 4, "46 tokens of the window and 2 of the step"
     assert limits.blocks_held_max(33) == 3

@@ -1,7 +1,8 @@
 """Tests of layers that keep a state: which request owns which slot, when snapshots are written, and which requests
 start from a snapshot.
 
-The fake executor represents a state by the digest of all tokens that entered it, and checks it before each chunk.
+The fake executor represents a state by the digest of all tokens that it includes, and checks the digest before each
+chunk.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def test_state_slots_limit_the_running_requests(check):
 
 
 def test_the_least_recently_used_snapshot_is_evicted(check):
-    # c replaces b's snapshot, because a's was used later.
+    # c replaces the snapshot of b, because the snapshot of a was used later.
     check(
         "a:5 | b:5 | d:a5+1 | c:5 | e:a5+2 | f:b5+2",
         "a0-4* | b0-4* | d4-5* | c0-4* | e4-6* | f0-6*",
@@ -67,7 +68,7 @@ def test_the_least_recently_used_snapshot_is_evicted(check):
 
 
 def test_a_snapshot_that_is_read_is_not_evicted_in_the_same_step(check):
-    # b reads the only snapshot, so c writes none in the same step.
+    # b reads the only snapshot, so c cannot write a snapshot in the same step.
     driver = check("a:5 | b:a5+1 c:5", "a0-4* | b4-5* c0-4*", **{**SLOTS, "snapshot_slot_count": 1})
     assert in_use(driver) == (0, 1)
 

@@ -1,7 +1,8 @@
-"""Tests of the cost of a step and of an abort, counted in bytecodes and bytes, because a busy machine disturbs clocks.
+"""Tests of the cost of a step and of an abort. The cost is counted in bytecodes and bytes, because clocks are
+unreliable on a busy machine.
 
-Bytecodes show every loop in Python. The peak of newly allocated memory shows copies of the whole queue that C code
-makes, such as a list, a dict or a sorted list.
+Counting bytecodes detects every loop in Python. The peak of newly allocated memory detects copies of the whole queue
+that C code makes, such as a list, a dict or a sorted list.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SAMPLING = SamplingParams(temperature=0.0)
 
 
 def bytecodes(action: Callable[[], object]) -> int:
-    # Python 3.12 reports bytecodes once some traced frame has asked for them, so its first trace sees nothing.
+    # Python 3.12 reports bytecodes only after a traced frame has requested them, so the first trace would see nothing.
     _traced_bytecodes(lambda: None)
     return _traced_bytecodes(action)
 
@@ -60,7 +61,9 @@ def allocated_bytes(action: Callable[[], object]) -> int:
 
 
 class Crowd:
-    """`running` requests that decode, and `queued` requests that wait, a third of them in each of three priorities."""
+    """A core with many requests: `running` requests decode, and `queued` requests wait, equally divided over three
+    priorities.
+    """
 
     def __init__(self, *, running: int = 4, queued: int, prompt_count: int = 20) -> None:
         self.core = EngineCore(
@@ -80,7 +83,7 @@ class Crowd:
         return crowd
 
     def add(self, prompt_count: int, priority: int = 0, number: int | None = None) -> RequestId:
-        """Add a request. Requests with different numbers share no token."""
+        """Add a request. Requests with different numbers have no tokens in common."""
         if number is None:
             number = self.core.stats().running_count + self.core.stats().waiting_count
         request_id = RequestId(f"r{number}")
@@ -109,7 +112,7 @@ def check(action: Callable[[Crowd], object], **crowd: int) -> None:
     counts = []
     for queued in (FEW, MANY):
         first, second = Crowd(queued=queued, **crowd), Crowd(queued=queued, **crowd)
-        action(Crowd(queued=3, **crowd))  # warm up: one-time work of the process
+        action(Crowd(queued=3, **crowd))  # Warm up, because some work is done only once per process.
         counts.append((bytecodes(lambda first=first: action(first)), allocated_bytes(lambda s=second: action(s))))
     (few_codes, few_bytes), (many_codes, many_bytes) = counts
     assert few_codes > 20, "the trace saw nothing"
@@ -118,12 +121,12 @@ def check(action: Callable[[Crowd], object], **crowd: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_costs_the_same_however_long_the_queue_is():
+def test_cost_of_a_step_does_not_depend_on_the_queue_length():
     check(Crowd.step)
 
 
 @pytest.mark.slow
-def test_a_step_that_admits_costs_the_same_however_long_the_queue_is():
+def test_cost_of_a_step_that_admits_does_not_depend_on_the_queue_length():
     def step_after_a_seat_became_free(crowd: Crowd) -> None:
         crowd.core.abort([crowd.running[0]], now=0.0)
         crowd.step()
@@ -134,31 +137,31 @@ def test_a_step_that_admits_costs_the_same_however_long_the_queue_is():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 2, -3, -2, -1], ids=lambda place: f"at {place}")
-def test_an_abort_in_the_queue_costs_the_same_however_long_it_is(place):
+def test_cost_of_an_abort_in_the_queue_does_not_depend_on_the_queue_length(place):
     check(lambda crowd: crowd.core.abort([crowd.queued[place]], now=0.0))
 
 
 @pytest.mark.slow
-def test_an_abort_in_the_middle_of_the_queue_costs_the_same_however_long_it_is():
+def test_cost_of_an_abort_in_the_middle_of_the_queue_does_not_depend_on_its_length():
     check(lambda crowd: crowd.core.abort([crowd.queued[len(crowd.queued) // 2]], now=0.0))
 
 
 @pytest.mark.slow
-def test_an_abort_of_a_running_request_costs_the_same_however_long_the_queue_is():
+def test_cost_of_aborting_a_running_request_does_not_depend_on_the_queue_length():
     check(lambda crowd: crowd.core.abort([crowd.running[1]], now=0.0))
 
 
 @pytest.mark.slow
-def test_an_arrival_costs_the_same_however_long_the_queue_is():
+def test_cost_of_an_arrival_does_not_depend_on_the_queue_length():
     check(lambda crowd: crowd.add(20))
 
 
 @pytest.mark.slow
-def test_stats_cost_the_same_however_long_the_queue_is():
+def test_cost_of_stats_does_not_depend_on_the_queue_length():
     check(lambda crowd: [crowd.core.stats() for _ in range(3)])
 
 
-def test_the_cost_of_an_abort_grows_with_its_own_blocks_only():
+def test_cost_of_an_abort_grows_only_with_the_blocks_of_its_request():
     few = Crowd(running=2, queued=3, prompt_count=16)
     many = Crowd(running=2, queued=3, prompt_count=16 * 100)
     crowded = Crowd(running=64, queued=3, prompt_count=16)
@@ -177,7 +180,7 @@ def test_a_step_costs_in_proportion_to_what_it_computes():
 
 
 def schedule_codes_beside_a_long_prompt(waiting: bool) -> int:
-    """Count the bytecodes of a step in the middle of a long prompt that takes the whole budget."""
+    """Count the bytecodes of a step in the middle of a long prompt that uses the whole token budget."""
     crowd = Crowd.around(EngineCore(CoreSettings(block_count=4096, context_tokens_max=60_000, step_tokens_max=64)))
     crowd.add(50_000)
     if waiting:
@@ -201,7 +204,7 @@ def test_a_first_waiting_request_that_does_not_fit_is_not_matched_in_every_step(
     assert crowd.core.stats().blocks_cached == cached_count // settings.block_size
     crowd.add(16 * 400, number=2)
     crowd.step()
-    crowd.add(12_000, number=1)  # it has hits, but the rest does not fit
+    crowd.add(12_000, number=1)  # The prompt has cache hits, but there are too few blocks for its other tokens.
     crowd.step()
     assert crowd.core.stats().waiting_count == 1
     assert bytecodes(crowd.step) < 2_000

@@ -1,4 +1,4 @@
-"""Tests of two steps in flight without common requests: their content, and aborts."""
+"""Tests of two steps in flight that have no common requests: their content, and aborts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trioserve.testing.invariants import check_core, check_idle
 
 @pytest.fixture
 def driver(drive):
-    """driver(**settings) -> a driver whose core plans steps apart."""
+    """Return a driver whose core plans steps apart: driver(**settings)."""
     return lambda **settings: drive(
         overlap_steps=True, steps_apart=True, **{"step_tokens_max": 64, "max_num_seqs": 8, **settings}
     )
@@ -24,7 +24,7 @@ def names(plan: StepPlan | None) -> str:
 
 
 def begun(driver, *requests: str, output: int = 9) -> EngineCore:
-    """Let these requests run with computed prompts, and no step in flight."""
+    """Start requests with computed prompts, so that they run and no step is in flight."""
     for name in requests:
         driver.add(name, tuple(range(3)), output)
     driver.step()
@@ -62,7 +62,7 @@ def test_a_single_request_is_in_one_step_at_a_time(driver):
     made.run()
 
 
-def test_left_out_requests_are_in_the_next_step(driver):
+def test_requests_left_out_of_a_step_are_in_the_next_step(driver):
     made = driver()
     core = begun(made, "a", "b", "c", "d")
     first = core.schedule(0.0)
@@ -115,7 +115,7 @@ def test_an_abort_ends_requests_outside_of_steps_at_once(driver):
     check_idle(core)
 
 
-def test_no_preemption_until_both_steps_are_back(driver):
+def test_no_request_is_preempted_until_both_steps_have_returned(driver):
     made = driver(block_count=5, block_size=4, enable_prefix_caching=False, context_tokens_max=16)
     core = begun(made, "a", "b", output=9)
     preempted = []

@@ -12,7 +12,7 @@ from trioserve.core.live_request import LiveRequest
 
 
 def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max: int, tokens_min: int) -> None:
-    """Check one output. The prompt is (7, 8), so stop tokens may be in the prompt too."""
+    """Check the finish reason of one output. The prompt is (7, 8), so the prompt may also contain stop tokens."""
     request = EngineRequest(
         id=RequestId("a"),
         prompt_token_ids=(7, 8),
@@ -37,8 +37,8 @@ def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max:
         ([1, 7], {7, 9}, 0, "stop"),
         ([1, 9], {7, 9}, 0, "stop"),
         ([1], {7, 8}, 0, None),
-        ([1, 2, 7], {7}, 0, "stop"),  # both conditions apply: the stop token is the reason
-        # min_tokens 2: the third token may end the request, the second token may not
+        ([1, 2, 7], {7}, 0, "stop"),  # Both conditions apply. The stop token is reported as the reason.
+        # With min_tokens 2, the third token may end the request, but the second token may not.
         ([7], {7}, 2, None),
         ([1, 7], {7}, 2, None),
         ([1, 2, 7], {7}, 2, "stop"),
@@ -48,5 +48,5 @@ def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max:
         ([1, 2, 7], {7}, 99, "length"),
     ],
 )
-def test_a_stop_token_or_the_last_allowed_one_ends_a_request(output, stops, tokens_min, expect):
+def test_stop_token_or_last_allowed_token_ends_a_request(output, stops, tokens_min, expect):
     check(output, expect, stops=stops, tokens_max=3, tokens_min=tokens_min)

@@ -27,7 +27,7 @@ def live_request(name: str, priority: int, arrival_index: int) -> LiveRequest:
 
 
 def check(words: str, expect: str) -> None:
-    """Apply the words, and expect a queue. "a0" joins with priority 0, "-a" leaves, "+a" is put back."""
+    """Apply the words and compare the queue. "a0" joins with priority 0, "-a" leaves, and "+a" is put back."""
     queue = WaitingQueue()
     known: dict[str, LiveRequest] = {}
     for word in words.split():

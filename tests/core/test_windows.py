@@ -1,7 +1,7 @@
-"""Tests of sliding windows: blocks that no window reaches are freed while the request runs, exactly once and not too
+"""Tests of sliding windows. Blocks that no window reaches are freed while the request runs, exactly once and not too
 early.
 
-Prompts are also found in the prefix cache without their first blocks.
+The prefix cache also finds prompts whose first blocks were evicted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Engine:
 
 
 def test_a_long_request_owns_blocks_of_its_window_and_one_step():
-    engine = Engine(block_count=6)  # 24 tokens: 10 of the window and 8 of a step, starting anywhere in a block
+    # The maximum is 24 tokens: 10 of the window and 8 of a step, starting anywhere in a block.
+    engine = Engine(block_count=6)
     engine.add("a", list(range(150)), count=100)
     counts = []
     while (plan := engine.core.schedule(0.0)) is not None:
@@ -101,7 +102,7 @@ def test_a_block_is_freed_when_the_window_leaves_it():
     while (plan := engine.core.schedule(0.0)) is not None:
         engine.compute(plan)
         gone[table_of.computed_count] = table_of.absent_block_count
-    # The last of 14 computed tokens attends to positions 4 to 13.
+    # The last of 14 computed tokens attends to the positions 4 to 13.
     assert (gone[13], gone[14], gone[17], gone[18], gone[22]) == (0, 1, 1, 2, 3)
 
 
@@ -184,7 +185,9 @@ def test_a_partial_load_is_rejected_if_the_window_reaches_further_back():
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_aborts_in_every_phase_leave_no_block_in_use(overlap: bool, caching: bool):
-    """Phases: waiting, prompt chunk in flight, between two steps, decode with one or two steps in flight."""
+    """The phases are: waiting, prompt chunk in flight, between two steps, and decode with one or two steps in
+    flight.
+    """
     rng = random.Random(2 * overlap + caching)
     engine = Engine(block_count=14, overlap_steps=overlap, enable_prefix_caching=caching)
     core, plans, phases = engine.core, [], set()
@@ -225,7 +228,7 @@ def own_tokens_only(parent: BlockHash, token_ids: tuple[int, ...]) -> BlockHash:
 
 
 class Windowed:
-    """A cache of prompts in blocks of two tokens with a sliding window. The content of every block is known."""
+    """A prefix cache with blocks of two tokens and a sliding window. The content of every block is known."""
 
     def __init__(self, block_count: int, window: int, hash_function: Callable[..., BlockHash], names_max: int = 100):
         self.first_block_read = lambda position: max(0, position - window + 1) // 2
@@ -249,8 +252,8 @@ class Windowed:
         return chain, blocks
 
     def compute(self, tokens: tuple[int, ...]) -> int:
-        """Compute tokens block by block, and free the blocks that the window has passed, at the end all blocks. Returns
-        how many blocks were cache hits.
+        """Compute tokens block by block. Free the blocks that the window has passed, and finally all blocks. Return how
+        many blocks were cache hits.
         """
         chain, blocks = self.match(tokens)
         hit_count = len(blocks)
@@ -283,7 +286,8 @@ def test_an_evicted_block_that_is_computed_again_keeps_its_identity():
     cache = Windowed(8, 5, hash_block)
     prompt = tuple(range(40))
     cache.compute(prompt)
-    cache.compute(tuple(range(6)))  # evicts the least recently used blocks, and publishes the first ones again
+    # This call evicts the least recently used blocks, and publishes the first blocks again.
+    cache.compute(tuple(range(6)))
     assert len(cache.match((*prompt, 1))[1]) == 20
 
 

@@ -1,4 +1,6 @@
-"""LoRA adapters of an engine: each request has a lease, and releases it in every way of leaving."""
+"""Tests of LoRA adapters in an engine. Each request has a lease on its adapter, and releases it however the request
+ends.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,7 @@ async def test_unload_deadline_applies_after_its_caller_has_left(autojump_clock:
                 await engine.unload_adapter("a", seconds=5.0)
             with trio.fail_after(10):
                 assert [delta async for delta in stream][-1].finish_reason is FinishReason.ABORT
-        await trio.sleep(2)  # the step in flight used the adapter until now
+        await trio.sleep(2)  # The step in flight used the adapter until now.
         assert in_memory(engine) == {2}
 
 

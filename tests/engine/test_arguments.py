@@ -1,4 +1,4 @@
-"""Wrong arguments are refused by name, and do not affect the engine or other requests."""
+"""Tests that wrong arguments are refused by name, and do not affect the engine or other requests."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ async def response_of(fake: FakeEngine, prompt: object = "a prompt", **arguments
         ({"kv_transfer": KVTransferParams(remote_block_ids=object())}, "kv_transfer", r"remote_block_ids"),
     ],
 )
-async def test_a_wrong_argument_is_refused_by_name_and_holds_nothing(arguments, param, words, autojump_clock):
+async def test_wrong_argument_is_refused_by_name_without_using_a_slot(arguments, param, words, autojump_clock):
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         expected = await response_of(fake)
-        for _ in range(2):  # the only place is free again
+        for _ in range(2):  # The only slot is free again.
             with pytest.raises(InvalidRequest, match=words) as raised:
                 async with fake.generate(**{"prompt": "a prompt", **arguments}):
                     pass
@@ -88,12 +88,12 @@ async def test_token_ids_may_be_integers_of_any_library(autojump_clock):
             assert await response_of(fake, prompt, priority=np.int64(1)) == expected
 
 
-async def test_error_while_a_request_enters_releases_its_place(autojump_clock, monkeypatch):
+async def test_error_while_a_request_enters_frees_its_queue_position(autojump_clock, monkeypatch):
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         for file, name in (
             (request_preparation, "ChoiceOutput"),
             (engine_lifecycle, "functools"),
-        ):  # used while the choices are made and the alarms are set
+        ):  # The engine calls this while it creates the choices and sets the alarms.
             monkeypatch.setattr(file, name, None)
             with pytest.raises((TypeError, AttributeError)):
                 await response_of(fake, deadlines=Deadlines(timeout=5))
@@ -151,7 +151,7 @@ async def test_stream_of_a_refused_request_has_ended(autojump_clock):
 
 @pytest.mark.parametrize("value", ["5", math.nan, math.inf, 10**400, True, [1.0], 0])
 @pytest.mark.parametrize("name", ["queue_timeout", "ttft_timeout", "timeout"])
-def test_deadlines_are_seconds(name, value):
+def test_deadlines_are_given_in_seconds(name, value):
     with pytest.raises(InvalidRequest) as raised:
         Deadlines(**{name: value})
     assert raised.value.param == name

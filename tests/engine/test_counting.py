@@ -1,4 +1,4 @@
-"""Each request, token and abort is counted once, in every history of a request."""
+"""Tests that each request, token and abort is counted once, whatever happens to the request."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ async def test_abort_and_later_leaving_count_as_one_abort(autojump_clock):
         await trio.testing.wait_all_tasks_blocked()
         assert count(fake, "aborts_total") == count(fake, "aborts_total", "prefill") == 1
         assert count(fake, "cancel_to_free_seconds_count") == 1
-        # From the abort, not from the moment of leaving.
+        # The time is counted from the abort, not from the moment at which the reader leaves.
         assert count(fake, "cancel_to_free_seconds_sum") == pytest.approx(6.0)
         assert count(fake, "request_success_total") == count(fake, "request_success_total", "abort") == 1
         assert count(fake, "generation_tokens_total") == 0
         assert count(fake, "e2e_request_latency_seconds_count") == 0
         assert fake._delivery._cancelled == {}
-        assert count(fake, "cancel_to_free_steps_sum") == 1  # after the step in flight
+        assert count(fake, "cancel_to_free_steps_sum") == 1  # Wait until the step in flight has ended.
 
 
 async def test_abort_between_steps_frees_blocks_after_zero_steps(autojump_clock):
@@ -92,7 +92,7 @@ async def test_abort_between_steps_frees_blocks_after_zero_steps(autojump_clock)
             fake.abort(["mine"])
             assert count(fake, "cancel_to_free_steps_count", "queued") == 1
             assert count(fake, "cancel_to_free_steps_sum", "queued") == 0
-            assert count(fake, "live_requests") == 2  # the reader has not left
+            assert count(fake, "live_requests") == 2  # The reader has not left its stream yet.
             fake.steps.release()
         assert count(fake, "live_requests") == 0
 
@@ -106,7 +106,7 @@ async def test_every_task_of_the_program_is_counted(autojump_clock):
         check_idle(fake.core)
 
 
-async def test_of_several_choices_only_those_that_still_run_are_aborted(autojump_clock):
+async def test_abort_counts_only_the_choices_that_still_run(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate("prompt", SamplingParams(n=3, max_tokens=20), request_id="mine") as stream:
             fake.executor.errors[stream._request.choices[1].sequence_id] = "bad luck"
@@ -212,7 +212,7 @@ def test_retry_delay_follows_from_the_rate_of_ended_requests():
     for _ in range(64):
         rate.note(120.0)
     assert rate.seconds_for(1, 120.0) == 1.0
-    assert rate.seconds_for(64, 184.0) == 60.0  # only the last 64 ends count, and all of them were 64 s ago
+    assert rate.seconds_for(64, 184.0) == 60.0  # Only the last 64 ends count, and all of them were 64 s ago.
     assert rate.seconds_for(32, 184.0) == pytest.approx(32.0)
 
 
@@ -224,7 +224,7 @@ async def test_idle_time_does_not_raise_the_retry_delay(autojump_clock):
         async with fake.generate("a"):
             with pytest.raises(Overloaded) as refused:
                 await ask(fake, "b", max_tokens=2)
-    assert refused.value.retry_after_seconds == 1.0  # the smallest delay
+    assert refused.value.retry_after_seconds == 1.0  # This is the smallest delay.
 
 
 async def test_new_engine_is_awake(autojump_clock):

@@ -1,4 +1,4 @@
-"""Each deadline ends its request on time, with its own reason, whether or not the reader reads."""
+"""Tests that each deadline ends its request on time and with its own reason, even if nothing reads the stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of an engine: closed by its owner, drained, or broken."""
+"""Tests of the end of an engine: its owner closes it, it is drained, or it breaks."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ async def test_fault_reaches_a_queued_request_that_resumes_an_ended_response(aut
                 except EngineFault:
                     faults.append(prompt)
 
-            for _ in range(12):  # enough requests that the next one gets no lease
+            for _ in range(12):  # There are so many requests that the next one gets no lease.
                 nursery.start_soon(read, "other", SamplingParams(max_tokens=100))
             await trio.sleep(0.02)
-            fake.on_fault = partial(trio.sleep, 0.1)  # time for the readers
+            fake.on_fault = partial(trio.sleep, 0.1)  # Give the readers time to run.
             nursery.start_soon(read, "resumed", SamplingParams(n=2, max_tokens=2), resume)
             await trio.sleep(0.02)
             fake.steps.fault = RuntimeError("broken")

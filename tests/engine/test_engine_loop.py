@@ -1,4 +1,4 @@
-"""The step loop sleeps until there is work, and wakes up for deadlines."""
+"""Tests that the step loop sleeps until there is work, and wakes up for deadlines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A = RequestId("a")
 
 
 class Stage:
-    """A loop over a core whose connector loads 8 tokens of every prompt, and holds the requests in `holds`."""
+    """A step loop around a core whose connector loads 8 tokens of every prompt, and holds the requests in `holds`."""
 
     def __init__(self, **settings: object) -> None:
         executor = FakeExecutor(block_count=16, block_size=4)
@@ -58,7 +58,7 @@ class Stage:
         self.loop.wake()
 
     def report(self, event: TransferEvent) -> None:
-        """Report an event of the connector. It may come at any time, also during a step."""
+        """Report an event of the connector. Tests may call this at any time, even during a step."""
         self.on_ended(self.core.on_transfer(event, trio.current_time()))
         self.loop.wake()
 
@@ -76,7 +76,7 @@ class Stage:
 
 @asynccontextmanager
 async def running(stage: Stage) -> AsyncIterator[float]:
-    """Run the loop, and give the time at which it began."""
+    """Run the loop, and yield the time at which it began."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stage.loop.run)
         await trio.testing.wait_all_tasks_blocked()
@@ -144,11 +144,12 @@ async def test_unreleased_hold_ends_at_its_deadline_in_an_idle_engine(autojump_c
 
 
 class IdleStage(Stage):
-    """A loop with three pieces of idle work. The test decides when each of them ends."""
+    """A step loop with three calls of `when_idle`. The test decides when each call ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # no KV is loaded
+        # The connector loads no KV.
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))
         self.began = 0
         self.may_end = trio.Semaphore(0)
         self.loop = EngineLoop(self.core, self.steps, self, when_idle=self.do)
@@ -167,11 +168,11 @@ async def test_idle_work_runs_one_by_one_and_never_during_a_step(autojump_clock)
         stage.steps.hold()
         stage.add(prompt_count=4, output_tokens=2)
         await trio.testing.wait_all_tasks_blocked()
-        assert not stage.steps.is_held  # the running idle work ends first
+        assert not stage.steps.is_held  # The running call of `when_idle` ends first.
         stage.may_end.release()
         await trio.testing.wait_all_tasks_blocked()
         assert stage.steps.is_held
-        assert stage.began == 1  # a step comes before the next piece of idle work
+        assert stage.began == 1  # The step runs before the next call of `when_idle`.
         stage.steps.release()
         await trio.testing.wait_all_tasks_blocked()
         assert stage.steps.step_count == 2
@@ -179,7 +180,7 @@ async def test_idle_work_runs_one_by_one_and_never_during_a_step(autojump_clock)
         for _ in range(3):
             stage.may_end.release()
         await trio.testing.wait_all_tasks_blocked()
-        assert stage.began == 3  # the third call reported that no idle work is left
+        assert stage.began == 3  # The third call has returned False, so it is not called again.
         stage.add(prompt_count=4)
         await trio.testing.wait_all_tasks_blocked()
         assert stage.began == 3
@@ -201,11 +202,12 @@ async def test_cancelled_loop_waits_for_idle_work(autojump_clock):
 
 
 class WrittenStage(Stage):
-    """A loop whose events pass through two tasks, a reader and a flusher, before they are written."""
+    """A step loop whose events pass through two tasks before they are written: a reader and a flusher."""
 
     def __init__(self, *, readers_first: bool) -> None:
         super().__init__()
-        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))  # no KV is loaded
+        # The connector loads no KV.
+        self.core = EngineCore(CoreSettings(block_count=16, block_size=4, context_tokens_max=64))
         self.written_before_steps: list[int] = []
         self.written = 0
         self.to_reader, self.reader = trio.open_memory_channel[None](16)

@@ -1,4 +1,6 @@
-"""Requests that are given away: the last delta follows the delivered tokens, and the KV is held and released once."""
+"""Tests of requests that are handed over to another engine. The last delta follows all delivered tokens, and the KV is
+held and released once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def handed_over(fake: FakeEngine, request_id: str = "r") -> HandOverOutcome:
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
-async def test_blocks_of_a_request_given_away_outlive_its_scope_and_are_released_once(autojump_clock, in_step, options):
+async def test_blocks_of_a_handed_over_request_outlive_its_scope_until_released_once(autojump_clock, in_step, options):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045 if in_step else 0.04)
@@ -67,7 +69,7 @@ async def test_hold_ends_at_its_timeout_if_no_engine_reads_the_blocks(autojump_c
         fake.assert_all_free()
 
 
-async def test_the_hold_of_a_given_request_can_be_aborted_by_its_id(autojump_clock):
+async def test_abort_by_id_ends_the_hold_of_a_handed_over_request(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
@@ -124,7 +126,7 @@ async def test_hold_ends_if_the_reader_leaves_before_the_last_delta(autojump_clo
         fake.assert_all_free()
 
 
-async def test_requests_that_cannot_be_resumed_are_not_given_away(autojump_clock):
+async def test_requests_that_cannot_be_resumed_are_not_handed_over(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
         assert handed_over(fake) is HandOverOutcome.UNKNOWN
         async with fake.generate(PROMPT, LONG, request_id="r", owner="mine"):
@@ -137,7 +139,7 @@ async def test_requests_that_cannot_be_resumed_are_not_given_away(autojump_clock
         fake.assert_all_free()
 
 
-async def test_request_is_given_away_without_kv_if_the_engine_breaks(autojump_clock):
+async def test_request_is_handed_over_without_kv_if_the_engine_breaks(autojump_clock):
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=3)
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, engine_restarts=1) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
@@ -157,7 +159,7 @@ async def groups_of(server: Any, body: dict[str, object]) -> tuple[int, dict[str
     return response.status, response.headers, (await response.read()).decode().split("\n\n")
 
 
-async def test_request_with_several_prompts_is_given_away_without_kv(autojump_clock):
+async def test_request_with_several_prompts_is_handed_over_without_kv(autojump_clock):
     body = {"prompt": [PROMPT, "another one of some blocks"], "max_tokens": 60, "stream": True, "seed": 1}
     async with open_memory_server(connector=ScriptedConnector, step_seconds=0.01, block_count=200) as server:
         asked = {"x-request-id": "r", "x-trioserve-resumable": "1"}
@@ -207,8 +209,8 @@ async def test_http_stream_ends_with_a_group_that_reports_the_hand_over(autojump
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
-async def test_abort_all_gives_resumable_requests_away(autojump_clock, in_step, options):
-    """abort_all is called twice, as by a server with a router of its own. The second call changes nothing."""
+async def test_abort_all_hands_over_resumable_requests(autojump_clock, in_step, options):
+    """abort_all is called twice, as by a server that has its own router. The second call has no effect."""
     async with (
         open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake,
         fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream,
@@ -253,7 +255,9 @@ async def test_closed_engine_holds_no_blocks(autojump_clock):
 
 @pytest.mark.parametrize("options", [{}, {"connector": ScriptedConnector, "step_timeout": 0.5}], ids=["alone", "hung"])
 async def test_abort_all_aborts_requests_without_a_connector_or_in_a_hanging_step(autojump_clock, options):
-    """Without a connector, a hand-over has no advantage. In a hanging step, it would not be reported in time."""
+    """Without a connector, a hand-over has no advantage over an abort. During a hanging step, it would be reported too
+    late.
+    """
     async with (
         open_fake_engine(step_seconds=0.01, **options) as fake,
         fake.generate(PROMPT, LONG, resumable=True) as stream,

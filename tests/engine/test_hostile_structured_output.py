@@ -1,5 +1,5 @@
-"""Hostile grammars beside normal requests: each is refused or ends, the others get their tokens, and all memory is
-freed.
+"""Tests of hostile grammars beside normal requests. Each hostile request is refused or ends, the normal requests get
+their tokens, and all memory is freed.
 """
 
 from __future__ import annotations

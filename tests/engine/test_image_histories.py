@@ -1,6 +1,6 @@
-"""Histories from seeds: requests with images come, leave and wait for image memory.
+"""Random histories of chat requests with images, which arrive, leave and wait for image memory.
 
-Afterwards everything is free, and each remaining request has the response that it would have alone.
+At the end, all resources are free. Each request that did not leave has the same response as if it had run alone.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: py
         monkeypatch.setattr(EncoderOutputs, "values", _anybodys)
     with pytest.raises((AssertionError, ExceptionGroup)) as found:
         for seed in range(30):
-            await play(seed, expected, rooms=(40,))  # enough memory that no request waits for ever
-            if bug == "released early":  # counts the embeddings that running requests use
+            await play(seed, expected, rooms=(40,))  # There is enough memory, so that no request waits for ever.
+            if bug == "released early":  # Count the embeddings that running requests use.
                 paused = open_fake_engine(image_limits=ImageLimits(), paused=True, **OPTIONS)
                 async with paused as fake, fake.generate(chat((0,)), TEN):
                     assert fake.image_outputs.claimed_bytes
@@ -131,6 +131,6 @@ async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: py
 
 
 def _anybodys(outputs: EncoderOutputs, name: bytes) -> object:
-    """Return the embeddings of any image: a planted bug."""
+    """Return the embeddings of any image, as a planted bug."""
     found = [output.values for output in outputs._outputs.values() if output.values is not None]
     return found[0] if found else None

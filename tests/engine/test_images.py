@@ -1,5 +1,5 @@
-"""Images of chats: their tokens and blocks in the core, the owner of their embeddings, and that leaving frees
-everything.
+"""Tests of images in chats: their tokens and blocks in the core, the ownership of their embeddings, and cancelled
+requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trioserve.testing.fake_engine import FakeEngine, InjectedFault, open_fake_e
 from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.testing.invariants import check_core
 
-IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # a square image
+IMAGE_BYTES = 5 * FAKE_IMAGES.tile_bytes  # This is a square image.
 TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
 SIXTY = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -78,20 +78,20 @@ async def test_image_changes_the_response_and_its_tokens_are_counted() -> None:
         assert await fake.encode(chat(png(1))) == await fake.encode(chat(png()))
 
 
-async def test_equal_images_share_blocks_and_different_ones_share_those_before_them() -> None:
+async def test_equal_images_share_blocks_and_different_images_share_only_earlier_blocks() -> None:
     async with seeing(block_size=4) as fake:
         before = "The same beginning, sixty characters long or even some more."
         assert await cached(fake, chat(png(0), before=before)) == 0
         whole = len(await fake.encode(chat(png(0), before=before)))
         assert await cached(fake, chat(png(0), before=before)) == (whole - 1) // 4 * 4
         common = await cached(fake, chat(png(1), before=before))
-        # Shared up to the block with the first row of the image, and no further.
+        # The requests share blocks only up to the block with the first row of the image.
         token_ids = await fake.encode(chat(png(1), before=before))
         assert common == token_ids.index(FAKE_IMAGES.image_token_id) // 4 * 4
         check_core(fake.core)
 
 
-async def test_prompts_come_in_chunks_that_cut_through_an_image() -> None:
+async def test_prompt_is_computed_in_chunks_that_divide_an_image() -> None:
     async with seeing() as fake:
         expected = await said(fake, chat(png(3), png(4)))
     async with seeing(max_num_batched_tokens=8, max_num_seqs=4) as fake:
@@ -110,7 +110,7 @@ async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
         async def ask(colour: int) -> None:
             texts[colour] = await said(fake, chat(png(colour)), SIXTY)
 
-        fake.pause()  # until all requests have arrived, however long decoding takes
+        fake.pause()  # Wait until all requests have arrived, because decoding may take long.
         async with trio.open_nursery() as nursery:
             for colour in range(3):
                 nursery.start_soon(ask, colour)
@@ -376,7 +376,7 @@ async def test_images_count_toward_the_context() -> None:
         assert fake.image_encoder.tile_count == 0
 
 
-async def test_images_are_not_cut_and_not_pooled() -> None:
+async def test_prompts_with_images_are_neither_truncated_nor_pooled() -> None:
     async with seeing() as fake:
         with pytest.raises(InvalidRequest, match="cannot be truncated"):
             await said(fake, chat(png()), cut=Cut(20))
@@ -400,7 +400,7 @@ async def test_response_resumes_only_with_the_same_image() -> None:
                 pass
 
 
-async def test_several_choices_have_one_claim() -> None:
+async def test_several_choices_share_one_claim_on_image_memory() -> None:
     async with seeing() as fake:
         async with fake.generate(chat(png()), SamplingParams(max_tokens=5, n=3, temperature=1.0)) as stream:
             async for delta in stream:

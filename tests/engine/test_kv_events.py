@@ -1,4 +1,4 @@
-"""A subscriber of cache events knows the content of the cache, however slow it reads."""
+"""Tests that a subscriber of cache events learns the content of the cache, even if it reads slowly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 2
 
 
 class Cache:
-    """A prefix cache, and the record of its changes."""
+    """A prefix cache, together with the record of its changes."""
 
     def __init__(self, *, block_count: int = 4, events_max: int = 100) -> None:
         self.pool = BlockPool(block_count)
@@ -29,7 +29,7 @@ class Cache:
         self.events = KvEvents(self.cache, model="m", block_size=BLOCK_SIZE, events_max=events_max)
 
     def compute(self, *tokens: int) -> None:
-        """Compute a prompt, and release it at once, so that its blocks stay cached until others need them."""
+        """Compute a prompt and release its blocks at once. The blocks stay cached until others need the space."""
         chain = PrefixChain(None)
         hits = self.cache.match(chain, tokens)
         self.pool.share(hits)
@@ -42,7 +42,9 @@ class Cache:
 
 
 class Follower:
-    """A subscriber that applies events as documented. `resident` is None until a snapshot is complete."""
+    """A subscriber that applies events as the documentation describes. `resident` is None until a snapshot is
+    complete.
+    """
 
     def __init__(self, reader: KvReader) -> None:
         self.reader = reader
@@ -52,7 +54,7 @@ class Follower:
         self._sequence = 0
 
     def read(self, count: int = 10_000) -> None:
-        """Read at most so many events."""
+        """Read at most this number of events."""
         for _ in range(count):
             event = self.reader.next_nowait()
             if event is None:
@@ -104,8 +106,8 @@ def test_subscriber_gets_a_snapshot_and_then_each_change_in_order():
 @given(
     moves=st.lists(
         st.one_of(
-            st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple),  # a prompt to compute
-            st.integers(1, 3),  # the number of events to read
+            st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple),  # The test then computes this prompt.
+            st.integers(1, 3),  # The test then reads this number of events.
         ),
         max_size=60,
     ),

@@ -1,5 +1,5 @@
-"""An engine with a connector: options of callers reach it, its reports reach callers, and it runs as long as the
-engine.
+"""Tests of an engine with a connector. The connector gets the callers' options, callers get its reports, and it runs as
+long as the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def test_last_delta_says_how_to_read_the_held_blocks(autojump_clock):
             assert last.kv_transfer.do_remote_prefill
             assert last.kv_transfer.remote_request_id in fake.connector.sends
             assert stream.is_held
-        # The stream was left, so no engine will read the blocks.
+        # The stream was left, so no other engine will read the blocks.
         assert fake.connector.calls["request_aborted_after_finish"] == 1
         fake.connector.release_all()
         await wait_all_tasks_blocked()
@@ -78,7 +78,9 @@ async def test_blocks_of_every_complete_response_are_held(sampling, response, pa
 
 
 async def test_overlapping_steps_leave_no_unreported_hold(autojump_clock):
-    """An end that was not foreseen is delivered before the blocks can be held. The hold that follows is ended."""
+    """If an end is not foreseen, it is delivered before the blocks can be held. The hold that begins afterwards is
+    ended at once.
+    """
     async with engine_with_connector(overlap_steps=True, response="Hello", step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=8, stop=("ll",)), kv_transfer=HOLD) as stream:
             last = [delta async for delta in stream][-1]
@@ -115,7 +117,7 @@ async def test_wait_until_released_inside_the_scope(autojump_clock):
             nursery.start_soon(release)
             await stream.wait_until_released()
             assert trio.current_time() == pytest.approx(3)
-            await stream.wait_until_released()  # returns at once from now on
+            await stream.wait_until_released()  # From now on, the call returns at once.
         assert fake.connector.calls["request_aborted_after_finish"] == 0
 
 
@@ -160,7 +162,7 @@ async def test_held_request_uses_no_slot_and_no_lease(autojump_clock):
 
 
 async def test_response_above_the_held_share_has_no_kv_transfer(autojump_clock):
-    async with engine_with_connector(block_count=64, kv_held_share=0.2) as fake:  # a prompt has 6 blocks
+    async with engine_with_connector(block_count=64, kv_held_share=0.2) as fake:  # A prompt has 6 blocks.
         async with trio.open_nursery() as nursery:
             lasts = []
             for _ in range(3):
@@ -176,7 +178,7 @@ async def test_response_above_the_held_share_has_no_kv_transfer(autojump_clock):
 
 
 async def _hold_until_cancelled(fake: FakeEngine, lasts: list[Delta]) -> None:
-    # Each request has its own prompt, so that no block is shared.
+    # Each request has its own prompt, so that the requests share no block.
     async with fake.generate(f"{len(lasts)}{PROMPT}", ONE, kv_transfer=HOLD) as stream:
         lasts.extend([delta async for delta in stream][-1:])
         await trio.sleep_forever()
@@ -191,7 +193,7 @@ async def test_loaded_kv_gives_an_equal_response(autojump_clock):
             assert fake.stats().remote_kv_count == 1
             fake.connector.load_all()
             assert "".join([delta.text async for delta in stream]) == "".join(delta.text for delta in computed)
-        assert fake.stats().loaded_tokens_total == len(PROMPT) - 1  # the last token is always computed here
+        assert fake.stats().loaded_tokens_total == len(PROMPT) - 1  # The last token is always computed in this engine.
         fake.assert_all_free()
         fake.connector.check()
 
@@ -240,7 +242,7 @@ async def test_request_with_several_choices_cannot_be_held(autojump_clock):
 
 
 async def test_connector_report_during_start_load_wakes_the_loop(autojump_clock):
-    """The connector finishes a load before start_load returns, and reports it at once."""
+    """The connector finishes a load and reports it before start_load has returned."""
 
     class Eager(ScriptedConnector):
         def start_load(self, request, block_table, computed_count, token_count):
@@ -253,7 +255,7 @@ async def test_connector_report_during_start_load_wakes_the_loop(autojump_clock)
         assert fake.stats().loaded_tokens_total > 0
 
 
-async def test_a_connector_that_breaks_is_a_fault_of_the_engine(autojump_clock):
+async def test_broken_connector_breaks_the_engine(autojump_clock):
     with pytest.raises(EngineFault, match="the connector failed: OSError: the network is gone"):
         async with engine_with_connector(step_seconds=0.1) as fake, fake.generate(PROMPT) as stream:
             await anext(stream)
@@ -278,7 +280,7 @@ async def test_task_that_waits_for_a_release_gets_the_fault(autojump_clock):
     assert has_heard
 
 
-async def test_connector_that_cannot_start_raises_a_startup_error(autojump_clock):
+async def test_connector_that_cannot_start_raises_startup_error(autojump_clock):
     class Unstartable(ScriptedConnector):
         async def run(self, *, task_status):
             raise StartupError("port 5600 is in use")
@@ -305,7 +307,7 @@ async def test_connector_that_ends_early_stops_no_request(autojump_clock, caplog
     ]
 
 
-async def test_the_connector_runs_from_before_the_first_step_until_after_the_last(autojump_clock):
+async def test_connector_runs_from_before_the_first_step_until_after_the_last_step(autojump_clock):
     class Watched(ScriptedConnector):
         has_run = is_running = False
 
@@ -330,7 +332,7 @@ async def test_the_connector_runs_from_before_the_first_step_until_after_the_las
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            await trio.sleep(1.5)  # a step is in flight
+            await trio.sleep(1.5)  # A step is in flight now.
             fake.abort_all("the end")
     assert fake.connector.has_run
     assert not fake.connector.is_running

@@ -1,6 +1,6 @@
-"""Histories from seeds: requests with KV transfer, a connector with early, late, repeated, wrong or missing reports.
+"""Random histories of requests with KV transfer. The connector reports early, late, repeatedly, wrongly or never.
 
-Clients leave at any time, and operators abort. Afterwards everything is free.
+Clients leave at any time, and operators abort requests. At the end, all resources are free.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class History:
                         assert asked is not None
                         assert asked.do_remote_decode
                     else:
-                        await trio.sleep(0.05)  # a step that was planned ahead has ended
+                        await trio.sleep(0.05)  # A step that was planned ahead has ended.
                         assert not stream.is_held, "nobody knows how to get at what is held"
                     way = draw.randrange(3)
                     if way == 0:
@@ -120,8 +120,8 @@ def test_history_of_kv_transfers_frees_everything(seed):
                             clients.start_soon(history.client, fake, number)
                     history.is_over = True
                 await fake.wait_until_idle()
-                # Holds that no client knows of (abandoned loads, aborted holds that were not released) end at their
-                # deadline.
+                # Some holds are unknown to all clients: abandoned loads, and aborted holds that were not released. They
+                # end at their deadlines.
                 await trio.sleep(HOLD_SECONDS + 0.1)
             await wait_all_tasks_blocked()
             fake.connector.check()

@@ -1,5 +1,5 @@
-"""Steps on a device with its own queue: each is launched before the previous one is awaited, and all of them are
-finished.
+"""Tests of steps on a device with its own queue. Each step is launched before the previous one is awaited, and all
+launched steps are finished.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Finish = Callable[[], StepResult | None]
 
 
 class Device(FakeExecutor):
-    """A device that records its launched and finished steps. `breaks` is the (action, step) that raises."""
+    """A device that records its launched and finished steps. `breaks` is the (action, step) pair that raises an
+    error.
+    """
 
     def __init__(self, *, breaks: tuple[str, int] | None = None) -> None:
         super().__init__(block_count=16, block_size=4)
@@ -49,7 +51,7 @@ class Device(FakeExecutor):
 
 
 class Reader:
-    """A StepDelivery that records the step numbers of events, and sets `enough` after a number of steps."""
+    """A StepDelivery that records the step numbers of events. It sets `enough` after a given number of steps."""
 
     def __init__(self, enough: int) -> None:
         self.told: list[int] = []
@@ -113,14 +115,14 @@ async def test_cancelled_loop_waits_for_all_launched_steps():
 
 
 @pytest.mark.parametrize("what", ("launch", "finish"))
-async def test_steps_before_a_failed_one_have_results_and_later_ones_are_not_begun(what):
+async def test_failed_step_keeps_earlier_results_and_stops_later_steps(what):
     device, core, reader = Device(breaks=(what, 2)), make_core(50), Reader(50)
     async with WorkerThread("compute") as thread:
         with pytest.raises(RuntimeError, match=f"cannot {what}"):
             await EngineLoop(core, LaunchedSteps(device, thread), reader).run()
     assert len(reader.told) == 2
     assert ("finish", 1) in device.done
-    # After a failed finish, a later launched step is not finished, because the state of the device is unknown.
+    # After a failed finish, later launched steps are not finished, because the state of the device is unknown.
     assert device.done[-1] == (("finish", 1) if what == "launch" else ("finish", 2))
     assert max(step for _, step in device.done) == (2 if what == "launch" else 3)
 

@@ -1,4 +1,4 @@
-"""Memory for token masks, and the thread that fills it."""
+"""Tests of the memory for token masks, and of the thread that fills it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bits(masks, row):
 
 
 class Held(AutomatonGuide):
-    """A guide that fills its mask when the test permits it."""
+    """A guide that does not fill its mask until the test allows it."""
 
     def __init__(self):
         super().__init__(GUIDE.automaton)
@@ -37,7 +37,7 @@ class Broken(AutomatonGuide):
         raise ValueError("inside")
 
 
-def test_rows_are_filled_one_step_after_another():
+def test_masks_of_consecutive_steps_are_filled_in_order():
     with MaskThread(VOCAB) as maker:
         for _ in range(5):
             masks = maker.begin([GuidedRows(GUIDE, 0, (1, 69)), GuidedRows(GUIDE, 3)], 4)
@@ -49,7 +49,7 @@ def test_rows_are_filled_one_step_after_another():
     assert maker.seconds_total > 0
 
 
-def test_failing_guide_leaves_empty_masks_and_others_are_filled(caplog):
+def test_failing_guide_leaves_an_empty_mask_and_other_masks_are_filled(caplog):
     with MaskThread(VOCAB) as maker:
         masks = maker.begin([GuidedRows(Broken(GUIDE.automaton), 0), GuidedRows(GUIDE, 1)], 2)
         masks.wait()

@@ -1,4 +1,6 @@
-"""Opening an engine with a fake model and real loading: no thread remains, however it fails."""
+"""Tests of opening an engine with a fake model and the real loading code. No thread remains, even if the opening
+fails.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ Compiling = Callable[[str, float], None]
 class FakeRunner(FakeExecutor):
     """A model runner without torch.
 
-    `at` maps stages to functions: "compile" and "load" (called with the progress report), "allocate", "warm", "claim".
+    `at` maps stages to functions. "compile" and "load" are called with the progress report. "allocate", "warm" and
+    "claim" are called without arguments.
     """
 
     device = "cpu"
@@ -149,7 +152,7 @@ def wait_or_fail(event: threading.Event) -> None:
     assert event.wait(10)
 
 
-async def test_an_engine_computes_in_its_threads_and_is_closed_once(runner_class):
+async def test_engine_computes_in_its_threads_and_is_closed_only_once(runner_class):
     async with assemble.open_engine("some/model", max_num_seqs=2) as engine:
         assert engine.model.name == "model"
         assert engine.default_sampling.temperature == 0.5
@@ -176,7 +179,7 @@ async def test_engine_seed_makes_request_seeds_repeatable(runner_class):
     assert first[:8] != first[8:16]
 
 
-async def test_given_chat_template_replaces_the_models(runner_class, tmp_path):
+async def test_chat_template_option_replaces_the_models_template(runner_class, tmp_path):
     for template in ("{{ messages[0].content }}!", str(tmp_path / "t.jinja")):
         (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
         async with assemble.open_engine("m", chat_template=template) as engine:
@@ -248,7 +251,7 @@ async def test_token_limit_of_all_requests_is_clamped_to_the_context(runner_clas
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-async def test_readers_come_first_if_steps_use_the_cpu(device, runner_class, monkeypatch):
+async def test_readers_write_before_the_next_step_if_steps_use_the_cpu(device, runner_class, monkeypatch):
     asked: list[bool] = []
 
     class Noted(assemble.Engine):
@@ -310,7 +313,7 @@ async def test_closing_waits_for_a_running_memory_claim(runner_class):
     runner_class.at["claim"] = claim
 
     async def let_end() -> None:
-        await trio.testing.wait_all_tasks_blocked()  # the task that leaves also waits for the thread
+        await trio.testing.wait_all_tasks_blocked()  # The task that leaves also waits for the thread.
         may_end.set()
 
     async with trio.open_nursery() as nursery:
@@ -322,7 +325,7 @@ async def test_closing_waits_for_a_running_memory_claim(runner_class):
     assert runner_class.made[0].claims_left == 2
 
 
-async def test_idle_engine_claims_memory_until_all_is_claimed(runner_class):
+async def test_idle_engine_claims_all_of_its_memory_step_by_step(runner_class):
     token = trio.lowlevel.current_trio_token()
     all_claimed = trio.Event()
 
@@ -349,7 +352,7 @@ async def test_model_is_prepared_for_the_configured_number_of_sequences(runner_c
         assert runner_class.settings.enforce_eager
 
 
-async def test_the_checkpoint_is_opened_for_the_context_that_is_served(runner_class, monkeypatch):
+async def test_checkpoint_is_opened_with_the_served_context_length(runner_class, monkeypatch):
     asked: list[int | None] = []
 
     def opened(_path, *, context_tokens, uses_further_layers):
@@ -574,7 +577,7 @@ async def test_errors_of_weights_and_tokenizer_are_raised_as_one(runner_class, m
         try:
             report_for_ever(report)
         except Exception:
-            # The opening was cancelled meanwhile, and this loading fails on its way out.
+            # The opening was cancelled meanwhile, and this loading task fails while it ends.
             raise ModelLoadError("no weights") from None
 
     def make_tokenizer(_checkpoint: object) -> None:
@@ -598,7 +601,7 @@ async def test_a_runner_that_fails_before_it_is_ready_is_closed(stage, runner_cl
 
 
 @pytest.mark.parametrize("stage", ["allocate", "warm"])
-async def test_runner_is_closed_if_the_opening_fails_elsewhere(stage, runner_class, monkeypatch):
+async def test_runner_is_closed_if_another_part_of_the_opening_fails(stage, runner_class, monkeypatch):
     begun, proceed = threading.Event(), threading.Event()
 
     def make_tokenizer(_checkpoint: object) -> None:
@@ -624,7 +627,7 @@ setups: list[ConnectorSetup] = []
 
 
 def make_connector(setup: ConnectorSetup) -> ScriptedConnector:
-    """A connector factory, as a package outside of trioserve would have it."""
+    """Create a connector, like a factory in a package outside of trioserve."""
     if "wrong" in setup.options:
         raise StartupError("the option wrong is wrong")
     setups.append(setup)
@@ -655,7 +658,7 @@ async def test_a_connector_gets_the_cache_and_its_options_and_wakes_the_engine(w
                 engine._connector.release_all()
                 await stream.wait_until_released()
     async with assemble.open_engine("m", kv_transfer_config=options):
-        assert len({setup.engine_id for setup in setups}) == 2  # each opening has a new id
+        assert len({setup.engine_id for setup in setups}) == 2  # Each opening has a new id.
     check_all_closed(with_connector)
 
 
@@ -701,7 +704,8 @@ def test_parameters_of_open_engine_are_the_options_of_an_engine():
     assert parameters.pop("progress").default is None
     assert parameters.keys() == options.keys()
     assert next(iter(parameters)) == "model"
-    types_of_options = typing.get_type_hints(EngineOptions)  # without bounds
+    # These type hints do not include the bounds of the options.
+    types_of_options = typing.get_type_hints(EngineOptions)
     for name, parameter in parameters.items():
         assert (parameter.default, parameter.annotation) == (options[name].default, types_of_options[name]), name
         assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY), name

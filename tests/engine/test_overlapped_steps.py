@@ -1,4 +1,4 @@
-"""Overlapping steps: responses are equal to those of separate steps, and every end or fault waits for both steps in
+"""Tests of overlapping steps. Responses equal those of separate steps, and every end or fault waits for both steps in
 flight.
 """
 
@@ -35,7 +35,7 @@ def value(fake: FakeEngine, name: str) -> float:
 
 
 async def read(fake: FakeEngine, prompt: str, sampling: SamplingParams) -> list[tuple[object, ...]]:
-    """Return what a reader gets of each choice: text, tokens, and the finish reason."""
+    """Return the text, tokens and finish reason that a reader gets of each choice."""
     texts, token_ids = [""] * sampling.n, [[] for _ in range(sampling.n)]
     ends: list[object] = [None] * sampling.n
     async with fake.generate(prompt, sampling) as stream:
@@ -62,7 +62,7 @@ def core_with_a_request(*, output_tokens_max: int) -> EngineCore:
 
 
 class Nobody:
-    """A StepDelivery without readers."""
+    """A StepDelivery that ignores all results."""
 
     def on_plan(self, plan: StepPlan) -> None:
         pass
@@ -113,7 +113,8 @@ async def test_next_step_is_handed_over_before_the_last_result_is_processed():
 
     class Taken(Nobody):
         def on_events(self, events: list[EngineEvent], step_seconds: float) -> None:
-            taken.append(begun.wait(10))  # this blocks the event loop, so the loop cannot help the next step
+            # This call blocks the event loop, so the loop cannot help to start the next step.
+            taken.append(begun.wait(10))
             if len(taken) == 3:
                 all_taken.set()
 
@@ -133,7 +134,7 @@ async def test_request_that_leaves_keeps_its_blocks_until_both_steps_have_ended(
         async with fake.generate("leaves", LONG, request_id="leaves"):
             await trio.sleep(2.5)
             assert len(fake.core.flights) == 2
-        await trio.sleep(1)  # the first of the two steps has ended
+        await trio.sleep(1)  # The first of the two steps has ended.
         assert fake.stats().blocks_used > 0
         await trio.sleep(0.4)
         assert fake.stats().blocks_used > 0
@@ -166,7 +167,7 @@ async def test_token_computed_after_a_stop_string_is_dropped(autojump_clock):
             assert "".join(delta.text for delta in deltas) == "one two "
             assert deltas[-1].finish_reason is FinishReason.STOP
             assert stream.completion_token_count == count == value(fake, "trioserve:generation_tokens_total")
-            assert fake.stats().blocks_used > 0  # a step that was planned ahead still computes it
+            assert fake.stats().blocks_used > 0  # A step that was planned ahead still computes the choice.
         await trio.sleep(1.1)
         fake.assert_all_free()
         assert fake.executor.plans == count + 1
@@ -191,7 +192,7 @@ async def test_response_of_known_length_has_no_extra_step(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_request_that_fails_ends_alone(autojump_clock):
+async def test_failed_request_does_not_end_other_requests(autojump_clock):
     async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake:
         expected: list[object] = []
 
@@ -233,7 +234,7 @@ async def test_a_cancelled_loop_plans_no_further_step(autojump_clock):
     assert not core.flights
 
 
-async def test_no_step_is_computed_after_a_failed_one_and_every_reader_gets_the_fault(autojump_clock):
+async def test_failed_step_stops_later_steps_and_every_reader_gets_the_fault(autojump_clock):
     told = []
     with pytest.raises(EngineFault, match="broken"):
         async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, trio.open_nursery() as nursery:
@@ -269,7 +270,7 @@ async def test_error_between_steps_waits_for_the_step_in_flight(autojump_clock):
     assert fake.steps.plan is None
 
 
-async def test_thread_computes_no_step_after_one_that_raised():
+async def test_thread_computes_no_step_after_a_step_that_raised():
     computed = []
 
     class Breaking:

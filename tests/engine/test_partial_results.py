@@ -1,4 +1,6 @@
-"""Partial results: the output of a stopped request equals what its reader received, and can be resumed."""
+"""Tests of partial results. The partial result of a stopped request equals the output that its reader received, and can
+be resumed.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,13 @@ KINDS: list[dict[str, Any]] = [
 
 
 class Rollout:
-    """Reads a request, fast or slowly, and joins the deltas of each choice."""
+    """A client that reads a request, fast or slowly, and joins the deltas of each choice."""
 
     def __init__(self) -> None:
         self.given: dict[int, Delta] = {}
         self.error: Exception | None = None
-        self.resume: Resume | None = None  # its tokens are not delivered again if the request is stopped in the queue
+        # These tokens are not delivered again, even if the request is stopped in the queue.
+        self.resume: Resume | None = None
 
     async def read(
         self,
@@ -80,7 +83,7 @@ async def undisturbed(prompt: str = "one", sampling: SamplingParams = SAMPLING, 
 
 
 def check_given(partial: Partial, rollout: Rollout) -> None:
-    """Check that the partial result equals what the reader has received in the end."""
+    """Check that the partial result equals everything that the reader has received at the end."""
     for index, choice in enumerate(partial.choices):
         assert choice.token_ids == rollout.tokens(index)
         if choice.logprobs is not None:
@@ -116,7 +119,7 @@ async def test_partial_result_equals_the_delivered_output_and_can_be_resumed(aut
 
 
 async def test_choice_with_a_text_error_keeps_log_probabilities_of_its_tokens(autojump_clock, monkeypatch):
-    """Without them, log probabilities of the other choices could not be returned either."""
+    """If the choice dropped its log probabilities, those of the other choices could not be returned either."""
     rollout = Rollout()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(rollout.read, fake)
@@ -146,7 +149,7 @@ async def test_tokens_of_the_step_in_flight_are_not_in_the_partial_result(autoju
             before = [rollout.tokens(index) for index in range(2)]
             [partial] = fake.abort_with_partial("r")["r"].partials
             await wait_all_tasks_blocked()
-        # There were three steps, and the text of some tokens was held back.
+        # There were three steps, and some text was held back.
         assert [len(choice.token_ids) for choice in partial.choices] == [3, 3]
         assert [
             choice.token_ids[: len(tokens)] for choice, tokens in zip(partial.choices, before, strict=True)
@@ -173,7 +176,7 @@ async def test_queued_request_has_an_empty_partial_result_that_can_be_resumed(au
 
 
 async def test_complete_choice_stays_complete_in_a_partial_result(autojump_clock):
-    """A partial result of an ended response is complete, as long as its reader has not left."""
+    """If a response has ended but its reader has not left, its partial result is the complete response."""
     first, second = Rollout(), Rollout()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: first.read(fake, pause=1.0))
@@ -197,7 +200,7 @@ async def test_known_complete_choice_is_complete_while_the_request_is_queued(aut
         resume = Resume(token_ids=(expected.tokens(0), expected.tokens(1)), finished=finished, seed=3)
     rollout = Rollout()
     async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
-        for _ in range(12):  # the request gets no lease, so its known tokens are not replayed
+        for _ in range(12):  # The request gets no lease, so its known tokens are not replayed.
             nursery.start_soon(lambda: Rollout().read(fake, "other", request_id="other"))
         await trio.sleep(0.02)
         with trio.fail_after(1):
@@ -214,7 +217,7 @@ async def test_known_complete_choice_is_complete_while_the_request_is_queued(aut
     fake.assert_all_free()
 
 
-async def test_no_partial_result_of_requests_that_left_are_pooled_or_belong_to_others(autojump_clock):
+async def test_requests_that_left_are_pooled_or_belong_to_others_have_no_partial_result(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         await Rollout().read(fake)
         assert fake.abort_with_partial("r")["r"].partials == ()
@@ -266,7 +269,7 @@ async def test_weight_versions_of_known_tokens_come_before_those_of_new_tokens(a
     assert [choice.token_ids for choice in partial.choices] == [
         expected.tokens(index)[: 5 + more] for index in range(2)
     ]
-    # The reader gets log probabilities of new tokens only: the engine does not know those of known tokens.
+    # The reader gets log probabilities only of new tokens, because the engine does not know those of the known tokens.
     assert partial.choices[0].logprobs is None
     assert len(rollout.logprobs(0)) == more
 
@@ -351,7 +354,7 @@ async def roll_out(
         for partial in partials:
             check_given(partial, rollout)
             resume = partial.resume
-        if not partials:  # a deadline or a pause came first, and the reader knows its own output
+        if not partials:  # A deadline or a pause came first, and the reader uses the output that it has received.
             state = Resume(
                 token_ids=tuple(rollout.tokens(index) for index in range(sampling.n)),
                 finished=tuple(
@@ -440,7 +443,7 @@ async def test_partial_results_resume_with_new_weights_repeatedly(autojump_clock
     assert rollout.logprobs(0)[:first] == expected.logprobs(0)[:first]
     assert rollout.tokens(0) != expected.tokens(0), "the same tokens, whatever weights there are"
     assert len(rollout.logprobs(0)) == 30
-    # An engine with only the last weights gives equal tokens after the same known tokens.
+    # An engine that has only the last weights generates equal tokens after the same known tokens.
     assert resume is not None
     alone, told = Rollout(), Resume(token_ids=resume.token_ids, finished=(False, False), seed=3)
     async with open_fake_engine(step_seconds=0.01, **options) as fake:

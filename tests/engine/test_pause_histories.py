@@ -1,4 +1,6 @@
-"""Histories from seeds: an operator pauses, resumes, sleeps and wakes the engine, while requests come and go."""
+"""Random histories in which an operator pauses, resumes, sleeps and wakes the engine, while requests arrive and
+leave.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ KINDS: list[dict[str, Any]] = [
     {"speculative_ngram": 3},
     {"block_count": 33, "max_num_seqs": 3},
 ]
-SECONDS_MAX = 1000.0  # time of Trio's clock. Only a hang takes longer.
+SECONDS_MAX = 1000.0  # Seconds of Trio's clock. Only a test that hangs takes longer.
 
 
 class Operator:
-    """Performs one operation after the other, and checks that no step begins during a pause. One caller in four leaves
-    early.
+    """Performs one operation after the other, and checks that no step begins during a pause. One of four callers is
+    cancelled early.
     """
 
     def __init__(self, fake: FakeEngine, rng: Random) -> None:
@@ -56,7 +58,7 @@ class Operator:
         self._fake.resume_generation()
 
     async def _look(self) -> None:
-        """Check that no step begins. No other task resumes the engine meanwhile."""
+        """Check that no step begins. No other task resumes the engine during the check."""
         fake = self._fake
         if not fake.is_paused or fake.core.flights:
             return
@@ -86,7 +88,7 @@ async def test_history_of_pauses_keeps_tokens_right_and_frees_every_block(autoju
                     stays = rng.uniform(0, 0.5) if leaves else 10 * SECONDS_MAX
                     nursery.start_soon(read, fake, reader, prompt, rng.uniform(0, 0.8), stays)
                 nursery.start_soon(Operator(fake, rng).work)
-        await trio.sleep(1)  # the last request that left may be in a step
+        await trio.sleep(1)  # The last request that left may still be in a step.
         assert fake.ready
         fake.assert_all_free()
     for prompt, leaves, reader in readers:

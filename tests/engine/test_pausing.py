@@ -1,4 +1,4 @@
-"""A paused engine begins no step. Begun requests are kept, ended or finished, new requests wait, and leaving works."""
+"""Tests of a paused engine. No step begins, begun requests are kept, ended or finished, and new requests wait."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_kept_requests_continue_with_equal_output(autojump_clock, options)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_pause_with_abort_ends_begun_requests_with_partial_results_and_keeps_queued_ones(autojump_clock, options):
+async def test_pause_with_abort_ends_begun_requests_and_keeps_queued_requests(autojump_clock, options):
     expected = await undisturbed("one", **options)
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
@@ -96,18 +96,18 @@ async def test_pause_with_abort_ends_begun_requests_with_partial_results_and_kee
         fake.assert_all_free()
         nursery.start_soon(late.read, fake, "late")
         await wait_all_tasks_blocked()
-        await fake.pause_generation()  # again: the waiting request has not begun
+        await fake.pause_generation()  # Pause again, because the waiting request has not begun.
         assert late.deltas == []
         fake.resume_generation()
     assert late.end[0] is FinishReason.LENGTH
 
 
-async def test_pause_with_wait_lets_begun_requests_finish_and_begins_no_new_one(autojump_clock):
+async def test_pause_with_wait_finishes_begun_requests_before_new_ones_begin(autojump_clock):
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(one.read, fake, "one", SamplingParams(max_tokens=20, n=3, seed=1))
         await trio.sleep(0.055)
-        with trio.move_on_after(0.02) as scope:  # the caller stops waiting, and the engine still pauses
+        with trio.move_on_after(0.02) as scope:  # The caller is cancelled, and the engine still pauses.
             await fake.pause_generation("wait")
         assert scope.cancelled_caught
         assert not fake.is_paused
@@ -482,7 +482,7 @@ KNOWN_SAMPLING = SamplingParams(n=2, max_tokens=2)
 async def test_queued_complete_response_reports_its_passed_deadline(autojump_clock):
     reader, others = Reader(), Reader()
     async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
-        for _ in range(12):  # so that the next request gets no lease
+        for _ in range(12):  # These requests have all slots, so the next request gets no lease.
             nursery.start_soon(lambda: others.read(fake, "other", request_id="other"))
         await trio.sleep(0.02)
         with trio.fail_after(1):

@@ -1,4 +1,4 @@
-"""Guarantees of engine.embed(): one scope for any number of inputs, and leaving it frees everything."""
+"""Tests of engine.embed(): one scope covers any number of inputs, and leaving the scope frees all resources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHOLE = {"encoder": "embed", "max_num_batched_tokens": 64}
 
 
 def expected(text: str, **asked: object) -> PoolingResult:
-    """Return the result of the fake model for a text alone."""
+    """Return the result that the fake model gives for this text in a request of its own."""
     model = FakeModel(vocab_size=256)
     pooling = {"task": "embed", "method": "last", "normalize": True} | asked
     return model.pooled(Pooling(**pooling), model.digest(list(text.encode())))
@@ -99,7 +99,8 @@ async def test_request_with_many_inputs_does_not_block_others(autojump_clock):
         done: list[str] = []
 
         async def embed() -> None:
-            await fake.embed(["a text of some length"] * 18)  # tokenized in this thread, so no time passes
+            # The inputs are tokenized in this thread, so no time passes.
+            await fake.embed(["a text of some length"] * 18)
             done.append("embedded")
 
         nursery.start_soon(embed)
@@ -114,7 +115,7 @@ async def test_request_with_many_inputs_does_not_block_others(autojump_clock):
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-async def test_leaving_between_steps_frees_everything_at_once(encoder, steps_before, autojump_clock):
+async def test_leaving_between_steps_frees_all_blocks_at_once(encoder, steps_before, autojump_clock):
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, max_num_batched_tokens=16, paused=True) as fake:
         async with fake.embed(["fourteen bytes"] * 20):
             await fake.step(steps_before)
@@ -122,7 +123,7 @@ async def test_leaving_between_steps_frees_everything_at_once(encoder, steps_bef
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_leaving_during_a_step_frees_everything_after_it(encoder, autojump_clock):
+async def test_leaving_during_a_step_frees_all_blocks_after_it(encoder, autojump_clock):
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, paused=True) as fake:
         stream = fake.embed(["text"] * 20)
         await stream.__aenter__()
@@ -133,7 +134,7 @@ async def test_leaving_during_a_step_frees_everything_after_it(encoder, autojump
         fake.assert_all_free()
 
 
-async def test_leaving_the_queue_frees_the_place(autojump_clock):
+async def test_leaving_the_queue_frees_the_queue_position(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, paused=True) as fake:
         async with fake.generate("hello", SamplingParams(max_tokens=4)):
             with trio.move_on_after(1) as scope:
@@ -143,7 +144,7 @@ async def test_leaving_the_queue_frees_the_place(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_leaving_while_inputs_are_tokenized(autojump_clock):
+async def test_leaving_during_tokenization_frees_all_resources(autojump_clock):
     async with open_fake_engine() as fake:
         with trio.move_on_after(0):
             await fake.embed(["x" * 40_000] * 3)
@@ -166,7 +167,7 @@ async def test_too_long_input_is_named_and_nothing_is_computed(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_a_prompt_may_be_as_long_as_the_context(autojump_clock):
+async def test_prompt_may_be_as_long_as_the_context(autojump_clock):
     async with open_fake_engine(max_model_len=20) as fake:
         assert await fake.embed("x" * 20) == (expected("x" * 20),)
 
@@ -208,11 +209,11 @@ async def test_abort_by_id_ends_all_inputs(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_deadlines(autojump_clock):
+async def test_pooled_request_ends_at_its_deadline(autojump_clock):
     async with open_fake_engine(step_seconds=1, max_num_seqs=2) as fake:
         with pytest.raises(DeadlinePassed, match=r"timeout of 2\.5 s"):
             await fake.embed(TEXTS, deadlines=Deadlines(timeout=2.5))
-        await trio.sleep(1)  # the step in flight ends
+        await trio.sleep(1)  # Wait until the step in flight has ended.
         fake.assert_all_free()
         assert len(await fake.embed(TEXTS, deadlines=Deadlines(queue_timeout=0.5, ttft_timeout=1.5))) == 4
         with pytest.raises(DeadlinePassed, match="ttft_timeout"):

@@ -1,4 +1,6 @@
-"""Two events at once: a delta and a cancellation, a fault and a reader, a drain and a prompt in preparation."""
+"""Tests of two events at the same time: a delta and a cancel, a fault and a reader, a drain and a prompt in
+preparation.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LONG: dict[str, Any] = {"max_model_len": 4096, "block_count": 2048, "new_text_th
 
 
 class HeldTokenizing:
-    """Keeps long prompts in the text thread until release(). Needs a real thread, and so the real clock."""
+    """A tokenizer that keeps long prompts in the text thread until release(). It needs a real thread, and so the real
+    clock.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.begun = trio.Event()
@@ -56,7 +60,7 @@ async def test_no_delta_is_lost_when_a_reader_is_cancelled_again_and_again(autoj
             reason = None
             async with fake.generate("prompt", SamplingParams(max_tokens=30, temperature=0)) as stream:
                 while reason is None:
-                    # 0.01: the deadline and the delta come at the same moment.
+                    # With 0.01, the deadline and the delta come at the same moment.
                     with trio.move_on_after(patience):
                         delta = await anext(stream)
                         token_ids += delta.token_ids
@@ -122,7 +126,7 @@ async def test_a_fault_reaches_a_reader_whose_prompt_is_being_prepared_at_once()
             held = HeldTokenizing(fake)
 
             async def pass_on_fault() -> None:
-                await told.wait()  # does not wait until the prompt is prepared
+                await told.wait()  # The fault does not wait until the prompt is prepared.
                 held.release()
 
             fake.on_fault = pass_on_fault

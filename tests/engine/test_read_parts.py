@@ -1,4 +1,6 @@
-"""The parts of a chat for programs that embed an engine: text, reasoning, and complete or incomplete tool calls."""
+"""Tests of splitting a chat response into text, reasoning, and complete or incomplete tool calls, in embedded
+engines.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ async def parts_of(engine: FakeEngine, sampling: SamplingParams | None = None) -
     return found
 
 
-async def test_a_chat_is_read_as_its_parts() -> None:
+async def test_chat_response_is_split_into_its_parts() -> None:
     async with open_fake_engine(response=f"<think>Hm.</think>I look.\n{CALL}", **OPTIONS) as engine:
         found = await parts_of(engine, SamplingParams(n=2))
         for parts in (found[0], found[1]):

@@ -1,4 +1,6 @@
-"""Metrics of request sizes and stage times: each is observed once, and sums agree with the counters."""
+"""Tests of the metrics of request sizes and stage times. Each value is observed once, and sums agree with the
+counters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TIMES = (
 
 
 def shown(fake: FakeEngine, name: str, **labels: str) -> float:
-    """Return the value of a series. If a metric also has vLLM's name, check that both values agree."""
+    """Return the value of a series. If a metric also has vLLM's name, check that both series have the same value."""
     values = [
         sample.value
         for family in text_string_to_metric_families(fake.metrics.expose().decode())
@@ -38,7 +40,7 @@ def counts(fake: FakeEngine, names: tuple[str, ...]) -> list[float]:
 
 
 def sources(fake: FakeEngine) -> tuple[float, float, float]:
-    """Return the prompt tokens that were computed, found and loaded, after checking that their sum is right."""
+    """Return the numbers of prompt tokens that were computed, found in the cache and loaded. Check their sum first."""
     computed, found, loaded = (
         shown(fake, "prompt_tokens_by_source_total", source=source)
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -48,7 +50,8 @@ def sources(fake: FakeEngine) -> tuple[float, float, float]:
     return computed, found, loaded
 
 
-STOPS = ("a", "e", "i", "o", "u", "1", "2", "3")  # random tokens are single bytes, so some choices reach one of these
+# Random tokens are single bytes, so some choices reach one of these stop strings.
+STOPS = ("a", "e", "i", "o", "u", "1", "2", "3")
 
 
 async def ask(fake: FakeEngine, prompt: str, **sampling: object) -> None:
@@ -59,7 +62,8 @@ async def ask(fake: FakeEngine, prompt: str, **sampling: object) -> None:
 
 async def test_time_of_each_stage_is_observed(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_batched_tokens=8) as fake:
-        await ask(fake, "p" * 20, max_tokens=6)  # three prefill steps, and the last one gives the first token
+        # There are three prefill steps, and the last one gives the first token.
+        await ask(fake, "p" * 20, max_tokens=6)
         assert shown(fake, "request_queue_time_seconds_sum") == pytest.approx(0.0)
         assert shown(fake, "request_prefill_time_seconds_sum") == pytest.approx(0.03)
         assert shown(fake, "request_decode_time_seconds_sum") == pytest.approx(0.05)
@@ -125,7 +129,7 @@ async def test_request_that_never_ran_is_not_counted(autojump_clock):
 async def test_response_of_one_token_has_no_time_per_token(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         await ask(fake, "prompt", max_tokens=1)
-        await ask(fake, "another", max_tokens=0)  # one token is sampled, but not shown
+        await ask(fake, "another", max_tokens=0)  # One token is sampled, but not delivered.
         assert shown(fake, "request_time_per_output_token_seconds_count") == 0
         assert shown(fake, "request_decode_time_seconds_count") == 2
         assert shown(fake, "request_decode_time_seconds_sum") == 0

@@ -1,4 +1,4 @@
-"""Guarantees of engine.generate(), in every way of leaving it."""
+"""Tests of engine.generate(): what its stream guarantees, in every way in which the stream can be left."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_only_the_last_delta_of_each_choice_has_a_finish_reason(autojump_c
         assert set(of_choice[:-1]) <= {None}
 
 
-async def test_a_slow_reader_finds_its_deltas_merged(autojump_clock):
+async def test_slow_reader_gets_merged_deltas(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         expected = await response_of(fake, max_tokens=30, temperature=0)
         async with fake.generate(PROMPT, SamplingParams(max_tokens=30, temperature=0)) as stream:
@@ -201,7 +201,7 @@ async def test_abort_after_the_end_does_not_affect_a_late_reader(autojump_clock)
         assert [(len(delta.token_ids), delta.finish_reason) async for delta in stream] == [(3, FinishReason.LENGTH)]
 
 
-async def test_two_requests_may_have_the_same_id(autojump_clock):
+async def test_two_requests_may_have_equal_ids(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with (
             fake.generate(PROMPT, SamplingParams(max_tokens=100), request_id="same") as first,
@@ -272,7 +272,7 @@ async def test_token_counts_are_available_at_the_end(autojump_clock):
                 assert stream.cached_token_count == cached
 
 
-async def test_without_max_tokens_the_response_ends_where_the_context_does(autojump_clock):
+async def test_response_without_max_tokens_ends_at_the_context_limit(autojump_clock):
     async with open_fake_engine(max_model_len=64) as fake:
         assert len(await response_of(fake, ignore_eos=True)) == 64 - len(PROMPT)
 
@@ -359,7 +359,7 @@ async def test_full_queue_refuses_before_tokenizing(autojump_clock, monkeypatch)
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), {}, InvalidRequest, "image_url"),
     ],
 )
-async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, error, words, autojump_clock):
+async def test_invalid_request_is_refused_and_uses_no_slot(prompt, sampling, error, words, autojump_clock):
     async with open_fake_engine(max_model_len=128) as fake:
         with pytest.raises(error, match=words):
             async with (stream := fake.generate(prompt, SamplingParams(**sampling))):
@@ -371,8 +371,8 @@ async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, erro
         assert fake.preparing_count == 0
 
 
-async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_meanwhile():
-    # Uses a real thread, and so the real clock. Nothing here waits for time to pass.
+async def test_client_can_leave_while_its_long_prompt_is_tokenized_in_a_thread():
+    # This test uses a real thread, and so the real clock. It does not wait for time to pass.
     import threading
 
     async with open_fake_engine(block_count=2048, max_model_len=4096, new_text_threads=TextThreads) as fake:
@@ -432,7 +432,7 @@ async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
         check_all_free(fake)
 
 
-async def test_a_stream_is_used_once_and_only_inside_its_scope(autojump_clock):
+async def test_stream_can_be_used_only_once_and_only_inside_its_scope(autojump_clock):
     async with open_fake_engine() as fake:
         stream = fake.generate(PROMPT, SamplingParams(max_tokens=2))
         with pytest.raises(AlreadyEnded, match="async with"):
@@ -515,7 +515,7 @@ async def test_wait_until_begun_returns_the_end_even_if_another_task_has_read_it
 
 
 async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):
-    """S18: the observer of tokens gets no token after the end."""
+    """S18: the core samples no token after the end of the sequence."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         text = ""
         async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0)) as stream:
@@ -536,7 +536,7 @@ async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_cloc
         assert shown == text[: text.index(stop)]
 
 
-async def test_max_tokens_zero_computes_the_prompt_and_shows_nothing(autojump_clock):
+async def test_max_tokens_zero_computes_the_prompt_and_delivers_no_token(autojump_clock):
     async with (
         open_fake_engine() as fake,
         fake.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=1)) as stream,

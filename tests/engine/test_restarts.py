@@ -1,4 +1,6 @@
-"""An engine that is reopened after a fault: its streams resume, and a request that breaks it repeatedly is ended."""
+"""Tests of an engine that is reopened after a fault. Its streams resume, and a request that repeatedly breaks it is
+ended.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ LONG = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
 
 
 class PoisonedModel(FakeModel):
-    """A request with `poison` in its prompt breaks the engine whenever it reaches `after` tokens."""
+    """A model that fails when a request with `poison` in its prompt reaches `after` tokens."""
 
     def __init__(self, poison: str = "poison", after: int = 5) -> None:
         super().__init__(vocab_size=BYTE_VOCAB_SIZE - 1)
@@ -44,7 +46,7 @@ class PoisonedModel(FakeModel):
 
 
 class Reader:
-    """Reads a request to its end, and keeps its deltas."""
+    """Reads a request to its end, and stores its deltas."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -61,7 +63,7 @@ class Reader:
             self.error = error
 
     def told(self) -> tuple[dict[int, str], dict[int, list[int]], dict[int, object], list[object]]:
-        """Return text, tokens and end of each choice, and all log probabilities of the first one."""
+        """Return the text, tokens and finish reason of each choice, and all log probabilities of the first choice."""
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
         ends: dict[int, object] = {}
@@ -148,7 +150,7 @@ async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_res
                     await reader.read(fake, name, request_id=f"id-{name}")
 
                 nursery.start_soon(read)
-        # One with all requests, one with some of them, and one with the poison request alone.
+        # One failed step had all requests, one had some of them, and one had only the poison request.
         assert fake.metrics.engine_restarts_total._value.get() == 3
         assert fake.metrics.requests_poisoned_total._value.get() == 1
         ended = fake.metrics.request_success_total
@@ -161,7 +163,8 @@ async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_res
     assert "3 times in steps that computed this request, also in a step that computed nothing else" in str(
         poisoned.end.message
     )
-    assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5  # its earlier tokens are delivered once
+    # The earlier tokens of this request are delivered once.
+    assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5
     for reader in readers.values():
         assert reader.end.finish_reason is FinishReason.LENGTH
         assert len(reader.told()[1][0]) == 40
@@ -171,7 +174,9 @@ async def test_request_that_breaks_the_engine_repeatedly_is_ended_and_others_res
 
 
 async def test_restarts_that_found_a_poison_request_do_not_count_against_the_budget(autojump_clock):
-    """Each poison request needs three restarts to be found. That is the whole budget of ten minutes."""
+    """Three restarts are needed to find one poison request. Three restarts are also the whole budget for ten
+    minutes.
+    """
     async with open_fake_engine(step_seconds=0.01, engine_restarts=3, model=PoisonedModel()) as fake:
         for _ in range(3):
             readers = {name: Reader() for name in ("a", "poison", "b")}
@@ -360,7 +365,7 @@ async def test_repeated_faults_without_progress_end_the_engine_with_the_reason(a
     "pauses", [(0.0, 0.0), (0.0, 0.015), (0.015, 0.015), (0.045, 0.045), (0.1, 0.0), (0.13, 0.13)], ids=str
 )
 async def test_three_faults_of_the_machine_end_no_request(autojump_clock, pauses):
-    """`pauses` has the seconds between each reopening and the next fault."""
+    """`pauses` contains the seconds between each reopening and the next fault."""
     readers = [Reader() for _ in range(8)]
     async with open_fake_engine(step_seconds=0.01, engine_restarts=3) as fake:
         async with trio.open_nursery() as nursery:
@@ -449,7 +454,7 @@ async def test_engine_ends_after_repeated_failed_reopenings(autojump_clock):
 
 
 async def test_no_reference_to_the_broken_engine_remains(autojump_clock, caplog):
-    caplog.set_level(logging.CRITICAL)  # captured log records would keep the frames of the step
+    caplog.set_level(logging.CRITICAL)  # The captured log records would keep the frames of the failed step alive.
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""`generate(..., resume=...)`: another engine can resume a response after any delta."""
+"""Tests of `generate(..., resume=...)`. Another engine can resume a response after any delta."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"block_count": 256, "max_model_len": 512, "max_num_batched_tokens": 512
 
 
 class Read:
-    """Everything that a reader has received of a stream, by choice."""
+    """Collects everything that a reader has received of a stream, by choice."""
 
     def __init__(self, known: Any = ()) -> None:
         self.texts: dict[int, str] = {}
@@ -163,7 +163,7 @@ async def test_resumable_request_ended_from_outside_repeats_no_text(end: str) ->
     read = Read()
     async with open_fake_engine(**SMALL, response="one and two", paused=True) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
-            await fake.step(len("one and "))  # "and " may begin the stop string
+            await fake.step(len("one and "))  # The text "and " may be the begin of the stop string.
             if end == "abort":
                 fake.abort("r")
             else:
@@ -198,7 +198,7 @@ async def test_complete_known_response_needs_no_computation() -> None:
         fake.assert_all_free()
 
 
-async def test_only_unfinished_choices_use_a_slot() -> None:
+async def test_resumed_request_uses_a_slot_only_for_unfinished_choices() -> None:
     async with open_fake_engine(**SMALL, paused=True) as fake:
         resume = Resume(token_ids=((65,), (66,), ()), finished=(True, False, False))
         async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=5), resume=resume) as stream:
@@ -286,7 +286,7 @@ async def test_generate_accepts_only_a_resume_object() -> None:
 
 
 def joined(parts: list[Any]) -> list[Any]:
-    """Join consecutive pieces of text."""
+    """Join consecutive parts of the same type."""
     whole: list[Any] = []
     for part in parts:
         if whole and hasattr(part, "text") and type(whole[-1]) is type(part):
@@ -344,4 +344,4 @@ async def test_long_known_output_does_not_block_the_event_loop(autojump_clock: t
         resume = Resume(token_ids=((65,) * 4000,), finished=(False,))
         async with fake.generate([1, 2], SamplingParams(max_tokens=4001, ignore_eos=True), resume=resume) as stream:
             assert (await anext(stream)).finish_reason is FinishReason.LENGTH
-        assert max(sizes) > 10_000  # long enough for a thread
+        assert max(sizes) > 10_000  # The known output is long enough to be replayed in a thread.

@@ -1,6 +1,7 @@
-"""Schemas in the style of JSONSchemaBench (tests/schemas): each compiles, and the responses are valid JSON for it.
+"""Tests of schemas in the style of JSONSchemaBench (tests/schemas). Each schema compiles, and responses are valid for
+it.
 
-The library `jsonschema` judges the responses, of a model with random weights and of the real model.
+The library `jsonschema` checks the responses of a model with random weights, and of the real model.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ROOM = 200
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a random model with tokens for single bytes and for some longer texts, an end token, and a context of 2,048
-    tokens.
+    """Write a model with random weights. It has tokens for single bytes and for some longer texts, an end token, and a
+    context of 2,048 tokens.
     """
     folder = tmp_path_factory.mktemp("random")
     spelling = {byte: character for character, byte in byte_alphabet().items()}
@@ -60,7 +61,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config = ModelConfig(
         family="llama",
-        # More than the number of tokens, and not a multiple of the words of a mask.
+        # The vocabulary is larger than the number of tokens, and is not a multiple of the words of a mask.
         vocab_size=-(-(end_token + 1) // 32) * 32 + 7,
         hidden_size=32,
         layers=(layer, layer),
@@ -90,7 +91,7 @@ async def verdict_of(engine: Engine, judge: Judge, named: NamedSchema, **samplin
 
 
 async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) -> dict[str, Verdict]:
-    """Run all schemas at once, so that one step has masks of all kinds."""
+    """Run all schemas at the same time, so that one step has masks of very different grammars."""
     judge, found = Judge(), {}
 
     async def one(number: int, named: NamedSchema) -> None:
@@ -109,7 +110,7 @@ async def verdicts(engine: Engine, schemas: list[NamedSchema], **sampling: Any) 
     [{}, {"overlap_steps": True}, {"speculative_ngram": 3}, {"speculative_tokens": 3}, {"cpu_kernels": "torch"}],
 )
 async def test_model_with_random_weights_writes_valid_json(random_model: Path, more: dict[str, Any]) -> None:
-    """A bias makes end tokens more probable, so texts end. Draft tokens come from earlier text or from the model
+    """A bias makes end tokens more probable, so that texts end. Draft tokens come from earlier text or from the model
     itself.
     """
     if "speculative_tokens" in more:
@@ -117,7 +118,7 @@ async def test_model_with_random_weights_writes_valid_json(random_model: Path, m
     backend = tokenizers.Tokenizer.from_file(str(random_model / "tokenizer.json"))
     bias = {backend.encode(text).ids[0]: 3.0 for text in CLOSING}
     async with open_engine(str(random_model), kv_cache_memory=0.05, **more) as engine:
-        schemas = SCHEMAS[::3] if "cpu_kernels" in more else SCHEMAS  # plain torch takes ten times longer
+        schemas = SCHEMAS[::3] if "cpu_kernels" in more else SCHEMAS  # Plain torch takes ten times longer.
         found = await verdicts(engine, schemas, max_tokens=ROOM, logit_bias=bias, temperature=1.0)
     assert sum(verdict is Verdict.VALID for verdict in found.values()) > 0.6 * len(schemas)
 
@@ -133,7 +134,7 @@ async def test_the_real_model_writes_valid_json() -> None:
     assert sum(verdict is Verdict.VALID for verdict in found.values()) > 0.6 * len(schemas)
 
 
-def test_the_schemas_are_of_every_group() -> None:
+def test_schema_set_contains_every_group() -> None:
     assert {schema.group for schema in SCHEMAS} == {
         "function_calls",
         "github",

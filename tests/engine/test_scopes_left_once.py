@@ -1,4 +1,4 @@
-"""Every public scope can be left only once, and a forked child cannot use the scopes of its parent."""
+"""Tests that each public scope can be left only once, and that a forked child cannot use its parent's scopes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REQUESTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 async def check_left_once(scope: Any) -> None:
-    """Leave an entered scope, and check that each further way of leaving it is refused."""
+    """Leave an entered scope. Check that every further attempt to leave it is refused."""
     await scope.__aexit__(None, None, None)
     for error in (None, ValueError("of the body"), None):
         with pytest.raises(AlreadyEnded, match="was left before"):
@@ -46,7 +46,7 @@ async def check_left_once(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("name", OPENINGS)
-async def test_an_opening_is_left_once(autojump_clock, name):
+async def test_scope_of_an_opened_engine_is_left_only_once(autojump_clock, name):
     scope = OPENINGS[name]()
     with pytest.raises(AlreadyEnded, match="was not entered"):
         await scope.__aexit__(None, None, None)
@@ -54,7 +54,7 @@ async def test_an_opening_is_left_once(autojump_clock, name):
     await check_left_once(scope)
 
 
-def test_real_engines_are_opened_by_the_same_kind_of_scope():
+def test_real_engines_use_the_same_scope_class():
     for opening in (
         trioserve.open_engine,
         trioserve.open_image_engine,
@@ -65,7 +65,7 @@ def test_real_engines_are_opened_by_the_same_kind_of_scope():
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_a_request_is_left_once_and_leaves_others_of_its_id_alone(autojump_clock, name):
+async def test_request_is_left_only_once_and_others_with_its_id_continue(autojump_clock, name):
     open_engine, ask = REQUESTS[name]
     async with open_engine(paused=True) as engine:
         never_entered, scope, other = ask(engine), ask(engine), ask(engine)
@@ -80,7 +80,7 @@ async def test_a_request_is_left_once_and_leaves_others_of_its_id_alone(autojump
         assert_all_free(engine)
 
 
-def test_in_asyncio_a_request_and_its_engine_are_left_once():
+def test_asyncio_request_and_engine_are_left_only_once():
     async def main() -> None:
         opening = in_a_thread(open_fake_engine)
         engine = await opening.__aenter__()
@@ -100,7 +100,7 @@ def test_in_asyncio_a_request_and_its_engine_are_left_once():
 
 
 def raised_in_child(act: Callable[[], object]) -> str:
-    """Return name and text of the error that `act` raises in a forked child. The child ends without any clean-up."""
+    """Return the name and text of the error that `act` raises in a forked child. The child ends without any cleanup."""
     reader, writer = os.pipe()
     process_id = os.fork()
     if process_id == 0:
@@ -119,7 +119,7 @@ def raised_in_child(act: Callable[[], object]) -> str:
 
 
 def step(awaitable: Awaitable[object]) -> None:
-    """Run an awaitable up to its first wait."""
+    """Run an awaitable until it waits for the first time."""
     awaitable.__await__().__next__()
 
 
@@ -165,7 +165,7 @@ def test_a_forked_child_of_an_asyncio_program_cannot_use_its_parents_engine():
         opening = in_a_thread(open_fake_engine)
         engine = await opening.__aenter__()
         async with engine.generate("a prompt", LONG) as stream:
-            first = await anext(stream)  # the response may have every token already
+            first = await anext(stream)  # The response may already have every token.
             uses: list[Callable[[], object]] = [
                 lambda: step(engine.generate("another").__aenter__()),
                 lambda: step(engine.embed(["a text"]).__aenter__()),
@@ -185,7 +185,7 @@ def test_a_forked_child_of_an_asyncio_program_cannot_use_its_parents_engine():
     asyncio.run(main())
 
 
-def test_a_forked_child_that_ends_as_usual_stops_nothing_of_its_parent():
+def test_forked_child_that_exits_normally_stops_nothing_of_its_parent():
     from trioserve.asyncio import trio_thread
 
     async def main() -> None:

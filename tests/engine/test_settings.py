@@ -1,4 +1,4 @@
-"""Limits of the engine's settings."""
+"""Tests of the limits in the engine's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Steps with accepted draft tokens: several tokens form one delta, each is counted, and the response ends exactly."""
+"""Tests of steps with accepted draft tokens. Several tokens form one delta, each is counted, and the response ends at
+the right token.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ async def read(fake: FakeEngine, **sampling: object) -> tuple[list, object]:
         return [delta async for delta in stream], stream
 
 
-async def test_accepted_draft_tokens_are_one_delta_and_are_counted_each(autojump_clock):
+async def test_accepted_draft_tokens_form_one_delta_and_are_counted_one_by_one(autojump_clock):
     async with open_fake_engine(response=TEXT, speculative_ngram=8, step_seconds=0.1) as fake:
         deltas, stream = await read(fake)
         assert "".join(delta.text for delta in deltas) == TEXT
         assert deltas[-1].finish_reason is FinishReason.STOP
-        count = len(TEXT) + 1  # plus the end token
+        count = len(TEXT) + 1  # The end token is counted, too.
         steps = fake.stats().steps_total
         assert steps < 0.7 * count
         assert max(len(delta.token_ids) for delta in deltas) > 4
@@ -36,7 +38,7 @@ async def test_accepted_draft_tokens_are_one_delta_and_are_counted_each(autojump
         assert value(fake, "trioserve:generation_tokens_total") == count
         assert value(fake, "trioserve:inter_token_latency_seconds_count") == count - 1
         assert value(fake, "trioserve:inter_token_latency_seconds_sum") == pytest.approx(0.1 * (steps - 1))
-        # A step gives one token, and one more for each accepted draft token.
+        # A step gives one token, plus one for each accepted draft token.
         assert value(fake, "trioserve:spec_decode_num_accepted_tokens_total") == count - steps
         assert value(fake, "vllm:spec_decode_num_drafts_total") == fake.stats().drafts_total > 0
         assert value(fake, "vllm:spec_decode_num_draft_tokens_total") == fake.stats().draft_tokens_total
@@ -87,5 +89,5 @@ async def test_client_that_leaves_during_a_step_with_drafts_frees_everything(dra
                 used = fake.stats().blocks_used
                 leaving.cancel()
                 await trio.testing.wait_all_tasks_blocked()
-                assert fake.stats().blocks_used == used  # the forward pass still reads them
+                assert fake.stats().blocks_used == used  # The forward pass still reads the blocks.
         fake.assert_all_free()

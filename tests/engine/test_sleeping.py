@@ -1,4 +1,6 @@
-"""A sleeping engine has released memory. Begun requests continue afterwards or have ended, and new requests wait."""
+"""Tests of a sleeping engine. Its memory is released, begun requests continue later or have ended, and new requests
+wait.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ async def test_engine_can_sleep_repeatedly_and_concurrently(autojump_clock, leve
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fake.wake_up)
             await wait_all_tasks_blocked()
-            await fake.sleep(level)  # the engine wakes up first
+            await fake.sleep(level)  # The engine wakes up first.
             assert fake.is_sleeping
         await fake.wake_up()
         await fake.wake_up()

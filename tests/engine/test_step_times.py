@@ -1,4 +1,4 @@
-"""The times of the last steps, and the totals of all steps."""
+"""Tests of the times of the last steps, and of the totals over all steps."""
 
 from __future__ import annotations
 

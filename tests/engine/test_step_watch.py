@@ -1,4 +1,4 @@
-"""A step that does not end: its age is reported, new requests are refused, and running requests may leave."""
+"""Tests of a step that does not end. Its age is reported, new requests are refused, and running requests may leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def value(fake: FakeEngine, name: str) -> float:
 
 
 async def asked(server: MemoryServer, path: str) -> tuple[int, str | None]:
-    """Return the status, and the reason if there is one."""
+    """Return the status of a health check, and the reason if there is one."""
     response = await server.client().get(path)
     return response.status, (await response.json()).get("reason")
 
@@ -40,7 +40,7 @@ async def asked(server: MemoryServer, path: str) -> tuple[int, str | None]:
 
 
 def check(steps: list[float], expect: float, *, seconds_max: float | None = None) -> None:
-    """Check the limit of a step after steps of given durations."""
+    """Check the limit of a step after earlier steps with the given durations."""
     watch, now = StepWatch(seconds_max), 0.0
     for seconds in steps:
         watch.begin(now)
@@ -65,7 +65,7 @@ def test_configured_step_timeout_does_not_adapt():
     check([30.0, 300.0], 5, seconds_max=5)
 
 
-def test_with_a_timeout_of_0_a_step_is_never_too_old():
+def test_step_is_never_overdue_with_a_timeout_of_0():
     check([30.0], math.inf, seconds_max=0)
 
 
@@ -89,7 +89,7 @@ async def test_long_steps_of_a_slow_machine_do_not_make_it_unready(autojump_cloc
     async with open_fake_engine(step_seconds=50.0) as fake, fake.generate("prompt", LONG) as stream:
         await anext(stream)
         fake.step_seconds = 400.0
-        await anext(stream)  # this begins the long step
+        await anext(stream)  # This call begins the long step.
         await trio.sleep(390)
         assert fake.ready
         await anext(stream)
@@ -210,7 +210,7 @@ async def test_abort_in_a_hanging_step_is_reported_at_once_and_frees_blocks_at_i
             assert [delta.finish_reason async for delta in stream] == [FinishReason.ABORT]
             assert trio.current_time() == aborted_at
             assert fake.stats().blocks_used > 0
-            assert value(fake, "no_progress_seconds") == 0  # no request waits any more
+            assert value(fake, "no_progress_seconds") == 0  # No request waits any more.
             assert value(fake, "step_age_seconds") == 100
         assert fake.stats().blocks_used == 0
     fake.assert_all_free()
@@ -234,7 +234,7 @@ async def test_step_age_and_time_without_progress_are_metrics(autojump_clock):
         await trio.sleep(5)
         async with fake.generate("prompt", LONG) as stream:
             await wait_all_tasks_blocked()
-            await trio.sleep(2)  # the request waits for a step
+            await trio.sleep(2)  # The request waits for a step.
             assert value(fake, "no_progress_seconds") == 2
             assert value(fake, "step_age_seconds") == 0
             async with fake.held_step():
@@ -278,7 +278,7 @@ async def test_fully_held_block_pool_counts_as_no_progress(autojump_clock):
 
 
 async def test_request_that_gets_its_lease_while_a_step_is_overdue_continues(autojump_clock):
-    """It was admitted before the step was overdue. Only later requests are refused."""
+    """The request was admitted before the step was overdue. Only later requests are refused."""
     reasons = []
     two = SamplingParams(max_tokens=2)
 

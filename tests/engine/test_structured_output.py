@@ -1,4 +1,4 @@
-"""Grammars, reasoning, allowed tokens and bad words, from the caller's options to the text."""
+"""Tests of grammars, reasoning, allowed tokens and bad words, from the caller's options to the generated text."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ FREE_KEYS = {
         {"block_count": 20, "max_model_len": 80},
     ],
 )
-async def test_an_object_has_each_key_once_with_drafts_overlap_and_preemption(settings):
+async def test_object_has_each_key_once_with_drafts_overlap_and_preemption(settings):
     structured = StructuredOutput.json(FREE_KEYS)
     params = SamplingParams(structured=structured, temperature=0.0, max_tokens=60)
     async with open_fake_engine() as engine:
@@ -236,7 +236,7 @@ async def test_grammar_is_compiled_once_and_cached():
 
 @pytest.fixture
 def held_compiles(monkeypatch):
-    """Hold compilations until the test permits them. Gives the events "begun" and "let"."""
+    """Block every compilation until the test allows it. Yields the events "begun" and "let"."""
     begun, let = threading.Event(), threading.Event()
     compile_form = GrammarCompiler.compile
 
@@ -256,7 +256,7 @@ async def until(event):
 
 
 class CompilesNothing(InlineTexts):
-    """Text threads in which every compilation waits until its request leaves."""
+    """Text threads in which no compilation ends. Each waits until its request leaves."""
 
     async def run_compile(self, function, *, tenant):
         await trio.sleep_forever()
@@ -281,7 +281,7 @@ async def test_client_that_leaves_during_compilation_frees_everything_at_once(he
         with trio.CancelScope(shield=True):
             await trio.testing.wait_all_tasks_blocked()
             engine.assert_all_free()
-            # Another request gets its place, although the thread is still busy with the compilation.
+            # Another request gets the slot, although the thread is still busy with the compilation.
             text, _ = await said(engine, prompt="other", max_tokens=3)
             assert text
             let.set()
@@ -358,7 +358,7 @@ async def test_bad_words_are_not_written():
     assert "c" not in text
 
 
-async def test_grammar_begins_after_the_free_part():
+async def test_grammar_begins_after_the_unrestricted_part():
     async with open_fake_engine(response="well</t>and so on and on") as engine:
         text, _ = await said(engine, StructuredOutput.choice(["yes", "no"], free_until="</t>"))
     assert text in ("well</t>yes", "well</t>no")
@@ -424,12 +424,12 @@ YES_AFTER_REASONING = {
 @pytest.mark.parametrize(
     ("prompt", "says", "expected"),
     [
-        ("say", "<t>ab</t>oh", "<t>ab</t>(yes|no)"),  # with reasoning
-        ("say", "<t>abcdefgh", "<t>abcd</t>(yes|no)"),  # with too long reasoning
-        ("say", "oh", "(yes|no)"),  # without reasoning
-        ("say<t>", "ab</t>oh", "ab</t>(yes|no)"),  # the prompt has begun the reasoning
+        ("say", "<t>ab</t>oh", "<t>ab</t>(yes|no)"),  # The model reasons.
+        ("say", "<t>abcdefgh", "<t>abcd</t>(yes|no)"),  # The model reasons for too long.
+        ("say", "oh", "(yes|no)"),  # The model does not reason.
+        ("say<t>", "ab</t>oh", "ab</t>(yes|no)"),  # The prompt has begun the reasoning.
         ("say<t>\n", "abcdefgh", "abcd</t>(yes|no)"),
-        ("say<t></t>\n", "oh", "(yes|no)"),  # the prompt has ended the reasoning
+        ("say<t></t>\n", "oh", "(yes|no)"),  # The prompt has ended the reasoning.
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"logprobs": 0}])

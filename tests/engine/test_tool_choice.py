@@ -1,4 +1,4 @@
-"""tool_choice and strict of embedded engines have the same meaning as over HTTP."""
+"""Tests that tool_choice and strict have the same meaning in embedded engines as over HTTP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chat(*tools: dict[str, Any]) -> ChatPrompt:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    """Open an engine whose tokens look random unless a grammar restrains them."""
+    """Open an engine that generates random tokens unless a grammar restrains them."""
     async with open_fake_engine(**OPTIONS) as engine:
         yield engine
         engine.assert_all_free()

@@ -1,4 +1,4 @@
-"""The core counts a connector's faults, and a metric shows them."""
+"""Tests that the core counts a connector's faults, and that a metric shows the counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.stepped_by_hand import ControlledSteps
 
 
 def engine_around(core: EngineCore) -> Engine:
-    """Make an engine that is never run. Only its counters are read."""
+    """Create an engine that never runs. The test only reads its counters."""
     return Engine(
         model=ModelDescription(
             served_names=("fake",),

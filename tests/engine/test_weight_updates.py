@@ -1,5 +1,5 @@
-"""Weights that are replaced while requests run: how requests continue, the version of each token, and old cached
-blocks.
+"""Tests of weights that are replaced while requests run: how requests continue, the version of each token, and cached
+blocks of old weights.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ async def test_refused_update_changes_nothing(autojump_clock, source: Any, optio
 
 
 class LostRanks:
-    """A Replacement whose ranks are lost while they write."""
+    """A Replacement that loses its ranks while they write."""
 
     state = ReplacementState.CHECKED
 
@@ -199,7 +199,7 @@ async def test_no_step_begins_after_ranks_are_lost_during_writing(autojump_clock
             with pytest.raises(WeightsLost, match="ended meanwhile"):
                 await fake.update_weights("b")
             step_count = fake.stats().steps_total
-            await trio.sleep(1.0)  # the engine does not know yet that the ranks are lost
+            await trio.sleep(1.0)  # The engine does not know yet that the ranks are lost.
             assert fake.stats().steps_total == step_count
             nursery.cancel_scope.cancel()
         await fake.wait_until_idle()
@@ -236,7 +236,7 @@ async def test_half_written_weights_block_steps_until_a_complete_update(autojump
 
 
 async def test_sleep_with_wait_is_refused_while_weights_are_half_written(autojump_clock):
-    """Otherwise sleep would block the update that the requests wait for."""
+    """Otherwise the call to sleep would block the update for which the requests wait."""
     kept = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with trio.open_nursery() as nursery:
@@ -459,8 +459,8 @@ async def test_engine_that_breaks_during_an_update_has_its_first_weights(autojum
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_update_continues_if_the_engine_is_reopened_during_the_check(autojump_clock, monkeypatch, is_lost: bool):
-    """A check takes as long as the file system, and no step waits for it. `is_lost`: the check fails because its place
-    is gone.
+    """A check may take as long as reading files, and steps continue meanwhile. If `is_lost` is True, the check fails
+    because its executor was closed.
     """
     look = FakeWeightTarget.check
 

@@ -1,4 +1,4 @@
-"""Calls of an engine from outside its own Trio program are refused with advice."""
+"""Tests of calls of an engine from outside of its own Trio program. They are refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of requests with a known number of steps: order of computation, slots, and aborts."""
+"""Tests of requests with a known number of steps: the order of computation, slots, and aborts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LETTERS = {IterativePhase.ENCODE: "e", IterativePhase.DENOISE: "", IterativePhas
 
 
 def request_of(word: str, **fields) -> IterativeRequest:
-    """Return a request: `a3` takes three steps, `a3!` also has a better priority, `a3+` is guided."""
+    """Return a request. The text `a3` means three steps, `a3!` also has a better priority, and `a3+` uses guidance."""
     name, count = word[0], int(word[1:].rstrip("!+"))
     return IterativeRequest(
         id=RequestId(name), step_count=count, seed=7, priority=-1 if "!" in word else 0, is_guided="+" in word, **fields
@@ -27,7 +27,7 @@ def request_of(word: str, **fields) -> IterativeRequest:
 class Driven:
     """A core with a fake executor.
 
-    `said` has all events in order. `steps` has each step as text, such as `ae be` or `a0 b3`.
+    `said` contains all events in order. `steps` contains each step as text, such as `ae be` or `a0 b3`.
     """
 
     def __init__(self, *, slots: int = 2, kept: int = 1, work: int = 8) -> None:
@@ -35,7 +35,7 @@ class Driven:
         self.executor = FakeIterativeExecutor(slots + kept)
         self.said: list[IterativeEvent] = []
         self.steps: list[str] = []
-        self.living: set[RequestId] = set()  # live requests when the last step was planned
+        self.living: set[RequestId] = set()  # The live requests when the last step was planned.
 
     def add(self, words: str, **fields) -> None:
         for word in words.split():
@@ -90,7 +90,9 @@ class Driven:
 
 
 def check(arrivals: str, expect: str, **settings) -> Driven:
-    """Run arrivals such as `a3 b2 | c1`, with one step per `|`, and expect steps, divided by `|`."""
+    """Run arrivals such as `a3 b2 | c1`, where `|` separates steps. Compare the steps with `expect`, which `|` also
+    separates.
+    """
     driven = Driven(**settings)
     first, *later = arrivals.split("|")
     driven.add(first)
@@ -152,9 +154,9 @@ def test_a_request_that_only_needs_decoding_keeps_its_slot():
 
 
 def test_a_resumed_request_is_computed_before_it_is_preempted_again():
-    """A request of better priority arrives each time the large request has its slot again.
+    """A request of better priority arrives each time the large request has a slot again.
 
-    That request takes two units of the step's work, so the large request is left out once each time.
+    The arriving request uses two units of the step's work, so the large request is left out once each time.
     """
     driven = Driven(slots=2, kept=1, work=2)
     driven.add("a4+ b12!")
@@ -231,7 +233,7 @@ def test_abort_during_a_step_waits_for_that_step_only(steps):
     driven.step(steps)
     plan = driven.begin()
     assert driven.abort("a", FinishReason.DEADLINE).finished is None
-    assert driven.abort("a").outcome is AbortOutcome.ABORTED  # the reason of the first abort counts
+    assert driven.abort("a").outcome is AbortOutcome.ABORTED  # The reason of the first abort is reported.
     assert driven.core.is_abandoned(plan)
     assert driven.core.stats().slots_used == 1
     (event,) = driven.end(plan)

@@ -1,4 +1,4 @@
-"""Images are generated with partial results. They do not depend on other requests or on the speed of the reader."""
+"""Tests of an image engine: images and partial results do not depend on other requests or on the reader's speed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_partial_results_come_at_equal_distances(steps, partial_images, ex
 async def test_slow_reader_gets_the_newest_partial_result_and_the_last_delta(autojump_clock):
     asked = ImageParams(steps=6, partial_images=2, n=2)
     async with open_fake_image_engine(paused=True) as fake, fake.generate_image("a cat", asked) as stream:
-        await fake.step(6)  # one encoding step and five of six denoising steps, without a reader
+        await fake.step(6)  # One encoding step and five of six denoising steps run, and nothing reads the stream.
         deltas = [await anext(stream) for _ in range(2)]
         assert [(delta.index, delta.steps_done) for delta in deltas] == [(0, 5), (1, 5)]
         assert [delta.image for delta in deltas] == fake.expected(stream, steps_done=4)
@@ -107,7 +107,7 @@ async def test_request_preempted_by_a_lower_priority_number_continues_where_it_s
             nursery.start_soon(make, "patient", 6, 5)
             await trio.sleep(3.5)
             nursery.start_soon(make, "urgent", 2, 0)
-        # One takes 1 + 6 + 1 steps, the other 1 + 2 + 1, and no step is repeated.
+        # The patient request takes 1 + 6 + 1 steps, the urgent one takes 1 + 2 + 1, and no step is repeated.
         assert sorted(ends) == [("patient", 12.0), ("urgent", 8.0)]
         assert fake.stats().preemptions_total == 1
         fake.assert_all_free()
@@ -121,9 +121,10 @@ async def test_lower_priority_number_waits_only_for_the_step_in_flight(waiting_c
                 nursery.start_soon(fake.generate_image(f"number {number}", ImageParams(steps=9), priority=1)._all)
             await trio.sleep(5.5)
             await fake.generate_image("urgent", ImageParams(steps=2))
-            assert trio.current_time() == pytest.approx(10)  # its own four steps, after the step in flight
+            # The urgent request waits for the step in flight, and then takes four steps.
+            assert trio.current_time() == pytest.approx(10)
             nursery.cancel_scope.cancel()
-        await trio.sleep(2)  # the step in flight
+        await trio.sleep(2)  # Wait for the end of the step in flight.
         fake.assert_all_free()
 
 

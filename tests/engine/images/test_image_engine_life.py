@@ -1,4 +1,4 @@
-"""Deadlines, drains, pauses, sleep and faults of an image engine, as of a text engine."""
+"""Tests that deadlines, drains, pauses, sleep and faults work in an image engine as in a text engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_image_request_ends_at_its_deadline(deadlines, params, seconds, au
             assert trio.current_time() - begun_at == seconds
             assert last.steps_done == int(seconds) - 1
             assert last.message == f"the request's {last.stop_reason} of {seconds:g} s has passed"
-        await trio.sleep(2)  # the step in flight
+        await trio.sleep(2)  # Wait for the end of the step in flight.
         fake.assert_all_free()
 
 
@@ -66,7 +66,7 @@ async def test_queue_deadline_applies_until_all_images_run(autojump_clock):
         assert [end.finish_reason for end in ends] == [FinishReason.DEADLINE] * 2
         with pytest.raises(DeadlinePassed, match="queue_timeout"):
             await fake.generate_image("a", ImageParams(n=2), deadlines=Deadlines(queue_timeout=3.25))
-        await trio.sleep(2)  # the step in flight
+        await trio.sleep(2)  # Wait for the end of the step in flight.
         fake.assert_all_free()
 
 
@@ -81,7 +81,7 @@ async def test_drain_refuses_queued_image_requests_and_finishes_begun_ones(autoj
                 outcomes.append(error.reason)
 
         async with trio.open_nursery() as nursery:
-            for _ in range(7):  # one runs, four have a lease, and two wait in the queue
+            for _ in range(7):  # One request runs, four requests have a lease, and two wait in the queue.
                 nursery.start_soon(ask)
                 await trio.sleep(0.1)
             fake.drain()
@@ -178,7 +178,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
                 with pytest.raises(EngineReopening):
                     await fake.generate_image("meanwhile")
             assert (made[0], made[1]) == expected
-        # No delta is repeated, although the first steps are computed twice.
+        # No delta is repeated, although the first steps are computed again.
         assert [steps for index, steps in seen if index == 0] == [1, 2, 3, 4, 4]
         assert fake.metrics.total("engine_restarts_total") == 1
         assert len(await fake.generate_image("afterwards")) == 1
@@ -187,7 +187,7 @@ async def test_begun_images_are_computed_again_after_a_reopening(autojump_clock)
 
 @pytest.mark.parametrize("steps_before", [0, 2, 5])
 async def test_image_that_breaks_every_step_is_ended_and_others_continue(steps_before, autojump_clock):
-    """The phase of the failing step does not matter."""
+    """A step of any phase may fail, so the test breaks steps of each phase."""
 
     class Breaking(FakeImageExecutor):
         steps_of_bad = 0
@@ -227,7 +227,7 @@ async def test_new_image_requests_are_refused_while_a_step_hangs(autojump_clock)
         assert fake.ready
 
 
-# --- paused ---
+# --- pauses ---
 
 
 async def test_paused_engine_keeps_latents_and_continues_with_them(autojump_clock):
@@ -240,7 +240,7 @@ async def test_paused_engine_keeps_latents_and_continues_with_them(autojump_cloc
         assert (fake.stats().steps_total, fake.stats().slots_used) == (steps, 1)
         fake.resume_generation()
         assert await stream.pictures() == tuple(fake.expected(stream))
-        assert fake.stats().steps_total == 6  # no step was repeated
+        assert fake.stats().steps_total == 6  # No step was repeated.
 
 
 async def test_pause_with_abort_ends_begun_image_requests(autojump_clock):

@@ -1,4 +1,6 @@
-"""Options that an image model does not support are refused before admission. Messages name what is allowed."""
+"""Tests that options which an image model does not support are refused before admission. Messages name allowed
+values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def model_of(**changes):
 
 
 def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=None, **changes):
-    """Return the description of the images, as made when a request is entered."""
+    """Return the description of the images that is made when a request is entered."""
     model = model_of(**changes)
     preparation = ImagePreparation(model, limits or ImageRequestLimits(), step_work_max=8)
     return preparation.wanted(prompt, params or ImageParams(), priority=0)

@@ -1,4 +1,6 @@
-"""A client leaves in each phase of an image: its slot and its place are free at once, or after the step in flight."""
+"""Tests of clients that cancel an image request in each phase. Its slot is free at once, or after the step in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from trioserve.contracts.image_generation import ImageParams
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
 
 ASKED = ImageParams(steps=3)
-# Number of steps before a step of each phase: one encoding step, three denoising steps, one decoding step.
+# Number of steps before a step of each phase: one encoding step comes first, then three denoising steps and a decoding
+# step.
 PHASES = [
     (0, IterativePhase.ENCODE),
     (1, IterativePhase.DENOISE),
@@ -24,7 +27,7 @@ PHASES = [
 
 
 def freed(fake: FakeImageEngine, phase: IterativePhase) -> tuple[float, float]:
-    """Return how many images were aborted in this phase, and the sum of steps for which they kept their slots."""
+    """Return how many images were aborted in this phase, and for how many steps in total they kept their slots."""
     lines = fake.metrics.expose().decode().splitlines()
 
     def value(name: str) -> float:
@@ -37,7 +40,7 @@ def freed(fake: FakeImageEngine, phase: IterativePhase) -> tuple[float, float]:
 
 @asynccontextmanager
 async def a_leaver(fake: FakeImageEngine, params: ImageParams = ASKED) -> AsyncIterator[trio.CancelScope]:
-    """Run a client that requests images and reads none. Gives the scope to cancel."""
+    """Run a client that requests images and reads no deltas. Yield the scope with which a test cancels the client."""
 
     async def ask() -> None:
         with scope:
@@ -61,8 +64,8 @@ async def test_request_that_leaves_during_a_step_frees_its_slot_after_it(steps_b
                 assert plan.phase is phase
                 scope.cancel()
                 await wait_all_tasks_blocked()
-                assert not fake.live_requests()  # the request has left, and waits for nothing
-                assert fake.stats().slots_used == 1  # the step still uses the slot
+                assert not fake.live_requests()  # The request has left the engine without waiting for the step.
+                assert fake.stats().slots_used == 1  # The step in flight still uses the slot.
             assert fake.stats().slots_used == 0
         assert freed(fake, phase) == (1, 1)
         fake.assert_all_free()
@@ -84,7 +87,7 @@ async def test_request_that_leaves_with_finished_images_frees_everything(autojum
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(5)
-            assert fake.stats().slots_used == 0  # free as soon as the image is decoded
+            assert fake.stats().slots_used == 0  # The slot was free as soon as the image was decoded.
             scope.cancel()
         assert sum(freed(fake, phase)[0] for phase in IterativePhase) == 0
         fake.assert_all_free()
@@ -116,7 +119,7 @@ async def test_freed_slot_goes_to_the_next_request(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         async with a_leaver(fake) as scope, fake.generate_image("stays", ASKED) as stream:
             begun_at = trio.current_time()
-            await trio.sleep(1.5)  # during the first denoising step
+            await trio.sleep(1.5)  # Leave during the first denoising step.
             scope.cancel()
             assert await stream.pictures() == tuple(fake.expected(stream))
             assert trio.current_time() - begun_at == 2.0 + 5.0
@@ -153,7 +156,7 @@ async def test_abort_by_id_ends_all_image_requests_with_the_id(steps_before, pha
                 "same": AbortOutcome.ABORTED,
                 "nobody": AbortOutcome.UNKNOWN,
             }
-            for stream in (one, two):  # the readers are notified at once
+            for stream in (one, two):  # The readers are notified at once.
                 last = [delta async for delta in stream][-1]
                 assert (last.finish_reason, last.image) == (FinishReason.ABORT, None)
                 assert last.message == "the request was aborted by its id"
