@@ -273,8 +273,8 @@ async def test_request_whose_client_left_the_queue_is_never_planned(http1_client
 
 # --- capacity returns ---
 
-# Each case has the seconds until the client leaves, and the phase label of its abort (None if no abort is counted). A
-# prompt takes three steps, and a response takes three more.
+# Each case has the seconds until the client leaves, and the phase label of its abort.
+# The label is None if no abort is counted. A prompt takes three steps, and a response takes three more.
 PHASES = {
     "sending its body": (0.005, None),
     "being tokenized": (0.005, None),

@@ -219,8 +219,8 @@ class CoreHistory(RuleBasedStateMachine):
         running = [live.order for live in lives.values() if live.status is RequestStatus.RUNNING]
         admitted = [lives[name].order for name in plan.admitted]
         if self.connector is not None:
-            # Requests with loaded KV start first. If held blocks make all running requests lose theirs, other requests
-            # may start.
+            # Requests with loaded KV start first.
+            # If held blocks make all running requests lose their blocks, other requests may start.
             started = [lives[name] for name in plan.admitted]
             assert admitted == sorted(admitted) or any(live.loaded_token_count for live in started)
             assert not (admitted and plan.preempted) or len(admitted) == len(running)

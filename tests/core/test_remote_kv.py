@@ -12,8 +12,8 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded
 from trioserve.core.settings import CoreSettings
 
-# Defaults of the cases: block_size 4, step_tokens_max 8, max_num_seqs 4, block_count 64. Loads and holds may take
-# 10 seconds each.
+# Defaults of the cases: block_size 4, step_tokens_max 8, max_num_seqs 4, block_count 64.
+# Loads and holds may take 10 seconds each.
 
 
 @pytest.mark.parametrize(

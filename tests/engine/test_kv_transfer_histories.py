@@ -120,8 +120,7 @@ def test_history_of_kv_transfers_frees_everything(seed):
                             clients.start_soon(history.client, fake, number)
                     history.is_over = True
                 await fake.wait_until_idle()
-                # Some holds are unknown to all clients: abandoned loads, and aborted holds that were not released. They
-                # end at their deadlines.
+                # Abandoned loads and unreleased holds are unknown to all clients. They end at their deadlines.
                 await trio.sleep(HOLD_SECONDS + 0.1)
             await wait_all_tasks_blocked()
             fake.connector.check()

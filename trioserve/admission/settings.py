@@ -13,11 +13,12 @@ class AdmissionSettings(StoppingSettings, frozen=True, kw_only=True):
     """Limits of the local engine's queue.
 
     Attributes:
-        waiting_requests_max: Requests that may wait in addition to the running requests. Further requests are refused.
-        waiting_prompt_tokens_max: Prompt tokens of all waiting requests together.
-        waiting_seconds_max: Longest wait of a request in the queue.
-        deadlines: Deadlines of requests that set none.
-        deadlines_max: Largest deadlines that a request may have.
+        waiting_requests_max: Highest number of requests that wait, in addition to the running requests. More requests
+            are refused.
+        waiting_prompt_tokens_max: Highest number of prompt tokens of all waiting requests together.
+        waiting_seconds_max: Longest wait of a request in the queue, in seconds.
+        deadlines: Deadlines of requests that have no deadlines of their own.
+        deadlines_max: Highest deadlines that a request may have.
 
     Raises:
         StartupError: a value is out of range.

@@ -218,7 +218,7 @@ class AdapterBook:
         ]
 
     def forget(self, id: AdapterId) -> None:
-        """Remove an adapter whose weights are no longer in memory.
+        """Remove an adapter whose weights were removed from memory.
 
         Args:
             id: id of an idle adapter.

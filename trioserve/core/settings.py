@@ -59,46 +59,46 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and options of one engine core.
 
     Attributes:
-        block_count: KV blocks in the pool.
+        block_count: number of KV blocks in the pool.
         block_size: tokens per block.
-        context_tokens_max: prompt tokens plus output tokens of one request.
-        max_num_seqs: most sequences in the batch. Each sequence needs a row in every step.
-        overtakes_max: requests that may start before an earlier request whose blocks do not fit the pool. When the
-            limit is reached, freed blocks are kept for the earlier request. A good value is the number of requests
-            that run at a time.
-        step_tokens_max: most tokens of one step. A longer prompt is computed in chunks, so that other requests do not
-            wait for the whole prompt.
-        wide_prompt_stretch: how much longer a step may take, as a factor, because of prompts that need several steps.
-            Applies while other requests decode in the same step.
-        enable_prefix_caching: True to keep full blocks findable by their tokens after their request has finished.
-        overlap_steps: True to plan a step while the previous step is in flight (EngineCore.schedule_ahead). Not
-            possible with draft tokens, because the number of new tokens is then unknown.
-        steps_apart: True if two steps in flight share no request, and each step has at most half of the running
+        context_tokens_max: highest number of tokens of one request, prompt and output together.
+        max_num_seqs: highest number of sequences in the batch. Each sequence needs a row in every step.
+        overtakes_max: number of later requests that may start before a request whose blocks do not fit into the pool.
+            After that, freed blocks are kept for the waiting request. A good value is the usual number of running
+            requests.
+        step_tokens_max: highest number of tokens in one step. A longer prompt is computed in chunks, so that other
+            requests do not wait for the whole prompt.
+        wide_prompt_stretch: factor by which prompts that need several steps may lengthen a step. Applies while other
+            requests decode in the same step.
+        enable_prefix_caching: True to keep the full blocks of finished requests, so that later requests can reuse them.
+        overlap_steps: True to plan a step while the previous step is in flight (EngineCore.schedule_ahead). This
+            excludes draft tokens, because the number of new tokens would be unknown.
+        steps_apart: True if two steps in flight have no common request. Each step then has at most half of the running
             requests. Used with pipeline stages, where the second step starts before the first one has sampled a token.
-        draft_tokens_max: most draft tokens that a decode may compute in addition to its last token; 0 turns drafts off.
-        draft_step_tokens_max: most tokens of a step that has draft tokens. Up to the default value, a CPU waits for the
-            weights anyway, and a draft token costs about a twentieth of a step. Above the default value, a draft token
-            costs as much time as it saves.
-        draft_source: "text" copies from the request's own text, "model" asks a draft model, "head" asks a head that
-            reads the model's hidden states and therefore computes along with every step.
-        draft_context_tokens_max: context of the draft model in tokens; None: same as the model's.
-        draft_catch_up_tokens_max: most known tokens that the draft model computes per step when it has missed tokens.
-            The limit keeps other requests from waiting for the draft model.
-        hold_seconds_max: seconds that a connector may keep the blocks of a finished request.
-        remote_kv_seconds_max: seconds that a request waits for KV from another engine.
-        held_share_max: fraction of the pool, above 0 to 1, that connectors may hold for requests that asked for a hold.
-            At this limit, a request still gets its response, but its blocks are not held. So one slow reader cannot
-            fill the pool.
-        load_failure_policy: "recompute" computes the KV here if the load fails, "fail" ends the request with an error.
-        keeps_kv: False for an encoder, which attends to all prompt tokens at once and keeps no KV. Then requests have
+        draft_tokens_max: highest number of draft tokens per decode, in addition to its last token. 0 disables drafts.
+        draft_step_tokens_max: highest number of tokens in a step with draft tokens. Up to the default value, a CPU
+            waits for the weights anyway, and a draft token costs about a twentieth of a step. Above the default value,
+            a draft token costs as much time as it saves.
+        draft_source: "text" copies tokens from the request's own text. "model" uses a draft model. "head" uses a head
+            that reads the model's hidden states, and therefore computes in every step.
+        draft_context_tokens_max: context of the draft model, in tokens. None: the same as the model's context.
+        draft_catch_up_tokens_max: highest number of missed tokens that the draft model computes per step. This limits
+            how long other requests wait for the draft model.
+        hold_seconds_max: seconds for which a connector may hold the blocks of a finished request.
+        remote_kv_seconds_max: seconds for which a request waits for KV from another engine.
+        held_share_max: fraction of the pool, above 0 and at most 1, that connectors may hold for other engines. Above
+            this limit, a request still gets its response, but its blocks are not held. So one slow reader cannot fill
+            the pool.
+        load_failure_policy: what happens if a load fails. "recompute" computes the KV here. "fail" ends the request.
+        keeps_kv: False for an encoder, which attends to all prompt tokens at once and stores no KV. Then requests have
             no blocks, block_count may be 0, and every request is pooled and computed in one step.
-        state_slot_count: slots for layers that keep one state per sequence instead of KV per token. Each running
-            sequence needs one slot, so the count also limits the batch. 0: the model has no such layers.
-        snapshot_slot_count: further slots for copies of such states at the end of cached blocks. A cached prefix can
-            only be reused where a snapshot exists. 0: prefixes are never reused.
-        window_tokens: the largest sliding window in tokens, the token's own position included, at least 2. None if some
-            layer attends to all tokens. Blocks that no window reaches are freed while the request runs, so a context
-            may be longer than the pool.
+        state_slot_count: number of slots for layers that store one state per sequence instead of KV per token. Each
+            running sequence needs one slot, so this also limits the batch. 0: the model has no such layers.
+        snapshot_slot_count: number of additional slots for copies of such states at the end of cached blocks. A cached
+            prefix can be reused only where a snapshot exists. 0: prefixes are never reused.
+        window_tokens: the largest sliding window in tokens, including the token itself, at least 2. None if some layer
+            attends to all tokens. Blocks that no window reaches are freed while the request runs, so a context may be
+            longer than the pool.
 
     Raises:
         StartupError: a value is out of range, or values contradict each other.

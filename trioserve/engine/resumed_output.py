@@ -231,7 +231,7 @@ def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int,
         resume: the known output.
         sampling: sampling options of the request.
         vocab_size: number of token ids.
-        context_tokens_max: most tokens of prompt and output together.
+        context_tokens_max: highest number of tokens in prompt and output together.
 
     Raises:
         InvalidRequest: the output cannot be the beginning of a response to this request.

@@ -206,7 +206,7 @@ class StoreDatabase:
             quotas: limits that the owners' objects must respect after the write.
 
         Returns:
-            False if an object that must be replaced or appended to no longer exists. Then nothing was
+            False if an object that should be replaced or extended does not exist any more. In that case nothing was
             changed.
 
         Raises:

@@ -11,8 +11,9 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the store.
 
     Attributes:
-        bytes_max: most bytes of all objects together, including rows and blobs.
-        objects_max: most objects of all kinds together. A row with its index entries takes at least 256 bytes.
+        bytes_max: highest number of bytes of all objects together, including rows and blobs.
+        objects_max: highest number of objects of all kinds together. A row and its index entries count as at least 256
+            bytes.
         seconds_max: lifetime in seconds of an object that is written without one.
     """
 

@@ -98,7 +98,7 @@ class Store:
             quotas: limits of the owners, checked in the same transaction.
 
         Returns:
-            False if an object that must be replaced or appended to no longer exists. Then nothing was
+            False if an object that should be replaced or extended does not exist any more. In that case nothing was
             changed.
 
         Raises:

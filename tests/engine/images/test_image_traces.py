@@ -102,6 +102,6 @@ async def test_images_and_steps_are_counted(autojump_clock):
         assert value("e2e_request_latency_seconds_count") == 3
         assert value("time_to_first_picture_seconds_count") == 3
         assert value("step_work_sum", 'phase="denoise"') == 9
-        # Two images are encoded and denoised once, which gives the first partial results. The third image gets a slot
-        # after one of the others has ended.
+        # Two images are encoded and denoised once, which gives the first partial results.
+        # The third image gets a slot after one of the others has ended.
         assert 2.0 + 2.0 < value("time_to_first_picture_seconds_sum") < value("e2e_request_latency_seconds_sum")

@@ -16,8 +16,7 @@ from trioserve.contracts.image_generation import ImageParams
 from trioserve.testing.fake_image_engine import FakeImageEngine, open_fake_image_engine
 
 ASKED = ImageParams(steps=3)
-# Number of steps before a step of each phase: one encoding step comes first, then three denoising steps and a decoding
-# step.
+# Number of steps before a step of each phase. An image has one encoding, three denoising and one decoding step.
 PHASES = [
     (0, IterativePhase.ENCODE),
     (1, IterativePhase.DENOISE),

@@ -81,7 +81,7 @@ class RequestPart(ABC, Generic[ScopeT]):
     Attributes:
         is_ended: True if the last delta of this result was pushed, or the request failed.
         running_at: time at which the sequence was first in a step. It does not change after a preemption. None: it was
-        in no step yet.
+            in no step yet.
     """
 
     __slots__ = ("index", "is_ended", "request", "running_at", "sequence_id")
