@@ -299,11 +299,7 @@ def tiny_checkpoints() -> ModuleType:
 
 @pytest.fixture(scope="module", params=["auto", "int8", "latents"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """Runner of a tiny model.
-
-    Args:
-        latents: Whether the model's KV consists of latents.
-    """
+    """Runner of a tiny model. Its KV cache has the parameter's format, or consists of latents."""
     kv_cache_dtype = "auto" if request.param == "latents" else request.param
     path = find_default_model("smollm2")
     if request.param == "latents":

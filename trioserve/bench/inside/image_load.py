@@ -93,7 +93,7 @@ class ImageRequester:
 
         Args:
             seed: seed of the image.
-            picture: the image.
+            image: the image.
         """
         assert self._made.setdefault(seed, image) == image, f"seed {seed} gave two different images"
 
