@@ -296,7 +296,7 @@ class ScriptedEngine:
 
 
 def logprob(token_id: int, top: int = 2) -> TokenLogprob:
-    """Make the log probability of the most probable token, with the next token ids as alternatives."""
+    """Return log probabilities: a token is the most probable one, and the ids after it are the alternatives."""
     return TokenLogprob(token_id, -0.5, tuple((token_id + rank, -0.5 - rank) for rank in range(top)))
 
 

@@ -471,7 +471,7 @@ def test_program_can_exit_while_tasks_still_read_streams(run):
         serving = asyncio.create_task(serve())
         fake = await ready
         await fake.until_queued(1)
-        serving.cancel()  # The cancellation is the same as that of asyncio.run for all remaining tasks.
+        serving.cancel()  # asyncio.run cancels all remaining tasks in this way when its main task has ended.
         with pytest.raises(asyncio.CancelledError):
             await serving
 

@@ -127,7 +127,7 @@ def test_every_claim_holds_for_a_clean_soak():
         ),
     ],
 )
-def test_claim_is_broken_only_by_its_own_observation(claim, changes):
+def test_each_claim_of_a_soak_fails_only_for_its_own_observation(claim, changes):
     figures = SoakFigures.from_evidence(evidence(**changes))
     assert [name for name, holds in verdicts(figures).items() if holds is not True] == [claim]
     assert verdicts(figures)[claim] is False

@@ -408,7 +408,7 @@ async def test_several_choices_share_one_claim_on_image_memory() -> None:
         assert fake.image_encoder.tile_count == 5
 
 
-async def test_image_url_is_fetched_within_the_request() -> None:
+async def test_image_url_is_fetched_inside_the_cancel_scope_of_the_request() -> None:
     class Media:
         def __init__(self) -> None:
             self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""The minimum rate of responses: a client that reads a byte now and then fails.
+"""The minimum rate of responses: a client that reads only a byte from time to time is cancelled.
 
 A slow client that keeps the minimum rate is served, and so is a client that reads a slow stream.
 """

@@ -301,7 +301,7 @@ def test_decoding_token_by_token_gives_the_prompts_logprobs(
 def test_contexts_longer_than_an_attention_part_and_a_group(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """A chunk is attended in parts of 256 rows, and decodes of very different lengths in several groups."""
+    """The attention of a chunk is computed in parts of 256 rows. Decodes of different lengths form several groups."""
     path = tiny_checkpoint("llama")
     expected = Expected(path)
     driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels))

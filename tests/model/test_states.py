@@ -91,7 +91,7 @@ def test_granite_with_only_attention_keeps_no_state() -> None:
         ({"hidden_act": "relu"}, "hidden_act in config.json is 'relu'"),
     ),
 )
-def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+def test_refusal_of_a_damaged_or_unsupported_config_names_the_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read(**fields)
 

@@ -138,7 +138,7 @@ async def test_wrong_description_is_refused_before_anything_is_sent(
                 assert refusal.value.param == param
             assert engine.ready
             assert await said(engine) == before
-            await engine.update_weights(of(new))  # the refusals have received nothing from the trainer
+            await engine.update_weights(of(new))  # After the refusals, no rank has received data from the trainer.
         assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 

@@ -197,7 +197,7 @@ async def test_a_bad_directory_changes_nothing(
         assert await said(engine) == before
 
 
-async def test_files_changed_after_the_check_change_no_weights(
+async def test_weights_stay_if_their_files_change_after_the_check(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_model("llama")

@@ -189,7 +189,7 @@ def test_remaining_requests_leave_without_a_lease_at_the_deadline(make_router):
     assert len(router.to_move) == 2, "each request is asked to move once"
 
 
-def test_requests_stay_at_the_deadline_if_no_other_endpoint_serves_the_model(make_router):
+def test_requests_stay_after_the_move_deadline_if_no_other_endpoint_serves_the_model(make_router):
     router = make_router()
     a = router.endpoint("a")
     streaming(router)

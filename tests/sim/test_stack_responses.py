@@ -195,7 +195,7 @@ def test_calls_of_a_response_have_different_ids():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_text_is_shown_without_its_marks(family):
+def test_text_is_shown_without_its_markers(family):
     for number, text in enumerate(TEXTS):
         ask = Ask(number=0, connection=0, prompts=(tuple(b"f g text %d" % number),), output=150, has_tools=True)
         [tokens] = expected_tokens(ask, CallingModel(family, vocab_size=256))

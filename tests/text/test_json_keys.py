@@ -180,7 +180,7 @@ def test_a_listed_key_that_needs_an_escape_can_be_written(schema):
         assert guide.accept(token)
 
 
-def test_guide_sets_a_fault_with_the_cause_if_no_new_key_is_possible():
+def test_guide_reports_the_cause_if_no_new_key_is_possible():
     guide = guide_for(
         {
             "type": "object",

@@ -186,7 +186,7 @@ def _without_panic(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class _TenantTexts:
-    """Runs the texts of one tenant. Implements TextRunner."""
+    """Runs jobs on the texts of one tenant. Implements TextRunner."""
 
     __slots__ = ("_tenant", "_threads")
 

@@ -226,7 +226,7 @@ class SoakPlan:
 
 
 HTTP2_CONNECTIONS = 4  # Several connections are needed, since a server limits the resets on each connection.
-HALF_CLOSE_SECONDS_MAX = 10.0  # trioserve closes at once. The limit allows for a busy machine.
+HALF_CLOSE_SECONDS_MAX = 10.0  # trioserve closes the connection at once. This limit allows for a busy machine.
 
 
 class SoakClients:

@@ -46,7 +46,8 @@ class RequestStream(ScopeStream[OpenRequest, Delta]):
     def known(self) -> tuple[Delta, ...]:
         """Deltas of the earlier part of a resumed response (see `Engine.generate`), sorted by choice.
 
-        Together, these deltas contain all known tokens. Iteration does not yield them again. Available after entering.
+        Together, these deltas contain all known tokens. Iteration does not yield them again. They are
+        available once the stream is entered.
         """
         return self._request.known
 

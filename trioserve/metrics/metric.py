@@ -1,4 +1,5 @@
-"""Declaration of a metric: its question, unit, meaning, labels and aliases, and the buckets of histograms."""
+"""Declaration of a metric: the question that it answers, its unit, meaning, labels and aliases, and the buckets of
+histograms."""
 
 from __future__ import annotations
 

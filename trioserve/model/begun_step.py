@@ -41,7 +41,10 @@ class BegunStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult | None:
-        """Wait for the step, or compute it. Return None if the step was abandoned."""
+        """Return the result of the step, or None if the step was abandoned.
+
+        Wait if another thread computes the step, otherwise compute the step here.
+        """
         # `finish` refers to the previous step, which must be freed.
         finish, self._finish = self._finish, None
         if finish is not None:

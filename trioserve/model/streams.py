@@ -101,7 +101,7 @@ class Streams:
 
 
 class LayerStreams:
-    """Predicts all streams before a layer, and corrects the predictions after the layer."""
+    """Predicts all residual streams before a layer, and corrects these predictions after the layer."""
 
     def __init__(
         self,

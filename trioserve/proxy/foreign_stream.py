@@ -182,7 +182,8 @@ class ForeignStream:
         return self._shown_count
 
     def resume_field(self) -> dict[str, object] | None:
-        """Return the body for /v1/completions that resumes the stream, or None if it cannot resume (see `why_not`)."""
+        """Return the body for /v1/completions that resumes the stream, or None if the stream cannot resume (see
+        `why_not`)."""
         if self._prompt_ids is None or self._why_not is not None:
             return None
         body: dict[str, object] = {name: value for name, value in self._fields.items() if name in _TAKEN_OVER}

@@ -215,7 +215,8 @@ class RankGroup:
         self._wait_for_masks = wait_for_masks
         self._on_progress = on_progress
         self._links: list[RankLink] = []
-        self._orders: OrderedDict[int, _Order] = OrderedDict()  # orders without all answers by serial, oldest first
+        # By serial number: the orders that not all ranks have answered. The oldest order comes first.
+        self._orders: OrderedDict[int, _Order] = OrderedDict()
         self._serial = 0
         self._loaded: dict[int, Loaded] = {}
         self._all_loaded = trio.Event()

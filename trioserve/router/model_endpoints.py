@@ -377,7 +377,7 @@ class Search(Candidates):
         return self._fits(state) and state.has_room(self._sequences, self._now)
 
     def _is_fit_or_closed(self, state: EndpointState) -> bool:
-        """Return whether the endpoint fits the request. Close the endpoint if it has no free slot for any request."""
+        """Return whether the endpoint can run the request. An endpoint without a free slot is also marked as closed."""
         if state.has_room(self._sequences, self._now):
             return self._fits(state)
         if self._sequences == 1 or not state.has_room(1, self._now):

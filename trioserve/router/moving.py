@@ -26,7 +26,7 @@ class Moving:
         queues: the queues of all models.
 
     Attributes:
-        total: streams that got a lease to move to.
+        total: streams that got a lease at another endpoint, in order to move there.
     """
 
     def __init__(self, settings: RouterSettings, queues: Queues) -> None:

@@ -114,7 +114,7 @@ class FakeConnector:
         """End a load with success, and return the report for the core.
 
         Args:
-            request_id: the request. If it has no open load, nothing is written.
+            request_id: the request. If it has no open load, no KV is written.
             token_count: number of tokens that arrive. The default is all tokens.
         """
         load = self.loads.pop(request_id, None)

@@ -77,7 +77,7 @@ FORMATS = (
 
 
 def fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
-    """Return the prompt format whose tokens a vocabulary has, or None if the vocabulary has the tokens of no format.
+    """Return the prompt format whose tokens are all in the vocabulary, or None if there is no such format.
 
     Args:
         tokenizer: Tokenizer of the model.

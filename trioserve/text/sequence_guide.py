@@ -367,7 +367,7 @@ class SequenceGuide:
             )
 
     def _new_keys_count(self, token_ids: Sequence[int], *, is_draft: bool) -> int:
-        """Return how many tokens precede the first token that repeats a key. The grammar must allow all the tokens."""
+        """Return how many tokens precede the first token that repeats a key. The grammar must allow these tokens."""
         keys = self._keys
         if keys is None:
             return len(token_ids)

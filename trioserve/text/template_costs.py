@@ -306,7 +306,7 @@ def _only_reads(text: str, given: tuple[Any, ...]) -> None:
 
 
 def _rewrites(text: str, given: tuple[Any, ...]) -> None:
-    budget.get().make(3 * len(text))  # One character becomes up to three characters in another case.
+    budget.get().make(3 * len(text))  # Changing the letter case can turn one character into three.
 
 
 def _searches(text: str, given: tuple[Any, ...]) -> None:
@@ -696,7 +696,7 @@ def _depth(value: Any) -> int:
 
 
 def metered_test(function: Callable[..., Any], charge: Callable[..., None]) -> Callable[..., Any]:
-    """Return a test that is charged before it runs.
+    """Return a test of Jinja whose cost is charged before it runs.
 
     Args:
         function: The test.

@@ -35,7 +35,7 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys):
         assert min(figure["forward_ms"], figure["speed"]) > 0
 
 
-def test_only_successive_passes_with_the_given_number_of_tokens_count():
+def test_gaps_are_counted_only_between_successive_passes_of_the_given_size():
     class Computing:
         def compute(self, rows):
             return rows

@@ -327,7 +327,7 @@ class BatchBook:
         Args:
             record: New state, without the pending lines.
             changes: Further changes.
-            is_final: True if the store must accept the write even if the disk refuses it.
+            is_final: True for a final state. The store keeps it in memory if the disk refuses it, and writes it later.
         """
         lines, self._pending = self._pending, []
         ends = {**self._ends, **{line.number: line.end for line in lines}}

@@ -35,7 +35,7 @@ Ended = tuple[list[Event], dict[str, Any]]
 
 
 class ResponseRun:
-    """A turn of the engine and the events that come from it. The caller enters `turn` before it calls `read`.
+    """One chat turn in the engine, and the events of its response. The caller enters `turn` before it calls `read`.
 
     The request handler or a background task runs the response, and decides where the events are sent.
 
@@ -45,7 +45,7 @@ class ResponseRun:
         resumption: Resume state. None if the response can neither resume nor be resumed.
 
     Attributes:
-        turn: The turn.
+        turn: The chat turn. Its scope owns the requests in the engine.
         events: The events of the response.
 
     Raises:

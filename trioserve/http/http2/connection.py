@@ -79,7 +79,7 @@ class H2Connection:
         self._gate = FrameGate(limits, now=now)
         self._resets = RateBucket(per_second=limits.resets_per_second_max, burst=limits.resets_burst_max, now=now)
         self._cpu = RateBucket(per_second=limits.frame_cpu_share_max, burst=limits.frame_cpu_burst_seconds_max, now=now)
-        self._cpu_credit = 0.0  # The CPU seconds that the requests and bodies of the current piece may cost.
+        self._cpu_credit = 0.0  # The CPU seconds that requests and bodies in the current read's bytes may cost.
         self._streams: dict[int, H2Stream] = {}
         self._outbox = H2Outbox(self._protocol, self._gate, self._more_to_write)
         self._tcp = transport if isinstance(transport, TcpStream) else None  # The flusher writes only to TCP.

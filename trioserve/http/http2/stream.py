@@ -358,7 +358,7 @@ class H2Outbox:
         self._on_more()
 
     def take(self) -> bytes:
-        """Remove and return all bytes of frames, for one write."""
+        """Remove all frames that wait to be sent, and return their bytes for one write."""
         taken = bytes(self._framed)
         self._framed.clear()
         return taken

@@ -122,7 +122,7 @@ class SafetensorsCheckpoint:
         )
         self.continues_texts: bool = has_head(config)
         if not self.continues_texts and "lm_head.weight" not in stored:
-            # The embedding replaces the missing head. check_can_generate rejects requests that would need logits.
+            # Without a head, the embedding replaces it. check_can_generate rejects requests that need logits.
             self.config = structs.replace(self.config, tie_word_embeddings=True)
         self.vision: VisionPart | None = None
         if sees_images(config):

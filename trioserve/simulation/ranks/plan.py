@@ -40,8 +40,8 @@ Moment = Literal[
 LOADING: tuple[Moment, ...] = ("setup", "allocate", "warm_up")
 WORKING: tuple[Moment, ...] = ("step", "step", "masks", "met", "met", "answered", "answered", "claim", "adapter")
 REPLACING: tuple[Moment, ...] = ("look", "write", "write")
-# One stage in this many has swaps: a stage whose seed modulo this number is 1. So the draws of other stages are the
-# same as before this module could draw swaps.
+# A stage has swaps if its seed modulo this number is 1. All other stages draw no random number for swaps, so recorded
+# seeds still give their histories.
 SWAPS_IN_ONE_OF = 6
 SUDDEN: tuple[HarmKind, ...] = ("kill", "kill", "end", "garble", "stop")
 

@@ -46,7 +46,7 @@ def _length(seed: int, choice: int) -> int:
 def _shown(tokens: Sequence[int], *, is_finished: bool) -> str:
     """Return the text that an endpoint shows for some tokens.
 
-    The text of some tokens becomes visible only after the next token, as with text that may begin a stop string.
+    Some text is held back until the next token arrives, as a server holds back text that may begin a stop string.
     """
     is_held = bool(tokens) and tokens[-1] % 3 == 0 and not is_finished
     return "".join(f" {token}" for token in (tokens[:-1] if is_held else tokens))

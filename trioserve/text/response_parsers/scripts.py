@@ -201,7 +201,7 @@ class TextSource:
         return found
 
     def take_whole(self, markers: Sequence[str]) -> Script[str]:
-        """Read the marker at the current position and return it, with the result of find_whole.
+        """Read the marker at the current position. The result has the form of find_whole.
 
         Args:
             markers: As for find.
