@@ -209,7 +209,7 @@ def test_missing_gpu_kernels_are_reported_with_one_sentence(gpu_kernels: str, mo
     assert (
         torch_step_model.TorchStepModel(config(), settings, dtype="float32", device="cpu").computed_by == "plain torch"
     )
-    sentence = f"gpu_kernels is {gpu_kernels}, but it cannot be used here .*'triton'.*: install trioserve.gpu., or use"
+    sentence = f"gpu_kernels is {gpu_kernels}, but it cannot be used here .*'triton'.*: .*pip install.*.gpu..?, or use"
     with pytest.raises(StartupError, match=sentence):
         torch_step_model.TorchStepModel(config(), settings, dtype="float32", device="cuda")
     assert asked == ["torch", gpu_kernels]
