@@ -314,6 +314,7 @@ async def test_pause_endpoints_of_vllm_and_sglang(autojump_clock):
         assert (await ask("/reset_prefix_cache?reset_external=true"))[0] == 400
         assert (await ask("/pause?clear_cache=maybe"))[0] == 400
         assert (await ask("/pause?mode=freeze"))[0] == 400
+        assert (await ask("/pause?mode=freeze&wait_for_inflight_requests=true"))[0] == 400
         assert (await ask("/pause_generation", {"mode": "freeze"}))[0] == 400
         assert not await is_paused()
 

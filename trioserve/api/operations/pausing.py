@@ -40,8 +40,8 @@ async def pause(context: EngineContext) -> None:
     query = Query(context.exchange.query)
     # The field wait_for_inflight_requests is vLLM's older name of mode=wait.
     waits = query.flag("wait_for_inflight_requests", False)
-    mode = "wait" if waits else query.choice("mode", tuple(MODES), "abort")
-    await context.pause(MODES[mode], clear_cache=query.flag("clear_cache", True))
+    mode = query.choice("mode", tuple(MODES), "abort")
+    await context.pause(MODES["wait" if waits else mode], clear_cache=query.flag("clear_cache", True))
     await context.respond_json({"status": "paused"})
 
 
