@@ -28,7 +28,7 @@ NOT_SERVED = ("simulation", "bench")
 MARKERS = ("<tool_call>", "</tool_call>", "[", "\n")
 # Values for the variables in patterns that are built at run time, by file.
 LOCALS: dict[str, dict[str, Any]] = {
-    "api/route_table.py": {"operation": SimpleNamespace(id_has_slashes=True), "parts": ["/v1/", "/a"]},
+    "api/route_table.py": {"operation": SimpleNamespace(id_has_slashes=False), "parts": ["/v1/", "/a"]},
     "model/loading/default_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
     "text/reasoning_state.py": {"markers": "<think>|</think>"},
