@@ -52,7 +52,7 @@ OF_CLIENTS = frozenset(
         *("/v1/batches", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize", "/detokenize"),
         *("/v1/images/generations", "/v1/images/edits"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
-        # These routes concern objects of the caller, and need an id.
+        # The routes below address an object of the caller by its id.
         *("/v1/requests/abort", "/abort_request", "/abort_requests", "/v1/requests/{request}"),
         *("/v1/requests/{request}/hand-over", "/v1/responses/{response}", "/v1/responses/{response}/cancel"),
         *("/v1/files/{file}", "/v1/messages/batches/{batch}", "/v1/messages/batches/{batch}/cancel"),

@@ -46,7 +46,7 @@ from .conftest import open_fake, until
 ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 NOT_FOR_PROGRAMS = {
-    # These methods are for other packages.
+    # Other packages of trioserve call these methods.
     *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing", "sleep_on"),
     *("wait_until_admitted", "wait_until_open"),
 }

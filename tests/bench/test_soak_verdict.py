@@ -153,7 +153,7 @@ def test_claim_with_too_few_samples_is_not_judged(claim, changes):
 def test_metrics_that_are_missing_at_the_end_break_their_claims():
     figures = SoakFigures.from_evidence(evidence(end=Scrape("")))
     broken = [name for name, holds in verdicts(figures).items() if holds is False]
-    assert len(broken) == 8  # These are all claims about the state at the end.
+    assert len(broken) == 8  # Every claim about the final state fails.
 
 
 def test_cancel_to_free_counts_only_after_the_warmup():

@@ -15,7 +15,7 @@ def chain(salt: str | None, *blocks: tuple[int, ...]) -> bytes:
 
 
 def test_hashes_are_equal_on_every_machine():
-    # These hashes were computed from the definition: blake2b with 16 bytes over the parent and the tokens as
+    # The expected hashes were computed from the definition: blake2b with 16 bytes over the parent and the tokens as
     # little-endian uint32. If these values change, engines and routers of different versions no longer find each
     # other's blocks.
     assert chain(None).hex() == "cae66941d9efbd404e4d88758ea67670"

@@ -69,7 +69,7 @@ def test_draft_does_not_depend_on_how_the_text_was_divided_between_calls():
 def test_a_long_prompt_is_entered_over_several_drafts():
     text = [*range(3 * ENTERED_MAX), 5, 6, 7, 8]
     one = drafter()
-    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # These tokens are not entered yet.
+    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # The drafter has not entered the last tokens yet.
     assert one.draft(text, 2) == (9, 10)
 
 

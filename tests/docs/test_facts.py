@@ -25,7 +25,7 @@ COLUMN_PIXELS = 838  # Width of the column of a page. A wider drawing is scaled 
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
-    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # These flags belong to container engines and uvx.
+    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # Container engines and uvx define the flags.
     "--hook-type",  # This flag belongs to pre-commit.
 }
 
@@ -56,7 +56,7 @@ def test_every_link_of_a_document_has_a_target(page):
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
         assert place.exists(), f"{target} leads nowhere"
-        if anchor and not anchor.startswith("trioserve."):  # These anchors are generated from docstrings.
+        if anchor and not anchor.startswith("trioserve."):  # mkdocs makes all other anchors from docstrings.
             assert anchor in anchors_of(place), f"{target}: there is no such heading"
 
 
@@ -111,7 +111,7 @@ def test_every_type_and_function_that_the_architecture_names_exists():
 
 def test_every_flag_that_a_document_names_exists():
     known = {option.flag for option in options_of(Config).values()}
-    for path in (ROOT / "trioserve").rglob("*.py"):  # These are flags of commands without a Config.
+    for path in (ROOT / "trioserve").rglob("*.py"):  # Commands without a Config declare their flags in code.
         known |= set(re.findall(r"\"(--[a-z][a-z-]+)\"", path.read_text(encoding="utf-8")))
     for page in PAGES:
         if page.name == "CHANGELOG.md":  # The changelog also names removed flags.

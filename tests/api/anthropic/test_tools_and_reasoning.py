@@ -16,7 +16,7 @@ from anthropic.types import Message
 from trioserve.api.anthropic import bodies as responses
 from trioserve.testing.fake_engine import open_fake_engine
 
-pytestmark = pytest.mark.slow  # These tests are slow, because each byte is a token, and each token needs a step.
+pytestmark = pytest.mark.slow  # Each byte is a token, and each token needs a step.
 
 PATH = "/v1/messages"
 WEATHER = {

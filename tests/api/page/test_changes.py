@@ -114,7 +114,7 @@ def check(feed: LiveFeed, owner: str | None, last: Snapshots, shown: dict[str | 
     forget_caches(feed)
     new = feed.snapshot(owner)
     expected = decoded(snapshot_fields(new))
-    for name in ("now", "steps"):  # These values depend on the time, and on the previous snapshot.
+    for name in ("now", "steps"):  # Both values depend on the time and on the previous snapshot.
         shown[owner][name] = expected[name]
     assert shown[owner] == expected
     assert new.blocks is not None
