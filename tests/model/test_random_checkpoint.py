@@ -95,16 +95,17 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_seed_gives_equal_weights_for_any_file_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_checkpoint, "PIECE_VALUES", 1_000)
     write(TINY, tmp_path / "a")
     write(TINY, tmp_path / "other", seed=1)
     monkeypatch.setattr(random_checkpoint, "SHARD_BYTES_MAX", 50_000)
-    monkeypatch.setattr(random_checkpoint, "PIECE_VALUES", 1_000)
     pieces = len(write(TINY, tmp_path / "b"))
     assert pieces > checkpoint_bytes(TINY) // 2_000
     a, b, other = (weights(tmp_path / name) for name in ("a", "b", "other"))
     assert a == b
     assert a["embed.weight"] != other["embed.weight"]
     assert a["layers.0.q_proj.weight"] != a["layers.1.q_proj.weight"]
+    assert a["embed.weight"][:1_000] != a["embed.weight"][1_000:2_000]
     assert a["norm.weight"] == [0x3F80] * TINY.hidden_size
 
 

@@ -7,11 +7,16 @@ weights are not available.
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from statistics import NormalDist
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -21,7 +26,7 @@ from trioserve.model.layer_config import AttentionConfig, ExpertsConfig, MlpConf
 from trioserve.model.loading.names import GGUF, TRANSFORMERS, Shape, outside_name, tensor_shapes
 from trioserve.model.loading.safetensors import INDEX_NAME
 from trioserve.model.model_config import ModelConfig
-from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, convert, empty_values
+from trioserve.model.number_formats import VALUE_BYTES, Dtype, Values, convert, empty_values
 from trioserve.model.rotary import rotary_frequencies
 
 __all__ = [
@@ -40,7 +45,7 @@ __all__ = [
 DTYPE: Dtype = "bfloat16"
 DEVIATION = 0.02  # Training of the real models also starts with this standard deviation.
 SHARD_BYTES_MAX = 5 * 10**9  # transformers has the same size limit for a file.
-PIECE_VALUES = 2**22  # number of values that are drawn, rounded and written at a time
+PIECE_VALUES = 2**22  # number of values that one thread draws, rounds and writes at a time
 
 
 def transformers_config(config: ModelConfig) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def write_config(config: ModelConfig, directory: Path, *, eos_token_id: int) -> 
 def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: Callable[[int, int], None]) -> None:
     """Write normally distributed matrices and biases, and norms of 1, in bfloat16.
 
-    A tensor's values depend only on the seed and on its index among the tensors.
+    A tensor's values depend only on the seed and on its index among the tensors. All processors draw and write.
 
     Args:
         config: model.
@@ -127,19 +132,29 @@ def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: 
     shards = list(_shards(tensor_shapes(config)))
     total, done = checkpoint_bytes(config), 0
     weight_map: dict[str, str] = {}
-    place = 0
+    tensor_index = 0
     for number, shapes in enumerate(shards, start=1):
         single = len(shards) == 1
         name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with (directory / name).open("xb") as file:
-            file.write(_header(config.family, shapes))
+        with (directory / name).open("xb") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            offset = file.write(_header(config.family, shapes))
+            file.flush()
+            pieces: list[Future[int]] = []
             for tensor_name, shape in shapes.items():
-                generator = np.random.default_rng([seed, place])
-                place += 1
                 weight_map[outside_name(tensor_name, config.family, TRANSFORMERS)] = name
-                for byte_count in _write_tensor(file, tensor_name, math.prod(shape), generator):
-                    done += byte_count
+                for piece_index, begin in enumerate(range(0, math.prod(shape), PIECE_VALUES)):
+                    count = min(PIECE_VALUES, math.prod(shape) - begin)
+                    generator = np.random.default_rng([seed, tensor_index, piece_index])
+                    pieces.append(threads.submit(_write_piece, file.fileno(), offset, tensor_name, count, generator))
+                    offset += count * VALUE_BYTES[DTYPE]
+                tensor_index += 1
+            try:
+                for piece in pieces:
+                    done += piece.result()
                     progress(done, total)
+            except BaseException:
+                threads.shutdown(cancel_futures=True)  # The other pieces are not written.
+                raise
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
@@ -177,29 +192,41 @@ def _header(family: str, shapes: dict[str, Shape]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(file: BinaryIO, name: str, count: int, generator: np.random.Generator) -> Iterator[int]:
-    """Write a tensor piece by piece, and yield the bytes of each piece."""
-    for begin in range(0, count, PIECE_VALUES):
-        piece_count = min(PIECE_VALUES, count - begin)
-        piece = empty_values((piece_count,), DTYPE)
-        convert(drawn_values(name, piece_count, generator), piece)
-        file.write(piece.data)
-        yield piece.nbytes
+def _write_piece(file: int, offset: int, name: str, count: int, generator: np.random.Generator) -> int:
+    """Write some values of a tensor at an offset of a file, and return their bytes. Runs in any thread."""
+    piece = drawn_values(name, count, generator, DTYPE)
+    if os.pwrite(file, piece.data, offset) != piece.nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return piece.nbytes
 
 
-def drawn_values(name: str, count: int, generator: np.random.Generator) -> Float32Array:
-    """Return the next values of a tensor.
+def drawn_values(name: str, count: int, generator: np.random.Generator, dtype: Dtype) -> Values:
+    """Return random values of a tensor: ones for a norm, else quantiles of the normal distribution.
+
+    Drawing 16 random bits and looking up their quantile takes a third of the time of drawing normal numbers.
 
     Args:
         name: name of the tensor, in this project or in the file.
         count: number of values.
         generator: source of random numbers.
+        dtype: number format of the result.
     """
     if name.endswith("norm.weight"):
-        return np.ones(count, dtype=np.float32)
-    values = generator.standard_normal(count, dtype=np.float32)
-    values *= np.float32(DEVIATION)
-    return values
+        return _in_format([1.0], dtype).repeat(count)
+    return _quantiles(dtype).take(generator.integers(0, 2**16, count, dtype=np.uint16), mode="clip")
+
+
+@functools.cache
+def _quantiles(dtype: Dtype) -> Values:
+    """Return the 2**16 quantiles of the normal distribution of the weights, in ascending order."""
+    normal = NormalDist(sigma=DEVIATION)
+    return _in_format([normal.inv_cdf((index + 0.5) / 2**16) for index in range(2**16)], dtype)
+
+
+def _in_format(numbers: list[float], dtype: Dtype) -> Values:
+    result = empty_values((len(numbers),), dtype)
+    convert(np.array(numbers, dtype=np.float32), result)
+    return result
 
 
 GgufType = Literal["bf16", "q8_0", "q4_0"]
@@ -274,7 +301,7 @@ def write_gguf(
         while rows_left:
             rows = min(rows_left, max(1, PIECE_VALUES // columns))
             rows_left -= rows
-            values = drawn_values(name, rows * columns, generator).reshape(rows, columns)
+            values = drawn_values(name, rows * columns, generator, "float32").reshape(rows, columns)
             piece = values if types[name] is PLAIN else gguf.quants.quantize(values, types[name])
             piece.tofile(file)
             done += piece.nbytes
