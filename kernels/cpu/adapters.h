@@ -1,8 +1,8 @@
-// LoRA adapters (arXiv 2106.09685) of a step's products: y += B (A x), with A and B of each row's own adapter.
+// LoRA adapters (arXiv 2106.09685) in the products of a step: y += B (A x), where A and B belong to the adapter of the row.
 //
-// A x of all rows is computed before the product, in float32, and stored in the model's dtype. B of it is added to the
-// product's sums on their way to results. Rows with the same adapter read its A together. A row is summed in the same order
-// in every batch.
+// A x of all rows is computed before the product, in float32, and stored in the model's dtype. B (A x) is added to the sums of
+// the product before they are stored. Rows with the same adapter share one read of A. A row is summed in the same order in
+// every batch.
 #pragma once
 
 #include <vector>
@@ -67,7 +67,7 @@ public:
 
     bool are_there() const { return !groups_.empty(); }
 
-    // Computes A x of all rows with an adapter. A meeting must follow. x: the product's rows.
+    // Computes A x of all rows with an adapter. Team::meet() must follow. x: the product's rows.
     template <class T>
     void lower(Team& team, int thread, const Rows<const T>& x, AdapterOf which, int32_t layer) {
         int64_t count = 0;
@@ -83,7 +83,7 @@ public:
         }
     }
 
-    // Adds B of it to the sums of some outputs of some rows (see Finishing).
+    // Adds B (A x) to the sums of some outputs of some rows (see Finishing).
     template <class T>
     void add_to(AdapterOf which, int32_t layer, int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
         for (int row = 0; row < count; row++) {

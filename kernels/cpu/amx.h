@@ -26,7 +26,7 @@ inline void configure_tiles() {
     _tile_loadconfig(&CONFIGURATION);
 }
 
-// For data that is read from the L2 cache once and should bypass the L1 cache, or that should stay there.
+// ONCE: data is read from the L2 cache once, and should bypass the L1 cache. AGAIN: data should stay in the L1 cache.
 enum class Reading { ONCE, AGAIN };
 
 // A macro, because the number of a tile is part of the instruction's text.
@@ -36,12 +36,12 @@ enum class Reading { ONCE, AGAIN };
     else                                                \
         _tile_loadd(tile, from, bytes)
 
-// How many prefetches run for every 32 numbers of K. Rows that read a weight once wait for memory, and tiles wait for requests
-// made at once. If several rows share the weight, tiles wait for each other.
+// Number of prefetches for every 32 numbers of K. Rows that read a weight once wait for memory, and more requests at a time
+// make memory faster. If several rows share the weight, tiles wait for each other, not for memory.
 constexpr int fetches(Reading weights) { return weights == Reading::ONCE ? 4 : 1; }
 
-// Like add_products. x is readable, and sums writable, up to the next multiple of 16 rows. ARE_TILES: x consists of tiles, see
-// Rows. For every 32 numbers of K, it calls meanwhile(), and fetch() fetches(WEIGHTS) times.
+// Like add_products. x must be readable, and sums writable, up to the next multiple of 16 rows. ARE_TILES: x consists of tiles,
+// see Rows. For every 32 numbers of K, the function calls meanwhile() once, and fetch() fetches(WEIGHTS) times.
 template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Fetch, class Meanwhile>
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
                              int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Fetch& fetch,

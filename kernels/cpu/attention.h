@@ -63,7 +63,7 @@ struct AttentionPiece {
     enum Kind { PROMPT, SHARED, DIRECT } kind;
     int32_t chunk, token, tokens;         // unused if SHARED
     int32_t kv_head;                      // unused if DIRECT
-    int32_t from, to;                     // positions, at borders of parts or of what a row sees. Unused if PROMPT
+    int32_t from, to;                     // positions: borders of parts, or of the range that a row sees. Unused if PROMPT
     int32_t sharers_first, sharer_count;  // used if SHARED
 };
 
@@ -143,7 +143,7 @@ public:
         then_ = next == nullptr ? Range{} : Range{next_chunk->table, next->from, next->to};
     }
 
-    // Announces that `tokens` will be read, and that some() is called `calls` times meanwhile.
+    // Announces that `tokens` tokens will be read, and that some() will be called `calls` times during this.
     void begin_span(int64_t tokens, int64_t calls) {
         const int64_t steps = (tokens + TOKENS_AHEAD - ahead_) * token_bytes_ / BYTES;
         wanted_ = std::max<int64_t>(steps, 0) * BYTES;
@@ -176,7 +176,7 @@ private:
         int64_t from = 0, to = 0;
     };
 
-    // Called when everything up to stop_ was prefetched. Returns false if this span needs no more.
+    // Called when everything up to stop_ was prefetched. Returns false if this span needs no more prefetches.
     __attribute__((noinline, cold)) bool go_on() {
         if (wanted_ > 0 && (at_ < end_ || begin_page())) {
             const int64_t bytes = std::min<int64_t>(rounded_up(end_ - at_, BYTES), wanted_);
@@ -455,7 +455,7 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
         } else {
             find_tokens(pages, shape, chunk, from + span.begin, span.end - span.begin, tokens_at + span.begin);
         }
-        // Tokens out of sight get a score that is overwritten, and a weight of 0.
+        // Tokens that the row does not see get a score that is overwritten, and a weight of 0.
         for (int index = 0; index < span.begin; index++) tokens_at[index] = tokens_at[span.begin];
         for (int index = span.end; index < SPAN; index++) tokens_at[index] = tokens_at[span.end - 1];
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {

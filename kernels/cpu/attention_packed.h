@@ -1,5 +1,5 @@
-// Attention with keys and values packed for many rows: rows of a prompt, and decodes that share blocks. With AMX also decodes
-// that must have the same bits as rows of a prompt.
+// Attention with keys and values that are packed for many rows: rows of a prompt, and decodes that share blocks. With AMX, also
+// for decodes that must have the same bits as rows of a prompt.
 #pragma once
 
 #include <cmath>
@@ -236,7 +236,7 @@ public:
         if (!all_see_all || scratch.best[row] == NOTHING_SEEN || Weighing<T>::NEEDS_BEST) find_best();
     }
 
-    // Computes this many groups of four tokens.
+    // Computes `fours` groups of four tokens.
     void some(int fours) {
         for (; fours > 0 && at_ < end_; fours--, at_ += 4) {
             const float* scores = scores_ + at_ * STRIP;

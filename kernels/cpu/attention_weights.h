@@ -3,7 +3,8 @@
 //
 // A context is split into parts at multiples of PART_TOKENS, each with its own softmax. A part is computed span by span with
 // an online softmax (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867): sums are rescaled when a score
-// has grown by GROWTH_MAX. Weights are summed in groups of four, these sums in groups of sixteen, and those one by one.
+// has grown by GROWTH_MAX. Weights are summed in groups of four. The results are summed in groups of sixteen, and the results
+// of these groups one by one.
 #pragma once
 
 #include <limits>
@@ -44,8 +45,8 @@ template <class T>
 class Weighing {
 public:
     static constexpr bool NEEDS_BEST = true;          // if false, are_good() checks that `best` was suitable
-    static Lanes base(Lanes score) { return score; }  // a valid `best` of about this size
-    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // factor on weights when `best` grows this much
+    static Lanes base(Lanes score) { return score; }  // returns a valid `best` close to this score
+    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // factor for earlier weights when `best` grows by this amount
 
     Weighing(Lanes scale, Lanes best) : step_(mul(scale, set(LOG2_E))), start_(mul(best, set(-LOG2_E))) {}
     Lanes weight(Lanes score) const {
@@ -85,7 +86,7 @@ template <>
 class Weighing<bf16> {
 public:
     static constexpr bool NEEDS_BEST = false;
-    // The logarithm of a power of 2. So the digits of weights and sums do not depend on the subtracted number.
+    // Returns the logarithm of a power of 2, so the significands of weights and sums do not depend on the subtracted number.
     static Lanes base(Lanes score) { return mul(round_whole(mul(score, set(LOG2_E))), set(1.0f / LOG2_E)); }
     static Lanes kept(Lanes growth) { return scale_by_power(set(1.0f), round_whole(mul(growth, set(-LOG2_E)))); }
 

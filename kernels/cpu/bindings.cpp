@@ -15,7 +15,7 @@ using namespace trioserve;
 
 namespace {
 
-// For the pages that are completely inside this memory.
+// Gives the system advice for the pages that are completely inside this memory.
 int advise(void* memory, int64_t bytes, int advice) {
     constexpr uintptr_t PAGE = 4096;
     const uintptr_t first = (uintptr_t(memory) + PAGE - 1) / PAGE * PAGE, end = (uintptr_t(memory) + bytes) / PAGE * PAGE;
@@ -36,11 +36,11 @@ int32_t trioserve_prepare() {
 #endif
 }
 
-// For memory that has not been written yet. If the system refuses, nothing changes.
+// Requests large pages for memory that has not been written yet. If the system refuses, nothing changes.
 void trioserve_use_large_pages(void* memory, int64_t bytes) { advise(memory, bytes, MADV_HUGEPAGE); }
 
-// Makes the system provide the memory now instead of at the first write. Written content stays. Returns 0 if the system cannot
-// do so or has no memory left.
+// Makes the system provide the memory now instead of at the first write. Written content stays. Returns 0 if the system does
+// not support this or has no memory left.
 int32_t trioserve_claim(void* memory, int64_t bytes) {
     constexpr int POPULATE_WRITE = 23;  // since Linux 5.14. Older headers do not define it
     return advise(memory, bytes, POPULATE_WRITE) == 0;
@@ -78,7 +78,7 @@ void trioserve_pack(int32_t dtype, const void* weight, int64_t n, int64_t k, voi
 // Returns the bytes of a quantized weight [n, k].
 int64_t trioserve_quantized_bytes(int32_t format, int64_t n, int64_t k) { return quantized_bytes(format, n, k); }
 
-// Like trioserve_pack. blocks: blocks of a GGUF file, of ggml's type `storage`. Their format is format_of(storage).
+// Like trioserve_pack. blocks: blocks of a GGUF file, of ggml's type `storage`. They are packed in format_of(storage).
 void trioserve_pack_blocks(int32_t storage, const void* blocks, int64_t n, int64_t k, void* to, int64_t first_block,
                            int64_t block_step) {
     pack_blocks(storage, static_cast<const uint8_t*>(blocks), n, k, static_cast<uint8_t*>(to), first_block, block_step);
@@ -134,7 +134,7 @@ void trioserve_shared_gather(SharedMemory* shared, const void* own, int64_t byte
     shared->gather(own, bytes, all);
 }
 
-// The functions below are for tests and measurements.
+// Only tests and measurements call the functions below.
 void trioserve_dequantize(int32_t format, const void* packed, int64_t n, int64_t k, float* to) {
     for (int64_t row = 0; row < n; row++)
         dequantize_row(format, static_cast<const uint8_t*>(packed), row, k, to + row * k);

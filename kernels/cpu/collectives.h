@@ -7,10 +7,10 @@ namespace trioserve {
 
 // A rank's access to the others. All ranks make the same calls in the same order, with equal numbers of values.
 //
-// sum: sets total to the sum of all ranks' own values, with the same bits in each rank. own may be total. A sum without values
-// is a vote. Returns nonzero if a rank reported is_abandoned.
-// room: returns memory for the values of the next sum, to be passed as own, which saves a copy. Null if there is no space.
-// gather: sets all to the `bytes` of each rank, in the order of the ranks. A rank with null for all only contributes.
+// sum: sets `total` to the sum of the values in `own` of all ranks, with the same bits in each rank. `own` may be `total`. A
+// sum without values only shares is_abandoned. Returns nonzero if a rank reported is_abandoned.
+// room: returns memory for the values of the next sum, or null if there is no space. Passing it as `own` saves a copy.
+// gather: sets `all` to the bytes of all ranks, in the order of the ranks. A rank with a null `all` only contributes its bytes.
 struct Collectives {
     void* context;
     int32_t rank, size;

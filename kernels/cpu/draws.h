@@ -7,7 +7,7 @@
 
 namespace trioserve {
 
-constexpr int DRAW_TILES = 512;  // same as in trioserve/model/sampler.py
+constexpr int DRAW_TILES = 512;  // equal to the constant in trioserve/model/sampler.py
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 

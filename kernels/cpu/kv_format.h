@@ -42,7 +42,7 @@ inline uint8_t e4m3_of(float value) {
     std::memcpy(&bits, &value, sizeof bits);
     const uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
     const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    const float small = std::fabs(value) + 16384.0f;  // its last place has the value of the smallest number
+    const float small = std::fabs(value) + 16384.0f;  // its last bit has the value of the smallest number
     std::memcpy(&small_bits, &small, sizeof small_bits);
     return uint8_t(sign | (size < 0x3c800000 ? small_bits - 0x46800000 : normal));
 }

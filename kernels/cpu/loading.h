@@ -74,7 +74,7 @@ struct FileRows {
     int32_t file, kind, type, pairs_of;
 };
 
-// Work that threads share.
+// The rows to load, and the state that the threads share while they load them.
 struct Loading {
     const FileRows* rows;
     int64_t count;
@@ -84,7 +84,7 @@ struct Loading {
 
 constexpr int32_t FILE_ENDED = -1;
 
-// 0, or an error.
+// Returns 0, or an error number.
 inline int32_t read_all(int file, uint8_t* to, int64_t bytes, int64_t offset) {
     while (bytes) {
         const ssize_t count = pread(file, to, size_t(bytes), off_t(offset));
@@ -124,8 +124,8 @@ inline int32_t load_rows(const FileRows& of, int file, std::vector<uint8_t>& buf
     return 0;
 }
 
-// files: this thread's own descriptors, indexed by FileRows.file. Returns -1, or the index of the rows that could not be read,
-// with the error. Then the other threads stop.
+// files: this thread's own descriptors, indexed by FileRows.file. Returns -1 after success. If a read fails, sets `error`,
+// returns the index of the rows that could not be read, and stops the other threads.
 inline int64_t load_files(Loading& loading, const int32_t* files, int32_t& error) {
     std::vector<uint8_t> buffer;
     while (!loading.is_stopped) {

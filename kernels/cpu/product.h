@@ -213,7 +213,7 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// Prefetches during a product: each call fetches `lines` of 64 bytes at each of `places`, which are `apart` bytes apart.
+// Prefetches during a product. Each call fetches `lines` lines of 64 bytes at each of `places` addresses, `apart` bytes apart.
 // Memory is fastest for one sequential stream, but only after some hundred KB, and only if it is not asked faster than it
 // responds. Otherwise four streams are faster.
 struct WeightFetch {
@@ -221,7 +221,7 @@ struct WeightFetch {
     int64_t apart;
     int places, lines;
 
-    // Fetches `bytes` at `from`, evenly spread over a number of calls.
+    // Prefetches `bytes` at `from`, evenly spread over `calls` calls.
     static WeightFetch over(const void* from, int64_t bytes, int places, int64_t calls) {
         const int64_t lines = bytes / 64 / places;
         return {static_cast<const char*>(from), bytes / places, places, int((lines + calls - 1) / calls)};
@@ -236,7 +236,7 @@ struct WeightFetch {
     }
 
 private:
-    // Returns an address some cycles later.
+    // Returns the same address, but the CPU knows it only some cycles later.
     static const char* known_later(const char* address) {
         asm volatile("imul $1, %0, %0\n\timul $1, %0, %0" : "+r"(address));
         return address;

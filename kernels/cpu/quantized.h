@@ -148,8 +148,8 @@ inline int64_t quantized_bytes(int32_t format, int64_t n, int64_t k) {
 
 // --- one row's 32 numbers of K ---------------------------------------------------------------------------------------
 
-// Values are as stored, before several share a byte. The second scale and min belong to the upper 16 values. If scales have
-// scales, inner and outer replace scales. The second outer is for mins.
+// One row's 32 numbers of K, with values as stored, before several values share a byte. The second scale and min belong to the
+// upper 16 values. In formats whose scales have scales, `inner` and `outer` replace `scales`. The second `outer` is for mins.
 struct Group {
     uint8_t values[RECORD_DEPTH];
     float scales[2], mins[2];

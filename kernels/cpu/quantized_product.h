@@ -211,7 +211,7 @@ inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t reco
             for (int row = 0; row < ROWS; row++)
                 for (int block = 0; block < PANEL_BLOCKS; block++)
                     dot[row][block].start(groups[row * records + record], part);
-// Without it, compilers keep the sums of tiles with many rows in memory.
+// Without this pragma, compilers keep the sums of tiles with many rows in memory instead of registers.
 #pragma GCC unroll 8
             for (int index = 0; index < UNITS; index++) {
                 const int unit = part * UNITS + index;

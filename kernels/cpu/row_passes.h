@@ -58,8 +58,8 @@ inline double count_at_least(const float* values, int64_t count, float limit) {
     return found;
 }
 
-// Copies the values that are at least `limit`, or with IS_UPPER false those below. `kept` may be `values`. Returns their
-// number.
+// Copies the values that are at least `limit`, or with IS_UPPER false the values below it. `kept` may be `values`. Returns
+// the number of copied values.
 template <bool IS_UPPER>
 inline int64_t keep(const float* values, int64_t count, float limit, float* kept) {
     int64_t kept_count = 0, index = 0;

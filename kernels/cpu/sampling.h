@@ -1,8 +1,9 @@
 // Samples the next token of a row of logits: the steps of trioserve/model/sampler.py in the same order, one row at a time.
 //
-// Differences: weights are not divided by their sum, and `exp` is another implementation. So the last bit or two of a weight
-// may differ (about 1e-7 of it). The chosen token only differs if a weight is that close to a filter's border, or two clocks
-// are that close. The random bits of the clocks are equal. Their logarithm is the C library's (1e-16).
+// There are two differences: weights are not divided by their sum, and `exp` has another implementation. So the last one or
+// two bits of a weight may differ, which is about 1e-7 of the weight. The chosen token only differs if a weight is that close
+// to a filter's limit, or if two clocks are that close. The random bits of the clocks are equal. Their logarithm comes from the
+// C library, with an error of 1e-16.
 #pragma once
 
 #include "draws.h"
@@ -14,9 +15,9 @@ namespace trioserve {
 // If a mask allows at most this many tokens, each is read individually, and the rest of the row is not read.
 constexpr int64_t FEW_SHARE = 4;
 
-// Sampling options of one row, mirrored in native.py. Its lists follow each other in Step's sampling_ids: tokens of logit_bias
-// (with their biases in sampling_biases), hidden tokens, which must not be sampled, and the request's known tokens, output
-// last, if penalties need them.
+// Sampling options of one row, mirrored in native.py. Step's sampling_ids contains the lists of a row in this order: tokens
+// of logit_bias (with their biases in sampling_biases), hidden tokens, which must not be sampled, and the request's known
+// tokens, output last, if penalties need them.
 struct Sampling {
     uint64_t seed;
     double top_p;
@@ -32,7 +33,7 @@ struct Sampling {
 
 enum Flaw : int32_t { NO_FLAW = 0, NOT_FINITE = 1, NOTHING_LEFT = 2, NOTHING_ALLOWED = 3 };
 
-// Returns the smallest weight that passes min_p, top_k and top_p. weights: padded with zeros, the largest is 1. work: as long.
+// Returns the smallest weight that passes min_p, top_k and top_p. weights: padded with zeros, the largest is 1. work: memory of the same length.
 inline float threshold_of(const Sampling& sampling, const float* weights, int64_t padded, int64_t vocab, float* work) {
     float threshold = sampling.min_p;
     if (sampling.top_k > 0 && sampling.top_k < vocab) {
@@ -129,7 +130,7 @@ inline void find_largest(const float* logits, int64_t vocab, int32_t count, floa
     }
 }
 
-// logprobs: of the token, then of the top_count best tokens. top_ids: ids of the latter.
+// logprobs: log probability of the token, then those of the top_count best tokens. top_ids: ids of the best tokens.
 inline void write_logprobs(const float* logits, int64_t vocab, int32_t token, int32_t top_count, float* weights,
                            float* logprobs, int32_t* top_ids) {
     const float below = log_of_sum(logits, vocab, weights);
@@ -138,8 +139,8 @@ inline void write_logprobs(const float* logits, int64_t vocab, int32_t token, in
     for (int64_t index = 1; index <= std::min<int64_t>(top_count, vocab); index++) logprobs[index] -= below;
 }
 
-// Samples from `count` scores, which may be in scratch.scores or scratch.work. ids: their ascending ids. Null: the index.
-// one's place.
+// Samples from `count` scores, which may be in scratch.scores or scratch.work. ids: the ascending token ids of the scores. If
+// null, the index of a score is its token id.
 inline Flaw choose_token(const Sampling& sampling, const float* scores, const int32_t* ids, int64_t count,
                          const SamplingScratch& scratch, int32_t* token) {
     const float best = largest_of(scores, count);

@@ -23,7 +23,7 @@ inline void store(f16* to, Lanes a) {
 #endif
 }
 
-// Adds the time of its existence to a total.
+// Adds the time between its construction and destruction to a total.
 class Stopwatch {
 public:
     explicit Stopwatch(double& seconds) : seconds_(seconds) {}
@@ -72,7 +72,7 @@ SharedMemory::SharedMemory(void* memory, int32_t rank, int32_t size)
     if (int32_t(cpus_.size()) < size) cpus_.clear();
 }
 
-// Moves from a CPU that an earlier rank uses to a CPU that no rank uses.
+// Moves this rank from a CPU that a lower rank also uses to a CPU that no rank uses.
 void SharedMemory::move_apart() {
     const auto is_taken = [&](int cpu, int32_t count) {
         return std::any_of(arrivals_, arrivals_ + count, [=](const Arrivals& other) { return other.cpu == cpu; });

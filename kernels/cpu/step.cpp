@@ -183,8 +183,8 @@ void read_row(const WeightPart& part, int64_t row, float* to) {
         to[n] = to_float(from[n / DEPTH * DEPTH * LANES + row % LANES * DEPTH + n % DEPTH]);
 }
 
-// The parts of one row's context. place: index of the first part's sums. first: index of that part in the context. count:
-// number of parts. writes: number of pieces that write them.
+// The parts of one row's context. place: index of the first part's sums. first: index of the first part in the context. count:
+// number of parts. writes: number of pieces that write the parts.
 struct RowParts {
     int64_t place = 0;
     int32_t first = 0, count = 0, writes = 0;
@@ -319,7 +319,7 @@ private:
     Rows<const T> raise_values(int thread, const Model& model, const Layer& layer, const HeadRows<const T>& attended);
     template <class T>
     void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
-    // The largest logit of a row and its token, the lowest id among equals, and whether all logits are finite.
+    // The largest logit of a row, the lowest token id that has it, and whether all logits are finite.
     struct Choice {
         float value;
         int32_t token, is_finite;
@@ -353,7 +353,7 @@ private:
     std::vector<const float*> given_of_row_;  // empty if all rows use embeddings of tokens
     std::vector<int64_t> slot_of_row_;    // offset of a row's keys in the pages of every layer
     std::vector<float*> logits_of_row_;  // for each sampled row, or null if its logits are not kept
-    std::vector<Choice> choices_, all_choices_;  // for each sampled row, and for each rank's rows
+    std::vector<Choice> choices_, all_choices_;  // for each sampled row, and for the rows of each rank
     std::vector<int32_t> vocab_counts_;  // for each rank
     std::map<Reach, AttentionPlan> plans_;
     std::vector<float> temperatures_;  // for each row
@@ -593,7 +593,7 @@ static Pieces pieces_of(const Matrix& weight, int64_t rows, int threads) {
     return Pieces(rows, panels, weight.parts[0].inputs, threads);
 }
 
-// Returns what a thread reads first of a weight, or null if the weight is absent.
+// Returns the address that a thread reads first in a weight, or null if the weight is absent.
 template <class T>
 const uint8_t* Engine::first_read(int thread, const Matrix& weight, int64_t rows) const {
     if (weight.parts[0].block_count == 0) return nullptr;
@@ -601,7 +601,7 @@ const uint8_t* Engine::first_read(int thread, const Matrix& weight, int64_t rows
     return PanelPlace(weight, pieces.at(team.share_of(thread, pieces.count())).panel).template data<T>();
 }
 
-// next: what the thread reads after the product.
+// next: address that the thread reads after the product.
 template <class T, class Finish>
 void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Matrix& weight, const void* next,
                      const Finish& finish) {
@@ -1281,7 +1281,7 @@ Rows<const T> Engine::raise_values(int thread, const Model& model, const Layer& 
     return values;
 }
 
-// after: what the thread reads after attention.
+// after: address that the thread reads after attention.
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
                     const T* queries, const T* pages, const HeadRows<T>& attended, const void* after) {
@@ -1387,7 +1387,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
             });
 }
 
-// Called by one thread. Sums all ranks' parts, and votes whether the step is abandoned. Without numbers it is only a vote.
+// One thread calls this function. It sums the parts of all ranks, and shares is_abandoned. count may be 0.
 void Engine::add_up_ranks(const Collectives& ranks, const float* part, int64_t count, bool is_abandoned, float* total) {
     if (ranks.sum(ranks.context, part, count, is_abandoned, total) != 0) is_abandoned_ = true;
     if (room_ != nullptr) room_ = ranks.room(ranks.context, room_count_);
@@ -1419,7 +1419,7 @@ void Engine::prepare_choices(const Model& model, int64_t rows, int64_t kept) {
     logits_of_ranks_.of<float>(ranks.size * int64_t(*std::max_element(vocab_counts_.begin(), vocab_counts_.end())));
 }
 
-// Called by one thread after all have chosen. Then choices_ cover the whole vocabulary, and own rows have all logits.
+// One thread calls this function after all have chosen. Then choices_ cover the whole vocabulary, and own rows have all logits.
 void Engine::settle_choices(const Model& model, int64_t rows) {
     for (int64_t row = 0; row < rows; row++) choices_[row] = own_choice(row);
     if (model.collectives == nullptr) return;
@@ -1665,7 +1665,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 team.meet();
             }
             if (!attends(layer)) {
-                // Nothing to do: the sum is complete.
+                // The sum is already complete.
             } else if (layer.pairs_together && !shape.is_coded()) {
                 lower(x, &AdapterLayer::qkv, index);
                 const auto turn = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {

@@ -62,7 +62,6 @@ enum StateNorm : int32_t { NORM_OF_GATED = 0, NORM_BEFORE_GATE = 1, NO_STATE_NOR
 // convolution. A group of keys and queries serves adjacent heads, or with in_turn every (heads / groups)-th head.
 // conv_weights: [kernel][channels]. conv_bias: [channels], or null. gate_norm: [heads * head_dim], or null without a norm.
 // It normalizes norm_groups groups. rates, skips, time_step_bias: [heads].
-// neighbouring heads, or with in_turn for every heads / groups-th one.
 struct Recurrent {
     Matrix input, output;
     const float *input_bias, *output_bias;
@@ -109,12 +108,12 @@ struct LayerStreams {
     const float *router_norm, *router, *prediction, *correction, *scale, *input_norm;
 };
 
-// The rows of one chunk, and the slots of the layers' states before and after them. reads: -1 starts with zeros.
+// The rows of one chunk, and the slots of the layers' states before and after these rows. reads: -1 starts with zeros.
 struct StateSpan {
     int32_t first_row, count, reads, writes;
 };
 
-// A layer. Weights are packed (see product.h and quantized.h). Biases and norms are float32. Absent ones are null.
+// A layer. Weights are packed (see product.h and quantized.h). Biases and norms are float32, or null if the layer has none.
 // gate_up: blocks of 16 gate outputs and of 16 up outputs alternate, also in its bias.
 // pairs_together: in query and key heads, 16 outputs of the first half and 16 of the second half alternate, also in the
 // bias. So numbers that are rotated together are computed together.
@@ -125,9 +124,9 @@ struct StateSpan {
 // is_parallel: nonzero if the MLP reads the input of attention. sinks: an extra score of each head in its softmax, padded
 // with 0 to a multiple of 16. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
 // added to the hidden state.
-// experts: instead of gate_up and down, or null. Without either, the layer has no MLP. recurrent: beside attention, or
-// instead of it if qkv has no blocks, or null. latent: latent attention, or null. Then qkv gives queries or their latents,
-// followed by the token's own latent and its rotated key.
+// experts: instead of gate_up and down, or null. Without experts and gate_up, the layer has no MLP. recurrent: beside
+// attention, or instead of attention if qkv has no blocks, or null. latent: null without latent attention. With latent
+// attention, qkv gives queries or their latents, followed by the token's own latent and its rotated key.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;

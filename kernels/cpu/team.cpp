@@ -46,7 +46,7 @@ void Team::renew() {
     for (int thread = 0; thread < thread_count_; thread++) shares_[thread].taken.store(0, std::memory_order_relaxed);
 }
 
-// Assigns a CPU to every other thread before it wakes: its last one, unless another thread has taken it.
+// Assigns a CPU to every other thread before it wakes. A thread gets its last CPU, unless another thread has that CPU.
 void Team::place() {
     std::vector<int> taken{sched_getcpu()};
     const auto is_free = [&](int cpu) { return std::find(taken.begin(), taken.end(), cpu) == taken.end(); };

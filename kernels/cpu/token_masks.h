@@ -14,7 +14,7 @@ namespace trioserve {
 
 constexpr int MASK_BITS = 32;
 
-// Word `index` without bits beyond the vocabulary.
+// Returns word `index` of the mask, without bits beyond the vocabulary.
 inline uint32_t mask_word(const uint32_t* mask, int64_t index, int64_t vocab) {
     const int64_t left = vocab - index * MASK_BITS;
     return left >= MASK_BITS ? mask[index] : mask[index] & ((uint32_t(1) << left) - 1);
@@ -49,7 +49,7 @@ inline void keep_allowed(const uint32_t* mask, const float* scores, int64_t voca
     for (; first < vocab; first++) to[first] = is_allowed(mask, first) ? scores[first] : other;
 }
 
-// Waits until *filled is not 0. Returns false if *waited_for became 0 before. The thread that fills the masks may need this
+// Waits until *filled is not 0. Returns false if *waited_for became 0 earlier. The thread that fills the masks may need this
 // core. So after a short spin, this thread yields to threads that are ready, and then sleeps briefly.
 inline bool wait_for_masks(const int32_t* filled, const int32_t* waited_for) {
     constexpr int SPINS = 200, YIELDS = 50;  // each phase takes some microseconds

@@ -13,7 +13,7 @@
 
 namespace trioserve {
 
-// Says if only threads of this process share the word, or other processes too.
+// Only threads of this process share the word (THREADS), or other processes too (PROCESSES).
 enum class Among { THREADS, PROCESSES };
 
 // How long to spin, which one thread learns from experience. Between two pieces of a step, the other threads arrive within
@@ -50,7 +50,7 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& a
         _mm_pause();
     }
     patience.was_in_vain();
-    // The count goes up before the word is checked again. The thread that changes the word reads the count afterwards.
+    // This thread counts itself before it checks the word again. The thread that changes the word reads the count afterwards.
     asleep.fetch_add(1);
     while (word.load() == value)
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), futex_operation<AMONG>(FUTEX_WAIT), value, nullptr, nullptr, 0);

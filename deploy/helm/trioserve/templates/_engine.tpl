@@ -50,7 +50,7 @@ spec:
         {{- if $isSpread }}
         - --nnodes={{ int $engine.nodes }}
         - --node-rank={{ ternary "0" "$(LWS_WORKER_INDEX)" $serves }}
-        # The name in the leader's own /etc/hosts, so the leader finds itself without DNS.
+        # This name is in the leader's own /etc/hosts, so the leader can resolve it without DNS.
         - --master-addr=$(LWS_LEADER_ADDRESS).svc.{{ $root.Values.clusterDomain }}
         {{- end }}
         {{- if $serves }}
@@ -69,7 +69,7 @@ spec:
         {{- end }}
       env:
         {{- if $serves }}
-        # Without it, the server would use all cores of the node. The server passes it on to ranks, also on other nodes.
+        # Without this variable, the server would use all cores of the node. The server also passes it to ranks on other nodes.
         - name: TRIOSERVE_THREADS
           valueFrom:
             resourceFieldRef: { containerName: engine, resource: requests.cpu, divisor: "1" }

@@ -69,7 +69,7 @@ enableServiceLinks: false
 {{- if eq (index . 1) "worker" }}
 terminationGracePeriodSeconds: 10 # a worker ends at once
 {{- else }}
-# After the drain, the server needs a few more seconds.
+# After the drain, the server needs a few more seconds to stop.
 terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds $root.Values.drainSeconds 10 }}
 {{- end }}
 securityContext:
