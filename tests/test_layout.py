@@ -372,13 +372,12 @@ def in_cycles(imported: Mapping[str, set[str]]) -> set[str]:
 
 @pytest.mark.slow
 def test_modules_do_not_import_each_other_in_cycles():
-    """Only packages under `trioserve.proxy` still import each other, through the type RouterContext."""
     imported: dict[str, set[str]] = {}
     for place, file in sources():
         name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         found = imports_of(place, file, (ROOT / file).read_text(encoding="utf-8"))
         imported[name] = {each.module for each in found if each.is_ours}
-    assert {name for name in in_cycles(imported) if not name.startswith("trioserve.proxy.")} == set()
+    assert in_cycles(imported) == set()
 
 
 def test_import_cycle_is_found():

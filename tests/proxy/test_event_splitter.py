@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from trioserve.contracts.errors import EndpointLost
 from trioserve.contracts.image_generation import ImageRequestLimits
-from trioserve.proxy import event_splitter
-from trioserve.proxy.event_splitter import EventSplitter, is_comment
+from trioserve.proxy.streams import event_splitter
+from trioserve.proxy.streams.event_splitter import EventSplitter, is_comment
 
 ENDS = ("\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\r\n\n", "\r\n\r")
 LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\nevent: e\rdata", "data: \u2028é"])

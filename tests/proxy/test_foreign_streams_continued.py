@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from trioserve.proxy.endpoint_watch import WatchSettings
-from trioserve.proxy.foreign_stream import ForeignStream
 from trioserve.proxy.router_context import RoutingRules
+from trioserve.proxy.streams.foreign_stream import ForeignStream
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]

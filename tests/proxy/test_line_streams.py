@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve.proxy.event_splitter import LineSplitter
 from trioserve.proxy.router_context import RoutingRules
+from trioserve.proxy.streams.event_splitter import LineSplitter
 from trioserve.testing.httpx_transport import MemoryTransport
 
 CHAT, GENERATE = "/api/chat", "/api/generate"

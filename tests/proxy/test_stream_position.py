@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trioserve.api.error_responses import Refusal
 from trioserve.api.streams.cursors import CHOICES_NUMBERED_MAX, Position, PositionKeeper, parse_position
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.proxy.client_events import NumberedEvents
+from trioserve.proxy.streams.client_events import NumberedEvents
 
 
 def group(text: str, id: str) -> bytes:

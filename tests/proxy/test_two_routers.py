@@ -520,8 +520,9 @@ def test_unused_found_stream_is_ended_with_its_reader_number():
         return SimpleNamespace(end=lambda: None)
 
     found = SimpleNamespace(has_ended=False, header={"x-trioserve-kept": "5;reader=3"}.get)
-    context: Any = SimpleNamespace(admission=SimpleNamespace(has_token=False, end_reason=None))
+    admission: Any = SimpleNamespace(has_token=False, end_reason=None)
     where, elsewhere = (SimpleNamespace(id=EndpointId(id), request=request) for id in "ab")
-    stream = KeptStream(context, "name", Heard(), known=None, found=Found(where.id, request(), found), choice_count=1)
+    stream = KeptStream("name", Heard(), known=None, found=Found(where.id, request(), found), choice_count=1)
+    stream.note_admitted(admission, on_recomputed=lambda events, resume: None)
     stream.request(elsewhere, "POST", "/", [], b"")
     assert [(notice.name, notice.reader) for notice in said] == [("name", 3)]

@@ -243,7 +243,7 @@ class Routing:
         if self._peer_watch is not None and place is not None:
             self._peers = ProcessPeers(self._peer_watch)
         elif self._peer_watch is not None:
-            streams = self._peers = PeerStreams(self._notices, self._peer_watch)
+            streams = self._peers = PeerStreams(self.fleet, self._notices, self._peer_watch)
             show_peers(self.metrics, self._peer_watch, streams, self._notices)
 
     def _watched_peers(self) -> PeerWatch | None:

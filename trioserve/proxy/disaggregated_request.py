@@ -24,27 +24,17 @@ from trioserve.api.openai.chat_prompt import AS_FITS
 from trioserve.api.openai.request_types import COMPLETION_TOKENS_DEFAULT, Int32, decode_body
 from trioserve.contracts.endpoint import EndpointId, PairOutcome, Stage
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, RequestAborted
+from trioserve.proxy.endpoint_errors import Refused, check_status, error_code
 from trioserve.proxy.forwarded_headers import request_headers
 from trioserve.proxy.prompt_blocks import CHAT_PATH, COMPLETIONS_PATH
-from trioserve.proxy.relay import (
-    Refused,
-    attempt,
-    check_status,
-    error_code,
-    handle_failure,
-    lease,
-    model_field,
-    sent_body,
-)
+from trioserve.proxy.relay import attempt, handle_failure
 from trioserve.proxy.response_shape import InvalidAnswer, check_head, is_error
 from trioserve.proxy.routed_body import TRANSFER_PARAMS, RoutedBody, rewritten
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
-    from trioserve.proxy.proxied_request import RequestClock
+    from trioserve.proxy.proxied_request import ProxiedRequest
     from trioserve.proxy.remote_endpoint import RemoteRequest, RemoteResponse
-    from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["can_be_disaggregated", "prefill_body", "serve_disaggregated"]
 
@@ -127,21 +117,15 @@ ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
 
-async def serve_disaggregated(
-    context: RouterContext, admission: AdmissionScope, raw: bytes, body: RoutedBody, clock: RequestClock
-) -> None:
+async def serve_disaggregated(proxied: ProxiedRequest) -> None:
     """Serve a request that begins with the prefill stage. Raises like a request at a single endpoint.
 
     Args:
-        context: Request of the router's API.
-        admission: Admission of the request.
-        raw: Body of the request.
-        body: Fields of the body.
-        clock: Deadlines of the request.
+        proxied: The request.
     """
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            request = _DisaggregatedRequest(context, admission, raw, body, clock, nursery)
+            request = _DisaggregatedRequest(proxied, nursery)
             try:
                 await request.serve()
             finally:
@@ -164,41 +148,30 @@ class _Hold:
 class _DisaggregatedRequest:
     """State of one disaggregated request. `release` releases the blocks of its prefill."""
 
-    def __init__(
-        self,
-        context: RouterContext,
-        admission: AdmissionScope,
-        raw: bytes,
-        body: RoutedBody,
-        clock: RequestClock,
-        nursery: trio.Nursery,
-    ) -> None:
-        self._context = context
-        self._admission = admission
-        self._raw = raw
-        self._body = body
-        self._clock = clock
+    def __init__(self, proxied: ProxiedRequest, nursery: trio.Nursery) -> None:
+        self._proxied = proxied
+        self._context = proxied.context
+        self._admission = proxied.admission
         self._nursery = nursery
         self._hold: _Hold | None = None
         self._params = b""
 
     async def serve(self) -> None:
-        context, admission, clock = self._context, self._admission, self._clock
+        context, admission = self._context, self._admission
         while True:
-            id = context.endpoint = await lease(context, admission, clock)
+            id = await self._proxied.lease()
             if admission.stage is Stage.PREFILL:
                 if await self._prefill(id):
                     return
                 continue
-            fields = model_field(context, self._body.model, id, admission.model)
             context.prefill_endpoint = admission.prefilled_by if admission.stage is Stage.DECODE else None
+            params: dict[str, object] = {}
             if admission.stage is Stage.DECODE:
-                fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
+                params = {TRANSFER_PARAMS: msgspec.Raw(self._params)}
             else:
                 self.release()  # Release the blocks first, because the same prompt is sent again with the same id.
                 self._log_not_disaggregated()
-            sent = sent_body(context, self._raw, clock, fields)
-            if await attempt(context, admission, id, sent, clock, on_begin=self.release):
+            if await attempt(self._proxied, id, self._proxied.body_for(id, params), on_begin=self.release):
                 return
 
     def release(self) -> None:
@@ -215,7 +188,8 @@ class _DisaggregatedRequest:
         """
         context, admission = self._context, self._admission
         is_ours = context.services.fleet.reports_role(id)
-        sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
+        fields = {**self._proxied.model_field(id), **self._proxied.clock.left()}
+        sent = prefill_body(context.exchange.path, self._proxied.asked.raw, fields, stream=is_ours)
         try:
             with context.asking(id, admission.stage), admission.attempt():
                 headers = request_headers(context, admission.stage)
@@ -227,8 +201,8 @@ class _DisaggregatedRequest:
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
             self.release()
-            return await handle_failure(context, admission, id, failure, self._clock)
-        self._clock.note_served(trio.current_time() - admission.leased_at)
+            return await handle_failure(self._proxied, id, failure)
+        self._proxied.clock.note_served(trio.current_time() - admission.leased_at)
         if outcome is not None:
             self.release()
         elif is_ours:
@@ -274,10 +248,6 @@ class _DisaggregatedRequest:
                 pass
             hold.request.end()
             self._admission.hold_lost()
-
-    def _fields(self, id: EndpointId) -> dict[str, object]:
-        model = self._admission.model
-        return {**model_field(self._context, self._body.model, id, model), **self._clock.left()}
 
     def _log_not_disaggregated(self) -> None:
         context, outcome = self._context, self._admission.pair_outcome

@@ -14,7 +14,7 @@ from trioserve.admission.dispatch import AdmissionScope, Dispatch
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, NoEndpoint, StartupError, UnknownModel
 from trioserve.contracts.kv_transfer import EngineRole
-from trioserve.proxy.aborts import abort_left, hand_over
+from trioserve.proxy.early_ends import abort_left, hand_over
 from trioserve.proxy.endpoint_watch import MODELS_PATH, PeerReports, ServedModels, WatchSettings, watch_endpoint
 from trioserve.proxy.pushed_reports import watch_residency
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint

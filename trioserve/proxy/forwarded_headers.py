@@ -6,14 +6,15 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from trioserve.api.heartbeat import HEARTBEAT_HEADER, INSTANCE_HEADER
-from trioserve.api.streams.cursors import KEEP_HEADER, KEPT_HEADER, RESUME_HEADER, SEED_HEADER
+from trioserve.api.streams.cursors import KEEP_HEADER, KEPT_HEADER, SEED_HEADER
 from trioserve.contracts.endpoint import Stage
+from trioserve.proxy.remote_endpoint import KEY_HEADERS
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["KEY_HEADERS", "owner_of", "request_headers", "response_headers", "endpoint_session"]
+__all__ = ["owner_of", "request_headers", "response_headers", "endpoint_session"]
 
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
@@ -25,7 +26,6 @@ SESSION_HEADER = "x-session-id"
 STAGE_HEADER = "x-trioserve-stage"
 """Distinguishes the two requests with one id that a disaggregated request consists of: "prefill" or "decode"."""
 
-KEY_HEADERS = ("authorization", "x-api-key")
 TRACE_HEADERS = frozenset(["traceparent", "tracestate"])
 # The headers in this set concern one connection only (RFC 9110, 7.6.1), or the router sets them itself in both
 # directions.
@@ -131,8 +131,6 @@ def response_headers(context: RouterContext, response: RemoteResponse) -> list[t
         for name, value in response.headers
         if name not in NOT_RETURNED and not name.startswith(CROSS_ORIGIN_PREFIX)
     ]
-    if context.continuation is not None and not context.continuation.shows_ids:
-        headers = [(name, value) for name, value in headers if name != RESUME_HEADER]
     headers += [("x-request-id", context.request_id), (ENDPOINT_HEADER, str(context.endpoint))]
     if context.prefill_endpoint is not None:
         headers.append((PREFILL_ENDPOINT_HEADER, context.prefill_endpoint))

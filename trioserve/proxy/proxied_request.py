@@ -1,135 +1,45 @@
-"""Path of a request through the router: the queue, an endpoint, another endpoint after a failure, and the response to
-the client.
-
-All resources belong to the scope of the handler. When the client leaves, the handler first releases the queue position
-or lease, and then closes the connection to the endpoint. Neither step waits.
-"""
+"""State of one request from its admission to the end of its response, and the bodies that endpoints get."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from trioserve.api.caller import check_model
-from trioserve.api.error_responses import Refusal, deadline_refusal
-from trioserve.api.openai.request_types import deadlines_of, decode_body
+from trioserve.api.error_responses import deadline_refusal
+from trioserve.api.streams.cursors import RESUMABLE_HEADER, RESUME_HEADER
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, Deadlines, passed_message
-from trioserve.contracts.endpoint import EndpointId, RoutedRequest
-from trioserve.contracts.errors import Overloaded
-from trioserve.contracts.tracing import Span
-from trioserve.proxy.client_events import ClientLines, wants_lines
-from trioserve.proxy.continuation import Continuation
-from trioserve.proxy.disaggregated_request import can_be_disaggregated, serve_disaggregated
-from trioserve.proxy.forwarded_headers import request_headers
-from trioserve.proxy.kept_objects import RESPONSES_PATH, check_references, endpoint_of_response
-from trioserve.proxy.prompt_blocks import named_blocks
-from trioserve.proxy.relay import attempt, lease, model_field, sent_body
-from trioserve.proxy.routed_body import (
-    EDITS_PATH,
-    RoutedBody,
-    ollama_body,
-    prefix_of,
-    read_form,
-    without_transfer_params,
-)
-from trioserve.proxy.router_context import ENDPOINT_PARAMETER
+from trioserve.contracts.endpoint import EndpointId
+from trioserve.contracts.errors import Draining, EndpointLost, Overloaded, QueueWaitOver, RequestPoisoned
+from trioserve.proxy.forwarded_headers import request_headers, response_headers
+from trioserve.proxy.routed_body import RoutedBody, RoutedForm, rewritten
+from trioserve.proxy.streams.foreign_stream import COMPLETIONS_PATH
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
+    from trioserve.proxy.endpoint_errors import Refused
+    from trioserve.proxy.peers.kept_stream import EndpointRequest, Stream
+    from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.router_context import RouterContext
+    from trioserve.proxy.streams.client_events import NumberedEvents
+    from trioserve.proxy.streams.continuation import Continuation
 
-__all__ = ["RequestClock", "forward"]
-
-IMAGE_PATHS = frozenset({"/v1/images/generations", EDITS_PATH})
-HAS_NO_BLOCKS = frozenset(
-    {
-        "/tokenize",
-        "/detokenize",
-        "/v1/messages/count_tokens",
-        "/v1/responses/input_tokens",
-        "/api/show",
-        *IMAGE_PATHS,
-    }
-)
-"""Forwarded paths whose requests have no KV blocks, and therefore no salt."""
-
-PARTIAL_SECONDS_MAX = 1.0  # After the deadline, an endpoint has this time to return a partial result.
-
-logger = logging.getLogger(__name__)
+__all__ = ["AskedRequest", "ProxiedRequest", "RequestClock"]
 
 
-async def forward(context: RouterContext) -> None:
-    """Send the request to an endpoint and its response to the client.
-
-    Few function calls lie between this coroutine and the wait for an event, because Python re-enters each of their
-    frames for every event.
-
-    Args:
-        context: Request of the router's API.
-    """
-    with _refusals_logged(context):
-        asked = await _asked(context)
-        with asked.clock.running():
-            if not await _is_left_to_send(context, asked):
-                await context.respond(204, [("x-request-id", context.request_id)], b"")
-                return
-            try:
-                request = await _with_block_names(context, asked.raw, _routed(context, asked))
-                context.span.note({"gen_ai.request.model": request.model})
-                with (
-                    _Freed(context.span),
-                    context.services.fleet.dispatch.enter(
-                        request, id=context.request_id, owner=context.owner
-                    ) as admission,
-                    _Cancelled(context.span),
-                    context.continued(Continuation.of(context, asked.body, request)) as continuation,
-                ):
-                    _prepare(context, admission, asked.body, continuation)
-                    if admission.stage is not None:
-                        await serve_disaggregated(context, admission, asked.raw, asked.body, asked.clock)
-                        return
-                    while True:
-                        id = context.endpoint = await lease(context, admission, asked.clock)
-                        model = model_field(context, asked.body.model, id, request.model)
-                        sent = sent_body(context, asked.raw, asked.clock, model)
-                        if await attempt(context, admission, id, sent, asked.clock):
-                            return
-            finally:
-                context.stream.close()
-
-
-@contextmanager
-def _refusals_logged(context: RouterContext) -> Iterator[None]:
-    try:
-        yield
-    except (Overloaded, Refusal) as refusal:
-        reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.response.code
-        is_late = isinstance(refusal, Refusal) and refusal.response.status == 504
-        logger.info(
-            "%s request=%s reason=%s endpoint=%s",
-            "deadline passed" if is_late else "refused",
-            context.request_id,
-            reason,
-            context.endpoint or "none",
-        )
-        raise
-
-
-class _Asked(msgspec.Struct, frozen=True):
+class AskedRequest(msgspec.Struct, frozen=True):
     """A request that was read and checked.
 
     Attributes:
         said: Bytes of the body as the client sent it.
         raw: Bytes of the body, adapted to the caller.
         body: Fields of `raw`.
+        form: Body, if it is a form. Otherwise None.
         model: Model name that endpoints use.
         clock: Deadlines of the request.
         before: Endpoint that stores the response which this request continues. None: the request does not continue a
@@ -139,160 +49,154 @@ class _Asked(msgspec.Struct, frozen=True):
     said: bytes
     raw: bytes
     body: RoutedBody
+    form: RoutedForm | None
     model: str
     clock: RequestClock
     before: EndpointId | None
 
 
-async def _asked(context: RouterContext) -> _Asked:
-    """Read and check the request.
-
-    Raises:
-        InvalidRequest: The request is invalid, or the caller may not use one of its values.
-        Refusal: The response that the request continues does not exist (404).
-    """
-    said = await context.exchange.body()
-    path, served = context.exchange.path, context.services.fleet.models()
-    if path == EDITS_PATH:
-        context.form = await read_form(context, said)
-    read = decode_body(said, RoutedBody) if context.form is None else context.form.body
-    raw, body = _for_caller(context, said, ollama_body(path, said, read, served))
-    if not body.stream:
-        context.exchange.fill_silence()
-    before: EndpointId | None = None
-    if path.startswith(RESPONSES_PATH):
-        check_references(context, raw)
-        if body.previous_response_id is not None:
-            before = await endpoint_of_response(context, body.previous_response_id)
-    limits = context.services.rules.deadlines_max
-    deadlines = deadlines_of(body, context.exchange.headers).within(context.services.rules.deadlines, limits)
-    check_model(context.services.access, body.model, served)
-    model = context.services.fleet.real_model(body.model)
-    grace = PARTIAL_SECONDS_MAX if body.return_partial else 0.0
-    clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=limits)
-    return _Asked(said, raw, body, model, clock, before)
-
-
-async def _is_left_to_send(context: RouterContext, asked: _Asked) -> bool:
-    """Decide which events the client gets. Return False if the client has the whole response."""
-    body, path = asked.body, context.exchange.path
-    if body.stream and wants_lines(path, context.exchange.headers):
-        context.client_events = ClientLines()  # A client that reads lines cannot report its position in a stream.
-    elif body.stream and path not in IMAGE_PATHS:  # Image events have no ids, so a client could not resume from them.
-        choice_count = max(1, body.n or 1) * body.prompt_count
-        stream = await context.services.peers.stream_of(context, asked.said, asked.model, choice_count=choice_count)
-        if stream is None:
-            return False
-        context.stream = stream
-    return True
-
-
-def _prepare(
-    context: RouterContext, admission: AdmissionScope, body: RoutedBody, continuation: Continuation | None
-) -> None:
-    context.admission = admission
-    admission.gives_partial = bool(body.return_partial)
-    admission.headers = partial(request_headers, context, None, with_body=False)
-    if continuation is not None:
-        admission.can_resume = continuation.can_resume
-        admission.note_reasoning_ended = continuation.note_reasoning_ended
-
-
-def _for_caller(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
-    """Adapt the body to its caller, and return it with its fields.
-
-    The body gets the caller's cache salt. All callers of a router are one caller for an endpoint, so the salt separates
-    their blocks.
-
-    Raises:
-        InvalidRequest: The caller may not use a value of the body.
-    """
-    context.caller.check_priority(body.priority)
-    salt = body.cache_salt
-    if context.exchange.path not in HAS_NO_BLOCKS:
-        salt = context.caller.cache_salt(salt, context.named_tenant)
-    fields: dict[str, object] = {} if salt == body.cache_salt else {"cache_salt": salt}
-    return without_transfer_params(raw, body, fields), msgspec.structs.replace(body, cache_salt=salt)
-
-
-async def _with_block_names(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:
-    """Add the names of the prompt's blocks to the request, if the routing policy needs them.
-
-    Naming costs time. Meanwhile, the request counts as being prepared.
-    """
-    dispatch, naming = context.services.fleet.dispatch, context.services.naming
-    block_sizes = dispatch.block_sizes(request)
-    if naming is None or not block_sizes or request.pinned is not None:
-        return request
-    is_adapter, digest = context.services.fleet.adapter_digest(request.model)
-    if is_adapter and digest is None:  # The digest is part of the block names, and it is unknown.
-        return request
-    with dispatch.preparing(request):
-        blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes, digest, tenant=request.tenant)
-    return msgspec.structs.replace(request, blocks=blocks)
-
-
-class _Cancelled:
-    """Records in a trace that the scope inside was cancelled."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None and issubclass(kind, trio.Cancelled):
-            self._span.event("cancel")
-
-
-class _Freed:
-    """Records in a trace that all resources of the request were released."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None:
-        self._span.event("free")
-
-
-def _routed(context: RouterContext, asked: _Asked) -> RoutedRequest:
-    """Make the request of the router core.
+class ProxiedRequest:
+    """One request with a queue position or a lease.
 
     Args:
         context: Request of the router's API.
-        asked: Request that was read.
+        admission: Admission of the request.
+        asked: Request as it was read.
+        stream: Stream of the response. Another router may resume it after the end of this router.
+        continuation: State to resume this response at another endpoint. None: it cannot resume.
+
+    Attributes:
+        clock: Deadlines of the request.
+        refused: Refusal of an endpoint. It is kept while another endpoint may accept the request.
     """
-    raw, body, model = asked.raw, asked.body, asked.model
-    rules, headers = context.services.rules, context.exchange.headers
-    named = context.query(ENDPOINT_PARAMETER)
-    pinned = asked.before if named is None else EndpointId(named)
-    content = body.content
-    prompt_tokens = len(content) // 4 + 1
-    # First check whether two endpoints exist for the request, because parsing the rest of the body costs time.
-    is_disaggregated = (
-        prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.services.fleet.dispatch.is_pair_there(model)
-    )
-    return RoutedRequest(
-        model=model,
-        tenant=context.caller.tenant(context.named_tenant),
-        priority=body.priority or 0,
-        sequences=max(1, body.n or 1) * body.prompt_count,
-        prompt_tokens=prompt_tokens + body.known_token_count,
-        session=headers.get(rules.session_header),
-        pinned=pinned,
-        prefix=prefix_of(content, model, body.cache_salt) if context.services.fleet.dispatch.wants_prefix else (),
-        queue_deadline=asked.clock.first()[1],
-        can_be_disaggregated=(
-            is_disaggregated
-            and context.stream.running_at is None
-            and can_be_disaggregated(context.exchange.path, raw, body)
-        ),
-        running_at=context.stream.running_at,
-    )
+
+    def __init__(
+        self,
+        context: RouterContext,
+        admission: AdmissionScope,
+        asked: AskedRequest,
+        *,
+        stream: Stream,
+        continuation: Continuation | None,
+    ) -> None:
+        self.context = context
+        self.admission = admission
+        self.asked = asked
+        self.clock = asked.clock
+        self.continuation = continuation
+        self.refused: Refused | None = None
+        self._stream = stream
+        stream.note_admitted(admission, on_recomputed=self._note_recomputed)
+        admission.gives_partial = bool(asked.body.return_partial)
+        admission.headers = partial(request_headers, context, None, with_body=False)
+        if continuation is not None:
+            admission.can_resume = continuation.can_resume
+            admission.note_reasoning_ended = continuation.note_reasoning_ended
+
+    def _note_recomputed(self, events: NumberedEvents, resume: bytes) -> None:
+        self.context.client_events = events
+        if self.continuation is not None:
+            self.continuation.set_known(resume)
+
+    async def lease(self) -> EndpointId:
+        """Wait for a lease, and return its endpoint.
+
+        A client whose stream has begun gets comments meanwhile, which keep the connection alive.
+
+        Raises:
+            Refusal: The queue deadline has passed, or an endpoint had refused the request and no other endpoint is
+                available.
+            Overloaded: The queue refuses the request.
+            EndpointLost: The stream has begun, and no endpoint is available to resume it.
+            RequestPoisoned: The request has crashed several endpoints.
+        """
+        context = self.context
+        while context.exchange.started:
+            with trio.move_on_after(context.services.access.keep_alive_seconds):
+                return await self._lease()
+            await context.exchange.send(context.client_events.keep_alive)
+        return await self._lease()
+
+    async def _lease(self) -> EndpointId:
+        context, admission = self.context, self.admission
+        queue = context.span.child("queue")
+        try:
+            id = context.endpoint = await admission.lease()
+            return id
+        except QueueWaitOver as over:
+            raise deadline_refusal(self.clock.first()[0], str(over)) from None
+        except Overloaded as refusal:
+            if self.refused is not None and not admission.has_token:
+                raise self.refused.for_client() from None  # No other endpoint is available for the request.
+            if not admission.has_token or self.continuation is None or isinstance(refusal, Draining):
+                raise
+            self.continuation.note_not_continued(context.endpoint, "no_endpoint", refusal)
+            raise EndpointLost(
+                f"the endpoint failed in the middle, and no other endpoint resumes the response: {refusal}"
+            ) from refusal
+        except RequestPoisoned as refusal:
+            if self.continuation is not None:
+                self.continuation.note_not_continued(context.endpoint, "poisoned", refusal)
+            raise
+        finally:
+            queue.end()
+
+    def model_field(self, id: EndpointId) -> dict[str, object]:
+        """Return the body field `model` with the endpoint's own name if the client uses another name. Otherwise, return
+        no field.
+
+        Args:
+            id: Endpoint that gets the request.
+        """
+        there = self.context.services.fleet.model_at(id, self.admission.model)
+        return {} if self.asked.body.model == there else {"model": there}
+
+    def body_for(self, id: EndpointId, more: dict[str, object] | None = None) -> bytes:
+        """Make the body for an endpoint. It has the remaining times, and the known part of a response that resumes.
+
+        Args:
+            id: Endpoint that gets the request.
+            more: Further new values by field name. None: there are none.
+        """
+        fields = {**self.model_field(id), **(more or {}), **self.clock.left()}
+        completion = None if self.continuation is None else self.continuation.completion()
+        if completion is not None:
+            self.context.endpoint_path = COMPLETIONS_PATH
+            return msgspec.json.encode({**completion, **fields})
+        if self.asked.form is not None:
+            return self.asked.form.rewritten(fields, without=self.clock.passed)
+        resume = {} if self.continuation is None else self.continuation.fields(id, self.asked.raw)
+        return rewritten(self.asked.raw, {**fields, **resume}, without=self.clock.passed)
+
+    def request_to(self, id: EndpointId, body: bytes) -> EndpointRequest:
+        """Make the request to an endpoint.
+
+        Args:
+            id: Endpoint that gets the request.
+            body: Bytes of the body.
+
+        Raises:
+            NotResumed: The endpoint cannot resume the response.
+        """
+        context = self.context
+        headers = request_headers(context, self.admission.stage)
+        if self.continuation is not None:
+            self.continuation.check_endpoint(id)
+            if not self.continuation.shows_ids:
+                headers.append((RESUMABLE_HEADER, "1"))
+        remote = context.services.fleet.remote(id)
+        return self._stream.request(remote, context.exchange.method, context.target, headers, body)
+
+    def response_headers(self, response: RemoteResponse) -> list[tuple[str, str]]:
+        """Make the headers for the client.
+
+        Args:
+            response: Response of the endpoint.
+        """
+        headers = response_headers(self.context, response)
+        if self.continuation is None or self.continuation.shows_ids:
+            return headers
+        return [(name, value) for name, value in headers if name != RESUME_HEADER]
 
 
 class RequestClock:

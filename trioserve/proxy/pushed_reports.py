@@ -24,8 +24,8 @@ from trioserve.contracts.block_hash import HASH_SCHEME, BlockHash
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import EndpointLost
 from trioserve.contracts.kv_events import BlocksRemoved, BlocksStored, KvEvent, LoadReported, ResidencySnapshot
-from trioserve.proxy.event_splitter import BrokenEvents, EventLines
 from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteResponse
+from trioserve.proxy.streams.event_splitter import BrokenEvents, EventLines
 from trioserve.router.policies import Policy
 from trioserve.router.residency import BLOCKS_MAX
 

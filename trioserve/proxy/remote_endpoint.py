@@ -27,6 +27,7 @@ from trioserve.router.silence import AwaitedResponse, Loss, SilenceWatch
 from trioserve.trio_tools.tcp_stream import TcpStream, connect_tcp
 
 __all__ = [
+    "KEY_HEADERS",
     "PATH_CHARACTERS",
     "EndpointAddress",
     "EndpointSilent",
@@ -59,6 +60,7 @@ LOSSES = {
 # The kernel reports these errors if it got no acknowledgement for too long, or has no route to the machine.
 VANISHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
+KEY_HEADERS = ("authorization", "x-api-key")  # A client sends its API key in one of these headers.
 PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # A path may contain these characters unescaped (RFC 3986, 3.3).
 _TARGET = re.compile(r"[!-~]+")
 _FIELDS = re.compile(r"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]+: [^\0\r\n]*\r\n)*")

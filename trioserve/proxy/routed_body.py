@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from trioserve.api.form import INLINE_BYTES_MAX, FormPart, form_boundary, form_parts, text_of, twice
+from trioserve.api.form import FormPart, form_boundary, form_parts, text_of, twice
 from trioserve.api.ollama.models import untagged
 from trioserve.api.openai.request_types import Int32, decode_body, wrong_field
 from trioserve.api.surface import OLLAMA_PATH
 from trioserve.contracts.block_hash import BlockHash, root_hash
 from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS
 from trioserve.contracts.image_generation import PROMPT_CHARACTERS_MAX
-
-if TYPE_CHECKING:
-    from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
     "EDITS_PATH",
@@ -28,7 +24,6 @@ __all__ = [
     "RoutedForm",
     "ollama_body",
     "prefix_of",
-    "read_form",
     "rewritten",
     "without_transfer_params",
 ]
@@ -220,23 +215,6 @@ class RoutedForm:
     def _part(self, name: str, value: object) -> bytes:
         head = f'--{self._boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'
         return f"{head}{value}\r\n".encode()
-
-
-async def read_form(context: RouterContext, raw: bytes) -> RoutedForm:
-    """Parse a form. A large form is parsed in a thread, in turn with forms of other tenants.
-
-    Args:
-        context: Request that has the form as its body.
-        raw: Bytes of the form.
-
-    Raises:
-        InvalidRequest: As for `RoutedForm.read`.
-    """
-    content_type = context.exchange.headers.get("content-type")
-    if len(raw) <= INLINE_BYTES_MAX:
-        return RoutedForm.read(raw, content_type)
-    tenant = context.caller.tenant(context.named_tenant)
-    return await context.services.forms.call(partial(RoutedForm.read, raw, content_type), key=tenant)
 
 
 class _Named(msgspec.Struct):

@@ -36,10 +36,16 @@ from trioserve.proxy.aborts import (
     abort_requests,
 )
 from trioserve.proxy.adapters import load_adapter, unload_adapter
-from trioserve.proxy.continuation import LiveStreams
 from trioserve.proxy.fleet import EndpointSpec
-from trioserve.proxy.kept_objects import (
-    KeptObjects,
+from trioserve.proxy.forwarding import forward
+from trioserve.proxy.kept_objects import KeptObjects
+from trioserve.proxy.peers.peer_watch import PEER_PATH
+from trioserve.proxy.peers.processes import Answer, OneProcess
+from trioserve.proxy.peers.retries import NoPeers
+from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules
+from trioserve.proxy.router_feed import RouterFeed
+from trioserve.proxy.streams.continuation import LiveStreams
+from trioserve.proxy.unqueued_requests import (
     forward_anywhere,
     forward_batch,
     forward_control,
@@ -47,12 +53,6 @@ from trioserve.proxy.kept_objects import (
     forward_kept,
     forward_stream,
 )
-from trioserve.proxy.peers.peer_watch import PEER_PATH
-from trioserve.proxy.peers.processes import Answer, OneProcess
-from trioserve.proxy.peers.retries import NoPeers
-from trioserve.proxy.proxied_request import forward
-from trioserve.proxy.router_context import RouterContext, RouterServices, RoutingRules
-from trioserve.proxy.router_feed import RouterFeed
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:

@@ -15,24 +15,20 @@ from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
 from trioserve.contracts.tracing import NO_SPAN, Span
 from trioserve.http.clock_and_ids import ClockAndIds
-from trioserve.proxy.client_events import ClientEvents, not_the_same
-from trioserve.proxy.continuation import Continuation, LiveStreams
 from trioserve.proxy.kept_objects import KeptObjects
-from trioserve.proxy.peers.kept_stream import Stream
 from trioserve.proxy.peers.processes import OneProcess
 from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.remote_endpoint import PATH_CHARACTERS
+from trioserve.proxy.streams.client_events import ClientEvents, not_the_same
+from trioserve.proxy.streams.continuation import LiveStreams
 from trioserve.trio_tools.fair_slots import FairSlots
 
 if TYPE_CHECKING:
-    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.api.page.page import Page
     from trioserve.http.exchange import Exchange, HeaderFields
     from trioserve.metrics.registry import Metrics
     from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.prompt_blocks import PromptBlocks
-    from trioserve.proxy.relay import Refused
-    from trioserve.proxy.routed_body import RoutedForm
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RouterServices", "RoutingRules"]
 
@@ -117,30 +113,20 @@ class RouterContext(Responder):
         services: Parts of the router, shared by all requests.
 
     Attributes:
-        admission: Admission of the request: its queue position or lease. None until the request is queued.
         client_events: Events that the client gets. They differ from the endpoint's events for a resumed stream.
-        continuation: State to resume this response at another endpoint. None: it cannot resume.
         endpoint: Endpoint that got the request last.
-        form: Body, if it is a form.
         leg: Trace span of the current request to an endpoint.
         endpoint_path: Path that endpoints see. None: the path of the request.
         prefill_endpoint: Endpoint that computed the prompt of a disaggregated request.
-        refused: Refusal of an endpoint. It is kept while another endpoint may accept the request.
-        stream: Stream of the response. Another router may resume it after the end of this router.
     """
 
     def __init__(self, exchange: Exchange, services: RouterServices) -> None:
         super().__init__(exchange, services.clock_and_ids)
         self.services = services
-        self.form: RoutedForm | None = None
-        self.continuation: Continuation | None = None
         self.endpoint_path: str | None = None
-        self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
-        self.refused: Refused | None = None
         self.leg: Span = NO_SPAN
-        self.stream = Stream()
         self.client_events = ClientEvents()
         self._held_head: tuple[int, HeaderFields] | None = None
 
@@ -196,20 +182,6 @@ class RouterContext(Responder):
         finally:
             self.leg.end(error)
             self.leg = NO_SPAN
-
-    @contextmanager
-    def continued(self, continuation: Continuation | None) -> Iterator[Continuation | None]:
-        """Keep the state to resume the response during the block.
-
-        Args:
-            continuation: State of the response. None: it cannot resume.
-        """
-        self.continuation = continuation
-        if continuation is None:
-            yield None
-            return
-        with self.services.streams.kept(continuation):
-            yield continuation
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
         """Send the head of an endpoint's response to the client.

@@ -212,7 +212,7 @@ async def open_memory_router(
             access=access,
             page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
             naming=naming,
-            peers=None if peer_watch is None else PeerStreams(notices, peer_watch),
+            peers=None if peer_watch is None else PeerStreams(fleet, notices, peer_watch),
             tracer=tracer,
             logs_requests=logs_requests,
         )

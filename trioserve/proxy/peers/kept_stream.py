@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,13 +18,15 @@ import trio
 from trioserve.api.streams.cursors import KEEP_HEADER, KEPT_HEADER, RESUMABLE_HEADER, SEED_HEADER
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import Draining, TrioserveError
-from trioserve.proxy.peers.recomputed_start import RecomputedStart
+from trioserve.proxy.peers.recomputed_start import OnRecomputed, RecomputedStart
+from trioserve.proxy.remote_endpoint import KEY_HEADERS
+from trioserve.proxy.streams.client_events import ClientEvents, NumberedEvents
 
 if TYPE_CHECKING:
+    from trioserve.admission.dispatch import AdmissionScope
     from trioserve.api.streams.cursors import Position
-    from trioserve.http.exchange import HeaderFields
+    from trioserve.http.exchange import HeaderFields, Headers
     from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteRequest, RemoteResponse
-    from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
     "KEPT_STREAMS_PATH",
@@ -34,8 +37,8 @@ __all__ = [
     "KeptRequest",
     "KeptStream",
     "Stream",
+    "StreamCall",
     "reader_in",
-    "stream_name",
 ]
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class ClientLeftNotice(msgspec.Struct, frozen=True):
 
     Attributes:
         endpoint: Client of the endpoint that keeps the stream.
-        name: Name of the stream, see stream_name.
+        name: Name of the stream, see StreamCall.
         reader: Number of this router's reader. The notice counts only if this reader is the last reader of the stream.
         headers: Headers that identify the caller.
     """
@@ -129,7 +132,6 @@ class ClientLeftNotices:
 
 
 KEPT_STREAMS_PATH = "/v1/kept_streams/"
-KEY_HEADERS = frozenset({"authorization", "x-api-key"})
 _READER = re.compile(r"[\d.]+;reader=(\d{1,9})")
 
 
@@ -155,10 +157,23 @@ class EndpointRequest(Protocol):
 
 
 class Stream:
-    """Stream of a router without peers. No other router can resume it."""
+    """Stream of a router without peers. No other router can resume it.
+
+    Attributes:
+        running_at: Endpoint that already runs the stream. None: the stream is new.
+        client_events: Events that the client gets.
+    """
 
     running_at: EndpointId | None = None
-    """Endpoint that already runs the stream. None: the stream is new."""
+    client_events = ClientEvents()
+
+    def note_admitted(self, admission: AdmissionScope, *, on_recomputed: OnRecomputed) -> None:
+        """Record the admission, before the first request to an endpoint.
+
+        Args:
+            admission: Admission of the request.
+            on_recomputed: Called when an endpoint has computed the client's part of the stream again.
+        """
 
     def request(
         self, endpoint: RemoteEndpoint, method: str, target: str, headers: list[tuple[str, str]], body: bytes
@@ -182,8 +197,7 @@ class KeptStream(Stream):
     """Stream that another router can resume.
 
     Args:
-        context: Request of the router's API.
-        name: Name of the stream, see stream_name.
+        name: Name of the stream, see StreamCall.
         notices: Sender of client-left notices.
         known: Position of the client. None: the client has nothing.
         found: Running stream of an earlier request. None: there is none.
@@ -192,7 +206,6 @@ class KeptStream(Stream):
 
     def __init__(
         self,
-        context: RouterContext,
         name: str,
         notices: ClientLeftNotices,
         *,
@@ -202,10 +215,18 @@ class KeptStream(Stream):
     ) -> None:
         self.name = name
         self.running_at = None if found is None else found.endpoint
-        self._context = context
+        # The client gets all events of a stream that is computed again, because that stream begins at the client's
+        # position.
+        is_whole = found is not None or known is None or known.is_empty
+        self.client_events = NumberedEvents(known if is_whole else None)
+        self._admission: AdmissionScope | None = None
+        self._on_recomputed: OnRecomputed = lambda events, resume: None
         self._notices = notices
         self._known = None if known is None else known.of_choices(choice_count)
         self._found = found
+
+    def note_admitted(self, admission: AdmissionScope, *, on_recomputed: OnRecomputed) -> None:
+        self._admission, self._on_recomputed = admission, on_recomputed
 
     def request(
         self, endpoint: RemoteEndpoint, method: str, target: str, headers: list[tuple[str, str]], body: bytes
@@ -225,7 +246,7 @@ class KeptStream(Stream):
             if found.endpoint == endpoint.id:
                 return read
             read.end()  # The new attempt is at a different endpoint, so the found stream is not used.
-        admission = self._context.admission
+        admission = self._admission
         assert admission is not None
         known = self._known
         if known is not None and not admission.has_token and not known.is_empty:
@@ -235,7 +256,7 @@ class KeptStream(Stream):
                 ),
                 body,
                 known,
-                self._context,
+                self._on_recomputed,
             )
         keep_headers = self._keep_headers(is_begun=admission.has_token)
         return self._scope(
@@ -258,7 +279,8 @@ class KeptStream(Stream):
         own = [(name, value) for name, value in headers if name in KEY_HEADERS]
         reader = None if begun is None else reader_in(begun.header(KEPT_HEADER))
         notice = ClientLeftNotice(endpoint, self.name, reader or 1, own)
-        return KeptRequest(request, notice, self._notices, self._context, begun=begun)
+        assert self._admission is not None
+        return KeptRequest(request, notice, self._notices, self._admission, begun=begun)
 
     def _keep_headers(self, *, is_begun: bool) -> list[tuple[str, str]]:
         """Return the headers that ask the endpoint to keep the stream.
@@ -281,7 +303,7 @@ class KeptRequest:
         request: Request to the endpoint.
         notice: Notice for this endpoint and stream.
         notices: Sender of client-left notices.
-        context: Request of the router's API.
+        admission: Admission of the request.
         begun: Response, if it has begun.
     """
 
@@ -290,14 +312,14 @@ class KeptRequest:
         request: RemoteRequest,
         notice: ClientLeftNotice,
         notices: ClientLeftNotices,
-        context: RouterContext,
+        admission: AdmissionScope,
         *,
         begun: RemoteResponse | None = None,
     ) -> None:
         self._request = request
         self._notice: ClientLeftNotice | None = notice
         self._notices = notices
-        self._context = context
+        self._admission = admission
         self._response = begun
         # Before the head of the response arrives, the router does not know whether the endpoint keeps the stream. An
         # endpoint that has kept other streams may have begun to keep this stream too.
@@ -316,31 +338,48 @@ class KeptRequest:
         notice, self._notice = self._notice, None
         has_ended = self._response is not None and self._response.has_ended
         self._request.end()
-        admission = self._context.admission
-        is_leaving = admission is not None and isinstance(admission.end_reason, Draining)
+        is_leaving = isinstance(self._admission.end_reason, Draining)
         if notice is not None and self._is_kept and not has_ended and not is_leaving:
             self._notices.send(notice)
 
 
-def stream_name(*, owner: str | None, tenant: str | None, request_id: str, path: str, body: bytes) -> str:
-    """Compute the name of a request's stream. The name is the same at all routers.
+class StreamCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for a stream.
 
-    The name depends on the caller, the request's id and the request itself. So a caller cannot get another caller's
-    stream by repeating its id. A caller that uses an id for two different requests gets two streams.
-
-    Args:
+    Attributes:
         owner: Owner of the objects that the request creates. None if callers are not distinguished.
         tenant: Tenant that the request names. None if it names none.
         request_id: Id of the request.
         path: Path of the request.
-        body: Body of the request.
+        headers: Headers of the request.
+        body: Body as the client sent it.
+        model: Model name that endpoints use.
+        choice_count: Number of choices, over all prompts.
+        endpoint_headers: Makes the headers of the router's own requests for this caller.
     """
-    named = blake2b(digest_size=16, person=b"stream")
-    for part in (owner, tenant, request_id, path):
-        encoded = b"" if part is None else b"=" + part.encode("utf-8", "surrogatepass")
-        named.update(len(encoded).to_bytes(8, "big") + encoded)
-    named.update(body)
-    return named.hexdigest()
+
+    owner: str | None
+    tenant: str | None
+    request_id: str
+    path: str
+    headers: Headers
+    body: bytes
+    model: str
+    choice_count: int
+    endpoint_headers: Callable[[], list[tuple[str, str]]]
+
+    def stream_name(self) -> str:
+        """Compute the name of the stream. The name is the same at all routers.
+
+        The name depends on the caller, the request's id and the request itself. So a caller cannot get another caller's
+        stream by repeating its id. A caller that uses an id for two different requests gets two streams.
+        """
+        named = blake2b(digest_size=16, person=b"stream")
+        for part in (self.owner, self.tenant, self.request_id, self.path):
+            encoded = b"" if part is None else b"=" + part.encode("utf-8", "surrogatepass")
+            named.update(len(encoded).to_bytes(8, "big") + encoded)
+        named.update(self.body)
+        return named.hexdigest()
 
 
 def reader_in(kept: str | None) -> int | None:

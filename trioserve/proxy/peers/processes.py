@@ -25,8 +25,8 @@ from trioserve.proxy.peers.retries import NoPeers
 from trioserve.proxy.remote_endpoint import PATH_CHARACTERS, EndpointAddress, RemoteEndpoint
 
 if TYPE_CHECKING:
+    from trioserve.api.responder import Responder
     from trioserve.proxy.peers.peer_watch import Greeting, Peer, PeerWatch
-    from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["Answer", "OneProcess", "OtherProcesses", "ProcessDoor", "ProcessPeers", "ProcessPlace"]
 
@@ -103,7 +103,7 @@ class OneProcess:
     number = 1
     count = 1
 
-    async def ask(self, context: RouterContext, body: bytes = b"") -> list[Answer]:
+    async def ask(self, context: Responder, body: bytes = b"") -> list[Answer]:
         """Forward a request to every other process, unless the request comes from another process.
 
         Args:
@@ -115,7 +115,7 @@ class OneProcess:
         """
         return []
 
-    def is_asking(self, context: RouterContext) -> bool:
+    def is_asking(self, context: Responder) -> bool:
         """Return True if the request comes from another process. Then this process responds only for itself.
 
         Args:
@@ -123,7 +123,7 @@ class OneProcess:
         """
         return context.exchange.headers.get(PROCESS_HEADER) is not None
 
-    async def change(self, context: RouterContext, body: bytes, apply: Callable[[], object]) -> Answer | None:
+    async def change(self, context: Responder, body: bytes, apply: Callable[[], object]) -> Answer | None:
         """Make a change in all processes. Each process makes concurrent changes in the same order.
 
         Args:
@@ -172,12 +172,12 @@ class OtherProcesses(OneProcess):
         ]
         self._changing = trio.Lock()
 
-    async def ask(self, context: RouterContext, body: bytes = b"") -> list[Answer]:
+    async def ask(self, context: Responder, body: bytes = b"") -> list[Answer]:
         if self.is_asking(context):
             return []
         return await self._ask_all(context.exchange.method, _target(context), _headers(context), body)
 
-    async def change(self, context: RouterContext, body: bytes, apply: Callable[[], object]) -> Answer | None:
+    async def change(self, context: Responder, body: bytes, apply: Callable[[], object]) -> Answer | None:
         method, target, headers = context.exchange.method, _target(context), _headers(context)
         decides = context.exchange.headers.get(DECIDE_HEADER) is not None
         if self.is_asking(context) and not decides:
@@ -228,12 +228,12 @@ class OtherProcesses(OneProcess):
         return [answers[number] for number in sorted(answers)]
 
 
-def _target(context: RouterContext) -> str:
+def _target(context: Responder) -> str:
     exchange = context.exchange
     return quote(exchange.path, safe=PATH_CHARACTERS) + (f"?{exchange.query}" if exchange.query else "")
 
 
-def _headers(context: RouterContext) -> list[tuple[str, str]]:
+def _headers(context: Responder) -> list[tuple[str, str]]:
     headers = context.exchange.headers
     forwarded = [(name, value) for name in FORWARDED_HEADERS if (value := headers.get(name)) is not None]
     return [*forwarded, ("x-request-id", context.request_id)]  # The shared id connects the log lines of all processes.

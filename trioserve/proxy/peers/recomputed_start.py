@@ -17,15 +17,16 @@ import msgspec
 
 from trioserve.api.streams.cursors import GROUP_ID, RESUME_HEADER, Position, PositionKeeper
 from trioserve.contracts.errors import EndpointLost
-from trioserve.proxy.client_events import NumberedEvents, not_the_same
-from trioserve.proxy.event_splitter import EventSplitter
 from trioserve.proxy.routed_body import rewritten
+from trioserve.proxy.streams.client_events import NumberedEvents, not_the_same
+from trioserve.proxy.streams.event_splitter import EventSplitter
 
 if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteRequest, RemoteResponse
-    from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["RecomputedStart"]
+__all__ = ["OnRecomputed", "RecomputedStart"]
+
+OnRecomputed = Callable[[NumberedEvents, bytes], None]
 
 _ID = re.compile(rb"^id: " + GROUP_ID.pattern + rb"\r?$", re.MULTILINE)
 _END = re.compile(rb"^id: \.\r?$", re.MULTILINE)
@@ -38,16 +39,16 @@ class RecomputedStart:
         ask: Makes a request to the endpoint with a body.
         body: Body of the request as the client sent it.
         known: Position of the client.
-        context: Request of the router's API.
+        on_recomputed: Called with the events that the client gets from here on, and with the field `resume` as JSON.
     """
 
     def __init__(
-        self, ask: Callable[[bytes], RemoteRequest], body: bytes, known: Position, context: RouterContext
+        self, ask: Callable[[bytes], RemoteRequest], body: bytes, known: Position, on_recomputed: OnRecomputed
     ) -> None:
         self._ask = ask
         self._body = body
         self._known = known
-        self._context = context
+        self._on_recomputed = on_recomputed
         self._request: RemoteRequest | None = None
 
     async def begin(self) -> RemoteResponse:
@@ -76,9 +77,7 @@ class RecomputedStart:
             start.note(splitter.feed(piece))
         self.end()
         resume = {**msgspec.json.decode(resume_values, type=dict[str, object]), **start.resume(_begun(self._body))}
-        self._context.client_events = NumberedEvents(keeper=start.keeper())
-        if self._context.continuation is not None:
-            self._context.continuation.set_known(msgspec.json.encode(resume))
+        self._on_recomputed(NumberedEvents(keeper=start.keeper()), msgspec.json.encode(resume))
         self._request = self._ask(rewritten(self._body, {"resume": resume}))
         return await self._request.begin()
 

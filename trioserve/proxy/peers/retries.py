@@ -19,8 +19,6 @@ from trioserve.api.streams.cursors import (
 )
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
-from trioserve.proxy.client_events import NumberedEvents
-from trioserve.proxy.forwarded_headers import owner_of, request_headers
 from trioserve.proxy.peers.kept_stream import (
     KEPT_STREAMS_PATH,
     ClientLeftNotice,
@@ -28,15 +26,16 @@ from trioserve.proxy.peers.kept_stream import (
     Found,
     KeptStream,
     Stream,
-    stream_name,
+    StreamCall,
 )
 from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
 from trioserve.router.peer_shares import rendezvous_score
 
 if TYPE_CHECKING:
+    from trioserve.http.exchange import Headers
     from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteRequest
-    from trioserve.proxy.router_context import RouterContext
 
 __all__ = ["NoPeers", "PeerStreams", "show_peers"]
 
@@ -64,14 +63,11 @@ class NoPeers:
         """Return the state of the other routers as JSON values, for operators."""
         return []
 
-    async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
-        """Find the running stream of a request, or make a new one. Also sets the events that the client gets.
+    async def stream_of(self, call: StreamCall) -> Stream | None:
+        """Find the running stream of a request, or make a new one.
 
         Args:
-            context: Request of the router's API.
-            raw: Body as the client sent it.
-            model: Model name that endpoints use.
-            choice_count: Number of choices, over all prompts.
+            call: The request.
 
         Returns:
             The stream, or None if the client has the whole response.
@@ -83,6 +79,7 @@ class PeerStreams(NoPeers):
     """Streams of a router that has peers.
 
     Args:
+        fleet: Endpoints of the router.
         notices: Sender of client-left notices.
         watch: State of the other routers. Clients of a router that died lately may repeat requests without a retry
             header.
@@ -92,9 +89,10 @@ class PeerStreams(NoPeers):
         recomputed_total: Repeated requests whose stream is computed again.
     """
 
-    def __init__(self, notices: ClientLeftNotices, watch: PeerWatch) -> None:
+    def __init__(self, fleet: Fleet, notices: ClientLeftNotices, watch: PeerWatch) -> None:
         self.found_total = 0
         self.recomputed_total = 0
+        self._fleet = fleet
         self._notices = notices
         self._watch = watch
         self._searches = trio.CapacityLimiter(SEARCHES_MAX)
@@ -105,14 +103,11 @@ class PeerStreams(NoPeers):
     def described(self) -> list[dict[str, object]]:
         return self._watch.described()
 
-    async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
-        """Find the running stream of a request, or make a new one. Also sets the events that the client gets.
+    async def stream_of(self, call: StreamCall) -> Stream | None:
+        """Find the running stream of a request, or make a new one.
 
         Args:
-            context: Request of the router's API.
-            raw: Body as the client sent it.
-            model: Model name that endpoints use.
-            choice_count: Number of choices, over all prompts.
+            call: The request.
 
         Returns:
             The stream, or None if the client has the whole response.
@@ -120,10 +115,9 @@ class PeerStreams(NoPeers):
         Raises:
             InvalidRequest: The header Last-Event-ID is invalid, or the stream has too many choices for ids.
         """
-        headers = context.exchange.headers
-        if headers.get(RESUMABLE_HEADER) is not None:
+        if call.headers.get(RESUMABLE_HEADER) is not None:
             return Stream()  # The client resumes the stream by itself. The client may be another router.
-        last_seen = headers.get(LAST_EVENT_ID)
+        last_seen, choice_count = call.headers.get(LAST_EVENT_ID), call.choice_count
         if choice_count > CHOICES_NUMBERED_MAX:
             if last_seen is not None:
                 raise InvalidRequest(
@@ -136,68 +130,54 @@ class PeerStreams(NoPeers):
         if known == END:
             return None
         assert known is None or isinstance(known, Position)
-        name = stream_name(
-            owner=owner_of(context),
-            tenant=context.named_tenant,
-            request_id=context.request_id,
-            path=context.exchange.path,
-            body=raw,
-        )
-        found = None
-        if last_seen is not None or self._may_be_retry(context):
-            found = await self._find(context, name, model, takes_over=last_seen is not None)
+        name, found = call.stream_name(), None
+        if last_seen is not None or self._may_be_retry(call.headers):
+            found = await self._find(call, name, takes_over=last_seen is not None)
             self.found_total += found is not None
             self.recomputed_total += found is None and known is not None
-        # The client gets all events of a stream that is computed again, because that stream begins at the client's
-        # position.
-        is_whole = found is not None or known is None or known.is_empty
-        context.client_events = NumberedEvents(known if is_whole else None)
-        return KeptStream(context, name, self._notices, known=known, found=found, choice_count=choice_count)
+        return KeptStream(name, self._notices, known=known, found=found, choice_count=choice_count)
 
-    def _may_be_retry(self, context: RouterContext) -> bool:
-        headers = context.exchange.headers
+    def _may_be_retry(self, headers: Headers) -> bool:
         if headers.get("x-request-id") is None:
             return False  # The client does not know the id of its request, so it cannot repeat the id.
         return headers.get(RETRY_COUNT_HEADER) not in (None, "0") or self._watch.is_lost_lately()
 
-    async def _find(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
+    async def _find(self, call: StreamCall, name: str, *, takes_over: bool) -> Found | None:
         """Search for a stream.
 
         Args:
-            context: Request of the router's API.
+            call: The request.
             name: Name of the stream.
-            model: Model name that endpoints use.
             takes_over: Whether the client knows that the stream exists. Otherwise, the search is skipped if too many
                 searches run.
         """
         if takes_over:
             async with self._searches:
-                return await self._search(context, name, model, takes_over=True)
+                return await self._search(call, name, takes_over=True)
         try:
             self._searches.acquire_nowait()
         except trio.WouldBlock:
             return None
         try:
-            return await self._search(context, name, model, takes_over=False)
+            return await self._search(call, name, takes_over=False)
         finally:
             self._searches.release()
 
-    async def _search(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
+    async def _search(self, call: StreamCall, name: str, *, takes_over: bool) -> Found | None:
         """Ask the endpoints that serve the model, until an endpoint has the stream.
 
         An endpoint that does not answer in time is skipped.
         """
-        states = [state for state in context.services.fleet.dispatch.endpoints if model in state.models]
+        states = [state for state in self._fleet.dispatch.endpoints if call.model in state.models]
         states.sort(key=lambda state: -rendezvous_score(name, state.id))
         path = f"{KEPT_STREAMS_PATH}{name}{'' if takes_over else '?unread=1'}"
-        headers = request_headers(context, None, with_body=False)
-        search = _Search(path, headers, name, self._notices)
+        search = _Search(path, call.endpoint_headers(), name, self._notices)
         ids = [state.id for state in states[:SEARCHED_MAX]]
         try:
             async with trio.open_nursery() as nursery:
                 left = iter(ids)
                 for _ in range(min(AT_ONCE_MAX, len(ids))):
-                    nursery.start_soon(search.ask, left, context.services.fleet.remote, nursery.cancel_scope)
+                    nursery.start_soon(search.ask, left, self._fleet.remote, nursery.cancel_scope)
         except BaseException:
             search.close()
             raise

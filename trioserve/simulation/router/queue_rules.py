@@ -24,7 +24,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trioserve.contracts.endpoint import PairOutcome, RoutedRequest, Stage
-from trioserve.proxy.continued_stream import ContinuedStream
+from trioserve.proxy.streams.continued_stream import ContinuedStream
 from trioserve.router.ticket import Break, Ticket
 from trioserve.router.waiting_queue import SEQUENCE_COST_TOKENS
 

@@ -16,23 +16,23 @@ import msgspec
 import trio
 
 from trioserve.admission.dispatch import Fault, Withdrawn
-from trioserve.api.streams.cursors import FINGERPRINT_HEADER, RESUMABLE_HEADER, RESUME_HEADER
-from trioserve.contracts.endpoint import EndpointId, RoutedRequest
+from trioserve.api.streams.cursors import FINGERPRINT_HEADER, RESUME_HEADER
+from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned
-from trioserve.proxy.continued_stream import ContinuedStream, WhyNot
-from trioserve.proxy.foreign_stream import TOKEN_IDS, ForeignStream, foreign_body
 from trioserve.proxy.remote_endpoint import EndpointSilent, Unreachable
 from trioserve.proxy.response_shape import InvalidAnswer
 from trioserve.proxy.routed_body import TRANSFER_PARAMS
+from trioserve.proxy.streams.continued_stream import ContinuedStream, WhyNot
+from trioserve.proxy.streams.foreign_stream import TOKEN_IDS, ForeignStream, foreign_body
 
 if TYPE_CHECKING:
     from trioserve.admission.dispatch import AdmissionScope
     from trioserve.metrics.registry import Metrics
+    from trioserve.proxy.fleet import Fleet
     from trioserve.proxy.remote_endpoint import RemoteResponse
-    from trioserve.proxy.routed_body import RoutedBody
-    from trioserve.proxy.router_context import RouterContext
 
 __all__ = [
+    "CONTINUED_PATHS",
     "DEATH_CODES",
     "CannotResume",
     "Continuation",
@@ -137,15 +137,18 @@ class LiveStreams:
         self._live: set[Continuation] = set()
 
     @contextmanager
-    def kept(self, continuation: Continuation) -> Iterator[None]:
-        """Scope of a running stream.
+    def kept(self, continuation: Continuation | None) -> Iterator[Continuation | None]:
+        """Scope of a running response.
 
         Args:
-            continuation: State of the stream.
+            continuation: State of the response. None: it cannot resume.
         """
+        if continuation is None:
+            yield None
+            return
         self._live.add(continuation)
         try:
-            yield
+            yield continuation
         finally:
             self._live.discard(continuation)
 
@@ -159,18 +162,39 @@ class Continuation:
     """State of one request whose response can resume at another endpoint.
 
     Args:
-        stream: Parser of the stream. It knows how much the client has received.
+        fleet: Endpoints of the router.
         metrics: Metrics of the router.
+        request_id: Id of the request, for logs.
+        path: Path of the request.
+        known: Field `resume` of the request body, as JSON. None: the request does not resume a response.
         choice_count: Number of choices, over all prompts.
         shows_ids: Whether the client gets the token ids that the router asks the endpoint for.
+        bytes_max: Limit of the state that is kept to resume the stream, in bytes.
 
     Attributes:
+        stream: Parser of the stream. It knows how much the client has received.
         object_id: Id of a stored object that the request creates. None until it is known.
     """
 
-    def __init__(self, stream: ContinuedStream, metrics: Metrics, *, choice_count: int, shows_ids: bool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        *,
+        request_id: str,
+        path: str,
+        known: bytes | None,
+        choice_count: int,
+        shows_ids: bool,
+        bytes_max: int,
+    ) -> None:
+        stream = ContinuedStream(choice_count=choice_count, bytes_max=bytes_max, shows_ids=shows_ids, known=known)
         self.stream: ContinuedStream | ForeignStream = stream
         self.shows_ids = shows_ids
+        self._fleet = fleet
+        self._request_id = request_id
+        self._path = path
+        self._bytes_max = bytes_max
         self.object_id: str | None = None
         self._choice_count = choice_count
         self._own_stream = stream
@@ -184,46 +208,19 @@ class Continuation:
         self._reason = ""
         self._is_reasoning_ended = False
 
-    @classmethod
-    def of(cls, context: RouterContext, body: RoutedBody, request: RoutedRequest) -> Continuation | None:
-        """Make the state of a request.
-
-        Args:
-            context: Request of the router's API.
-            body: Fields of the request body.
-            request: Request as the router core sees it.
-
-        Returns:
-            The state, or None if the response is not a stream or is pinned to an endpoint.
-        """
-        bytes_max = context.services.rules.continuation_bytes_max
-        if not body.stream or not bytes_max or request.pinned is not None:
-            return None
-        if context.exchange.path not in CONTINUED_PATHS:
-            return None
-        shows_ids = context.exchange.headers.get(RESUMABLE_HEADER) == "1" or context.client_events.shows_ids
-        stream = ContinuedStream(
-            choice_count=request.sequences,
-            bytes_max=bytes_max,
-            shows_ids=shows_ids,
-            known=bytes(body.resume) or None,
-        )
-        return cls(stream, context.services.metrics, choice_count=request.sequences, shows_ids=shows_ids)
-
     # --- methods for the request to the next endpoint ---
 
-    def fields(self, context: RouterContext, raw: bytes) -> dict[str, object]:
-        """Make the fields that replace fields of the request body for the current endpoint.
+    def fields(self, id: EndpointId, raw: bytes) -> dict[str, object]:
+        """Make the fields that replace fields of the request body for an endpoint.
 
         Args:
-            context: Request of the router's API.
+            id: Endpoint that gets the request.
             raw: Body as the client sent it.
         """
         if self._resume is None:
-            is_foreign = context.endpoint is not None and context.services.fleet.reports_token_ids(context.endpoint)
             self._foreign_fields = None
-            if is_foreign:
-                self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
+            if self._fleet.reports_token_ids(id):
+                self._foreign_fields = foreign_body(self._path, raw, choice_count=self._choice_count)
             return {} if self._foreign_fields is None else {TOKEN_IDS: True}
         ended = {END_REASONING: True} if self._is_reasoning_ended else {}
         # Only the first endpoint gets the parameters. A later endpoint computes the prompt.
@@ -247,26 +244,24 @@ class Continuation:
         """Return the whole body for /v1/completions if the response resumes in this way, or None."""
         return self._resume if isinstance(self.stream, ForeignStream) else None
 
-    def check_endpoint(self, context: RouterContext, id: EndpointId) -> None:
+    def check_endpoint(self, id: EndpointId) -> None:
         """Check before sending that the endpoint can resume the response.
 
         Args:
-            context: Request of the router's API.
             id: Endpoint that would get the request.
 
         Raises:
             NotResumed: The endpoint does not support resuming.
         """
-        if self.completion() is not None and not context.services.fleet.reports_token_ids(id):
+        if self.completion() is not None and not self._fleet.reports_token_ids(id):
             raise NotResumed(f'the endpoint "{id}" cannot resume from token ids')
 
     # --- methods for the response ---
 
-    def begin(self, context: RouterContext, id: EndpointId, response: RemoteResponse) -> bytes:
+    def begin(self, id: EndpointId, response: RemoteResponse) -> bytes:
         """Prepare for the response of an endpoint.
 
         Args:
-            context: Request of the router's API.
             id: Endpoint that responds.
             response: Response with its head.
 
@@ -281,8 +276,7 @@ class Continuation:
         if self._resume is None:
             self._fingerprint, self.stream = fingerprint, self._own_stream
             if resume_values is None and self._foreign_fields is not None:
-                path, bytes_max = context.exchange.path, context.services.rules.continuation_bytes_max
-                self.stream = ForeignStream(path, self._foreign_fields, bytes_max=bytes_max)
+                self.stream = ForeignStream(self._path, self._foreign_fields, bytes_max=self._bytes_max)
         elif resume_values is None and not isinstance(self.stream, ForeignStream):
             raise NotResumed(f'the endpoint "{id}" does not resume where another endpoint stopped')
         if isinstance(self.stream, ForeignStream):
@@ -314,16 +308,16 @@ class Continuation:
             raise NotResumed(said)
         raise CannotResume(said, "mismatch" if response.status == 409 else "refused")
 
-    def note_groups(self, context: RouterContext) -> None:
+    def note_groups(self, id: EndpointId) -> None:
         """Record the arrival of an endpoint's first event group: a broken stream has resumed.
 
         Args:
-            context: Request of the router's API.
+            id: Endpoint that responds.
         """
         if self._broke_at is not None:
             self._metrics.stream_pause_seconds.observe(trio.current_time() - self._broke_at)
             self._metrics.streams_continued_total.labels(self._reason).inc()
-            logger.info("resumed request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, self._reason)
+            logger.info("resumed request=%s endpoint=%s reason=%s", self._request_id, id, self._reason)
             self._broke_at = None
 
     # --- methods for failures ---
@@ -337,7 +331,7 @@ class Continuation:
 
     def resumes(
         self,
-        context: RouterContext,
+        id: EndpointId,
         admission: AdmissionScope,
         fault: Fault,
         failure: EndpointLost,
@@ -347,7 +341,7 @@ class Continuation:
         """Try to resume after the endpoint has failed.
 
         Args:
-            context: Request of the router's API.
+            id: Endpoint that failed.
             admission: Admission of the request.
             fault: Kind of the failure.
             failure: The failure.
@@ -370,21 +364,21 @@ class Continuation:
             return True
         else:
             why_not = "poisoned" if isinstance(admission.refusal, RequestPoisoned) else "no_endpoint"
-        self.note_not_continued(context, why_not, failure)
+        self.note_not_continued(id, why_not, failure)
         return False
 
-    def note_not_continued(self, context: RouterContext, why_not: str, failure: Exception) -> None:
+    def note_not_continued(self, id: EndpointId | None, why_not: str, failure: Exception) -> None:
         """Log that a broken stream ends with an error.
 
         Args:
-            context: Request of the router's API.
+            id: Endpoint that failed.
             why_not: Reason in one word why the stream does not resume.
             failure: Failure of the endpoint.
         """
         logger.warning(
             "not resumed request=%s endpoint=%s reason=%s after=%s",
-            context.request_id,
-            context.endpoint,
+            self._request_id,
+            id,
             why_not,
             msgspec.json.encode(str(failure)).decode(),
         )

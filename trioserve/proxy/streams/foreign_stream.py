@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from trioserve.api.sse import DONE
-from trioserve.proxy.continued_stream import WhyNot
-from trioserve.proxy.event_splitter import EventSplitter, is_comment
+from trioserve.proxy.streams.continued_stream import WhyNot
+from trioserve.proxy.streams.event_splitter import EventSplitter, is_comment
 
 __all__ = ["COMPLETIONS_PATH", "TOKEN_IDS", "ForeignStream", "foreign_body"]
 
