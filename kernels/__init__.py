@@ -6,7 +6,10 @@ implementation. Importing this package does not import torch.
 
 from __future__ import annotations
 
+import subprocess
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from trioserve_kernels.paged import DecodeWork
     from trioserve_kernels.reference import Activation
 
-__all__ = ["Kernels", "KernelsName", "pick_kernels"]
+__all__ = ["Kernels", "KernelsName", "pick_kernels", "why_not_triton"]
 
 KernelsName = Literal["torch", "triton"]
 
@@ -164,3 +167,25 @@ def pick_kernels(name: KernelsName = "torch", *, batch_invariant: bool = False) 
     from trioserve_kernels import reference, reference_invariant
 
     return reference_invariant if batch_invariant else reference
+
+
+def why_not_triton() -> str | None:
+    """Return the reason why Triton cannot launch kernels on this machine's GPU, and what to do. None if it can.
+
+    Before its first launch, Triton compiles a C module, which needs a C compiler and the header Python.h. This function
+    makes Triton compile that module now, or find it in its cache.
+    """
+    try:
+        from triton.runtime import driver
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    try:
+        driver.active.get_current_device()
+    except subprocess.CalledProcessError as error:
+        header = Path(sysconfig.get_path("include")) / "Python.h"
+        if not header.exists():
+            return f"Triton's launcher cannot be compiled without {header}: apt install python3-dev"
+        return f"Triton's launcher cannot be compiled: {error}"
+    except (AssertionError, OSError, RuntimeError) as error:
+        return f"Triton cannot start ({error}); it needs a C compiler: apt install gcc libc6-dev"
+    return None

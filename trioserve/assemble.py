@@ -250,6 +250,14 @@ class _Opening:
                         weights=computing.weights,
                     )
 
+                if self._engine is None:
+                    logger.info(
+                        "limits of a step max_num_seqs=%d max_num_batched_tokens=%d overlap_steps=%s kernels=%s",
+                        settings.max_num_seqs,
+                        settings.step_tokens_max,
+                        "on" if settings.overlap_steps else "off",
+                        runner.computed_by,
+                    )
                 self._note_model(runner)
                 self._report_loaded(runner, settings, checkpoint, time.perf_counter() - started_at)
                 self._show(runner, finds_prefixes=settings.enable_prefix_caching)

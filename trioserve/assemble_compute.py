@@ -47,6 +47,7 @@ __all__ = [
     "cache_release_of",
     "core_settings",
     "image_encoder_of",
+    "overlaps_steps",
     "window_tokens_of",
 ]
 
@@ -107,7 +108,7 @@ class LocalModel:
             runner = await self._load(checkpoint, draft, runners)
             yield Computing(
                 runner,
-                _steps(runner, compute, overlap_steps=options.overlap_steps),
+                _steps(runner, compute, overlap_steps=overlaps_steps(options, runner)),
                 _AdapterTarget(runner, compute),
                 lambda: compute.run(runner.claim_memory),
                 _weight_target(runner, compute, self._groups, options.max_model_len),
@@ -242,6 +243,20 @@ class _AdapterTarget:
         await self._compute.run(self._runner.remove_adapter, id)
 
 
+def overlaps_steps(options: EngineOptions, runner: Runner) -> bool:
+    """Return True if the next step is planned while one is computed.
+
+    Without the option, steps overlap where a device computes launched steps. Draft tokens exclude overlapping steps.
+
+    Args:
+        options: the options of the engine.
+        runner: the loaded model.
+    """
+    if options.overlap_steps is not None:
+        return options.overlap_steps
+    return runner.launches and options.drafts() is None
+
+
 def _steps(runner: ModelRunner | EncoderRunner, compute: WorkerThread, *, overlap_steps: bool) -> StepRunner:
     if overlap_steps and runner.launches:
         return LaunchedSteps(runner, compute)
@@ -293,7 +308,7 @@ def core_settings(
         context_tokens_max = options.max_model_len
     elif isinstance(checkpoint, EncoderDirectory):
         context_tokens_max = checkpoint.config.context_tokens_default
-    elif window_tokens is None or window_tokens + options.max_num_batched_tokens > pool_tokens - 2 * runner.block_size:
+    elif window_tokens is None or window_tokens + runner.step_tokens_max > pool_tokens - 2 * runner.block_size:
         # Without the option, use the context that fits. A model with a long context must also start on a small machine.
         if pool_tokens < context_tokens_max:
             logger.info(
@@ -303,8 +318,8 @@ def core_settings(
                 context_tokens_max,
             )
         context_tokens_max = min(context_tokens_max, pool_tokens)
-    keeps_kv = not isinstance(checkpoint, EncoderDirectory)
-    if 0 < runner.state_slot_count < options.max_num_seqs:
+    keeps_kv, overlaps = not isinstance(checkpoint, EncoderDirectory), overlaps_steps(options, runner)
+    if 0 < runner.state_slot_count < runner.max_num_seqs:
         logger.warning(
             "the cache's memory (--kv-cache-memory) holds the states of few sequences sequences_max=%d",
             runner.state_slot_count,
@@ -313,13 +328,13 @@ def core_settings(
         block_count=runner.block_count,
         block_size=runner.block_size,
         context_tokens_max=context_tokens_max,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=runner.max_num_seqs,
         # An encoder computes a whole prompt in one step, so a step must have space for the longest prompt.
-        step_tokens_max=max(options.max_num_batched_tokens, 0 if keeps_kv else context_tokens_max),
+        step_tokens_max=max(runner.step_tokens_max, 0 if keeps_kv else context_tokens_max),
         wide_prompt_stretch=options.wide_prompt_stretch,
         enable_prefix_caching=options.enable_prefix_caching and keeps_kv,
-        overlap_steps=options.overlap_steps,
-        steps_apart=options.overlap_steps and options.pipeline_parallel_size > 1,
+        overlap_steps=overlaps,
+        steps_apart=overlaps and options.pipeline_parallel_size > 1,
         draft_tokens_max=drafts.token_count if drafts is not None and keeps_kv else 0,
         draft_source="text" if draft is None else draft.kind,
         draft_context_tokens_max=None if draft is None else draft.context_tokens_max,

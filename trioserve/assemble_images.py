@@ -29,6 +29,7 @@ from trioserve.model.device import torch_now
 from trioserve.model.diffusion.description import ImageModelSettings, describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
 from trioserve.model.fingerprint import fingerprint_of
+from trioserve.model.settings import MAX_NUM_SEQS_CPU
 from trioserve.options.engine import STEP_PIXELS, ImageEngineOptions
 from trioserve.options.option import about, checked_parameters, parameters_of
 from trioserve.text.tokenizer_directory import check_tokenizer
@@ -146,7 +147,8 @@ class _Opening:
     ) -> None:
         self._config = config
         self._model = str(config.model)
-        self._kept_slots = config.max_num_seqs if kept_slots is None else kept_slots
+        self._slot_count = config.max_num_seqs or MAX_NUM_SEQS_CPU
+        self._kept_slots = self._slot_count if kept_slots is None else kept_slots
         self._step_pixels = step_pixels
         self._limits = ImageRequestLimits(
             pixels_max=config.max_image_pixels, steps_max=config.max_image_steps, n_max=config.max_images
@@ -156,7 +158,7 @@ class _Opening:
             dtype=config.dtype,
             device=config.device,
             threads=config.threads,
-            slot_count=config.max_num_seqs + self._kept_slots,
+            slot_count=self._slot_count + self._kept_slots,
         )
         self._served_names = config.served_model_name or (default_served_name(self._model),)
         self._description: ImageModelDescription | None = None
@@ -251,7 +253,7 @@ class _Opening:
         assert description is not None, "no parts were opened"
         rows = 2 if description.takes_guidance and description.has_guided_rows else 1
         return IterativeSettings(
-            slot_count=self._config.max_num_seqs,
+            slot_count=self._slot_count,
             kept_slot_count=self._kept_slots,
             # A step must always have space for one image in the model's default size.
             step_work_max=max(

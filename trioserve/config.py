@@ -130,7 +130,7 @@ def _add_argument(place: argparse._ActionsContainer, option: Option) -> None:
     if "default:" not in option.description and option.default not in (None, ()):
         shown = f" (default: {_spell_value(option.default)})"
     help_text = (option.description + shown).replace("%", "%%")
-    if option.type is bool:
+    if option.is_switch:
         place.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
     elif option.is_list:
         # A flag may have several values, and a flag may be repeated.

@@ -21,6 +21,7 @@ from trioserve.asyncio.engine import Engine
 from trioserve.config import Config, config_from, make_config
 from trioserve.contracts.errors import StartupError
 from trioserve.http.asgi.exchange import Receive, Send
+from trioserve.model.settings import MAX_NUM_SEQS_CPU, MAX_NUM_SEQS_GPU
 from trioserve.options.option import ENVIRONMENT_PREFIX, options_of
 
 __all__ = ["app", "build"]
@@ -105,11 +106,12 @@ def build(
         return ReplicaApp(asgi_app(model, **options))
 
     make_app()  # This call reports wrong options to the caller. Otherwise, only the log of a replica would show them.
+    seats = config.max_num_seqs or (MAX_NUM_SEQS_GPU if num_gpus else MAX_NUM_SEQS_CPU)
     resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     settings = {
         "name": "trioserve",
         "num_replicas": replicas,
-        "max_ongoing_requests": config.max_num_seqs + config.max_queued_requests + SPARE_REQUESTS,
+        "max_ongoing_requests": seats + config.max_queued_requests + SPARE_REQUESTS,
         "max_queued_requests": max(1, config.max_queued_requests),
         "health_check_period_s": HEALTH_PERIOD_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,

@@ -67,7 +67,7 @@ DECODERS: dict[str, dict[str, object]] = {
 COMPUTING: dict[str, dict[str, Any]] = {
     "CPU: native kernels": {"device": "cpu", "cpu_kernels": "native"},
     "CPU: torch": {"device": "cpu", "cpu_kernels": "torch"},
-    "GPU: torch": {"device": "cuda"},
+    "GPU: torch": {"device": "cuda", "gpu_kernels": "torch"},
     "GPU: Triton": {"device": "cuda", "gpu_kernels": "triton"},
 }
 KEEPS_NO_KV = EncoderRunner.kv_cache_bytes == 0
@@ -136,7 +136,7 @@ def _without_hardware() -> Iterator[None]:
     real = torch_step_model.TorchStepModel
 
     def build_on_cpu(config: ModelConfig, settings: ModelSettings, *, device: Any, **more: Any) -> Any:
-        kernels = torch_step_model._kernels(settings, device)
+        kernels = torch_step_model._kernels(config, settings, device)
         return real(config, settings, device="cpu", kernels=kernels, **more)
 
     with (
@@ -144,6 +144,7 @@ def _without_hardware() -> Iterator[None]:
         mock.patch.object(runner, "NativeModel"),
         mock.patch.object(torch_step_model, "TorchStepModel", build_on_cpu),
         mock.patch.object(torch_step_model, "_check_places"),
+        mock.patch.object(torch_step_model, "why_not_triton", return_value=None),
     ):
         yield
 

@@ -190,5 +190,5 @@ def test_option_table_has_meaning_allowed_values_and_default():
     rows = load_tables().option_table(Config).splitlines()
     assert next(row for row in rows if "--max-num-seqs" in row) == (
         "| `--max-num-seqs`<br>`TRIOSERVE_MAX_NUM_SEQS` | sequences that run at a time "
-        "| number from 1 to 4,096 | `64` |"
+        "| number from 1 to 4,096 | 64, or 256 for text on a GPU |"
     )

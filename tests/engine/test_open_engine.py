@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sys
 import threading
 import types
@@ -26,6 +27,8 @@ from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.core.settings import CoreSettings
+from trioserve.model.settings import ModelSettings
 from trioserve.options.engine import EngineOptions
 from trioserve.options.option import options_of
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
@@ -53,6 +56,7 @@ class FakeRunner(FakeExecutor):
     state_slot_count = snapshot_slot_count = 0
     takes_every_cpu = is_batch_invariant = False
     launches = False
+    max_num_seqs, step_tokens_max = 64, 512
     why_kept = None
     computed_by = arithmetic = "nothing"
     at: ClassVar[dict[str, Callable[..., None]]] = {}
@@ -68,9 +72,10 @@ class FakeRunner(FakeExecutor):
 
     @classmethod
     def load(
-        cls, _checkpoint: object, settings: object, *, draft: object, progress: Report, on_compile: Compiling
+        cls, _checkpoint: object, settings: ModelSettings, *, draft: object, progress: Report, on_compile: Compiling
     ) -> FakeRunner:
         cls.settings = settings
+        cls.max_num_seqs, cls.step_tokens_max = settings.sequences_max, settings.step_tokens_max
         cls.do("compile", on_compile)
         cls.do("load", progress)
         return cls()
@@ -281,6 +286,45 @@ async def test_steps_that_use_every_cpu_begin_on_the_cpu_of_the_event_loop(
     monkeypatch.setattr(runner_class, "takes_every_cpu", takes_every_cpu)
     async with assemble.open_engine("m", overlap_steps=overlap_steps):
         assert asked == [takes_every_cpu and not overlap_steps]
+
+
+@pytest.mark.parametrize(
+    "launches, options, overlaps",
+    (
+        (True, {}, True),
+        (True, {"overlap_steps": False}, False),
+        (True, {"speculative_ngram": 2}, False),
+        (False, {}, False),
+    ),
+)
+async def test_steps_overlap_by_default_where_they_are_launched(launches, options, overlaps, runner_class, monkeypatch):
+    asked: list[bool] = []
+
+    class Noted(assemble.EngineCore):
+        def __init__(self, settings: CoreSettings, **rest) -> None:
+            asked.append(settings.overlap_steps)
+            super().__init__(settings, **rest)
+
+    monkeypatch.setattr(assemble, "EngineCore", Noted)
+    monkeypatch.setattr(runner_class, "launches", launches)
+    async with assemble.open_engine("m", **options):
+        assert asked == [overlaps]
+
+
+async def test_limits_of_a_step_come_from_the_device_and_are_logged_once(runner_class, monkeypatch, caplog):
+    load = runner_class.load.__func__
+
+    def load_on_gpu(cls, checkpoint, settings, **rest):
+        runner = load(cls, checkpoint, settings, **rest)
+        runner.max_num_seqs, runner.step_tokens_max = 256, 2048
+        return runner
+
+    monkeypatch.setattr(runner_class, "load", classmethod(load_on_gpu))
+    with caplog.at_level(logging.INFO, "trioserve.assemble"):
+        async with assemble.open_engine("m") as engine:
+            assert engine.load().max_num_seqs == 256
+    [line] = [record.getMessage() for record in caplog.records if "max_num_batched_tokens" in record.getMessage()]
+    assert "max_num_seqs=256 max_num_batched_tokens=2048 overlap_steps=off" in line
 
 
 @pytest.mark.parametrize("launches", (False, True))

@@ -19,8 +19,6 @@ import trioserve
 from trioserve import SamplingParams
 from trioserve.contracts.errors import EngineFault, StartupError
 from trioserve.contracts.structured_output import SchemaKind, StructuredOutput
-from trioserve.model.device import take_gpu
-from trioserve.model.settings import ModelSettings
 
 pytestmark = pytest.mark.slow
 
@@ -207,20 +205,8 @@ async def test_ranks_on_cuda_without_a_gpu_end_with_one_sentence(
     tiny_model: Callable[[str], Path], options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(
-        StartupError, match=r"^device is cuda, but torch sees no CUDA device here: use device cpu or auto$"
+        StartupError, match=r"^device is cuda, but torch cannot use a GPU here: .*; or use device cpu or auto$"
     ):
         async with opened(tiny_model("llama"), device="cuda", **options):
             pass
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_more_ranks_on_cuda_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    take_gpu(ModelSettings(device="cuda"), 0)
-    with pytest.raises(StartupError, match="torch sees 1 here for 2 ranks"):
-        take_gpu(ModelSettings(device="cuda"), 1)
-    take_gpu(ModelSettings(device="cpu"), 1)
-    assert taken == [0]

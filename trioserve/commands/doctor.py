@@ -1,6 +1,6 @@
 """`trioserve doctor`: checks this machine and lists missing software, or computes the memory that a model needs.
 
-The command imports no torch and loads no weights.
+The command loads no weights. It imports torch only if an NVIDIA driver is here, to ask whether torch can use the GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from trioserve import __version__
 from trioserve.commands.processor import processor_name
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.extras import Extra, install_command
-from trioserve.model.device import cache_size, free_host_bytes, kv_block_bytes, pick_dtype
+from trioserve.model.device import cache_size, free_host_bytes, has_torch, kv_block_bytes, pick_dtype
 from trioserve.model.diffusion.directory import is_image_model
+from trioserve.model.gpu import driver_version, has_cuda_driver, why_no_gpu
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.default_model import find_default_model
 from trioserve.model.loading.encoder_directory import opened_encoder
@@ -128,7 +129,7 @@ def model_findings(name: str) -> Iterator[Finding]:
         return
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    fixed_bytes = PROGRAM_BYTES + settings.max_num_seqs * config.vocab_size * VALUE_BYTES["float32"]
+    fixed_bytes = PROGRAM_BYTES + settings.sequences_max * config.vocab_size * VALUE_BYTES["float32"]
     dtype = pick_dtype(config, settings, "cpu")
     weight_bytes, how = _weights(checkpoint, settings, dtype)
     context = f"{config.layer_count} layers, {config.context_tokens_max:,} tokens of context"
@@ -229,10 +230,16 @@ def _memory() -> Finding:
 
 
 def _gpu() -> Finding:
-    cards = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
-    if cards:
-        return Finding("gpu", "ok", f"{len(cards)} from NVIDIA")
-    return Finding("gpu", "absent", "none from NVIDIA: models run on the CPU")
+    card_count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    cards = f"{card_count} from NVIDIA" if card_count else "NVIDIA's driver"
+    if not has_cuda_driver():
+        missing = f"{cards}, but libcuda.so.1 is missing, as in a container without --gpus"
+        return Finding("gpu", "absent", f"{missing if card_count else 'none from NVIDIA'}: models run on the CPU")
+    if not has_torch():
+        return Finding("gpu", "absent", f"{cards}, not used without torch", install_command("gpu"))
+    if (reason := why_no_gpu()) is not None:
+        return Finding("gpu", "absent", f"{cards}, not used, models run on the CPU", reason)
+    return Finding("gpu", "ok", f"{cards}, {driver_version()}; torch can use it")
 
 
 def _model() -> Finding:

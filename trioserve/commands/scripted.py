@@ -20,6 +20,7 @@ from trioserve.commands.serving import run_until_signal
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError
 from trioserve.engine.engine import Engine
+from trioserve.model.settings import MAX_NUM_SEQS_CPU
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.scripted_chat import FAMILIES, Rule, ScriptedChat, chat_template
@@ -55,7 +56,7 @@ def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted"
             block_count=BLOCK_COUNT,
             max_model_len=config.max_model_len or CONTEXT_TOKENS,
             max_num_batched_tokens=STEP_TOKENS,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs or MAX_NUM_SEQS_CPU,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=4 * CONTEXT_TOKENS,
             overlap_steps=True,

@@ -30,6 +30,7 @@ from trioserve.commands.serving import (
 from trioserve.commands.terminal import LoadingBar
 from trioserve.commands.tracing import open_tracing
 from trioserve.config import Config, make_config
+from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.engine.engine import Engine
 from trioserve.http.server import FrontendServer
 from trioserve.model.diffusion.directory import is_image_model
@@ -126,7 +127,7 @@ async def serve_configured(
         metrics = engine.metrics
         if routing.has_endpoints:
             naming = await scopes.enter_async_context(routing.naming(config.tokenizer or config.model))
-            await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config))
+            await scopes.enter_async_context(_engine_as_endpoint(engines_app, routing, config, engine.load()))
             app = routing.app(
                 naming=naming,
                 more_metrics=lambda: engine.metrics.expose(part="engine"),
@@ -173,7 +174,7 @@ async def serve(
 
 
 @asynccontextmanager
-async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> AsyncIterator[None]:
+async def _engine_as_endpoint(app: App, routing: Routing, config: Config, load: EndpointLoad) -> AsyncIterator[None]:
     """Run the router with this process's engine as one of its endpoints.
 
     The router reaches the engine over a connection inside of this process. So a request is cancelled in the same way as
@@ -189,7 +190,7 @@ async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> Asy
 
         address = EndpointAddress.parse("http://" + LOCAL_ENDPOINT)
         routing.fleet.add(
-            EndpointSpec(url=str(address), id=LOCAL_ENDPOINT, leases_max=config.max_num_seqs + WAITING_DEPTH_MAX),
+            EndpointSpec(url=str(address), id=LOCAL_ENDPOINT, leases_max=(load.max_num_seqs or 0) + WAITING_DEPTH_MAX),
             source="this process",
             remote=RemoteEndpoint(LOCAL_ENDPOINT, address, open_stream=connect),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
@@ -27,11 +26,9 @@ __all__ = [
     "has_torch",
     "kv_block_bytes",
     "multiplies_bfloat16",
-    "pick_device",
     "pick_dtype",
     "pick_vision_dtype",
     "set_torch_threads",
-    "take_gpu",
     "takes_every_cpu",
     "step_weight_bytes",
     "token_flops",
@@ -91,60 +88,6 @@ def set_torch_threads(settings: ModelSettings) -> None:
     """
     if settings.threads is not None:
         torch_now().set_num_threads(settings.threads)
-
-
-def pick_device(settings: ModelSettings) -> DeviceType:
-    """Return the device that the settings select.
-
-    Args:
-        settings: settings of the model.
-
-    Raises:
-        StartupError: device is cuda, and there is no CUDA device.
-    """
-    if settings.device == "cuda":
-        if not torch_now("device cuda").cuda.is_available():
-            raise StartupError("device is cuda, but torch sees no CUDA device here: use device cpu or auto")
-        return "cuda"
-    is_wanted = settings.device == "auto" and _has_cuda_driver()
-    if is_wanted and not has_torch():
-        logger.warning("a GPU may be present but is not used: to use it, %s", install_command("gpu"))
-        return "cpu"
-    return "cuda" if is_wanted and torch_now().cuda.is_available() else "cpu"
-
-
-def take_gpu(settings: ModelSettings, index: int) -> None:
-    """Select a separate GPU for each rank if the device is CUDA. Call this function in the thread that computes.
-
-    Args:
-        settings: settings of the model.
-        index: number of the rank among the ranks of this machine.
-
-    Raises:
-        StartupError: there are fewer GPUs than ranks on this machine.
-    """
-    if settings.device != "cuda":
-        return
-    pick_device(settings)
-    cuda = torch_now().cuda
-    if index >= (count := cuda.device_count()):
-        raise StartupError(
-            f"device is cuda, and each rank needs a GPU of its own, but torch sees {count} here for {index + 1} ranks "
-            "or more: use fewer ranks, or device cpu"
-        )
-    cuda.set_device(index)
-
-
-def _has_cuda_driver() -> bool:
-    """Return True if the CUDA driver library is present. Without this library, torch finds no CUDA device.
-
-    The check does not import torch, which takes seconds.
-    """
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def default_thread_count(root: Path = Path("/")) -> int:
@@ -390,7 +333,7 @@ def cache_size(
     budget -= draft_block_count * draft_block_bytes
     states = snapshots = 0
     if config.state_bytes:
-        states = min(settings.max_num_seqs, budget // 2 // config.state_bytes)
+        states = min(settings.sequences_max, budget // 2 // config.state_bytes)
         if states < 1:
             raise StartupError(
                 f"the cache may take {max(budget, 0)} bytes, half of them for states, but the states of one sequence "

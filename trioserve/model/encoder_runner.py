@@ -15,8 +15,9 @@ from trioserve.contracts.kv_transfer import KVPages
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu, torch_now
+from trioserve.model.device import default_thread_count, set_torch_threads, takes_every_cpu, torch_now
 from trioserve.model.encoder_config import EncoderConfig
+from trioserve.model.gpu import with_device_defaults
 from trioserve.model.loading.encoder_directory import EncoderDirectory
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
@@ -51,7 +52,8 @@ class EncoderRunner:
         self.dtype: Dtype = dtype
         self.kv_dtype: str = dtype
         self.block_size = settings.block_size
-        self.takes_every_cpu = takes_every_cpu(settings, pick_device(settings))
+        self.max_num_seqs, self.step_tokens_max = settings.sequences_max, settings.step_tokens_max
+        self.takes_every_cpu = takes_every_cpu(settings, "cuda" if device == "cuda" else "cpu")
 
     @classmethod
     def load(
@@ -77,7 +79,8 @@ class EncoderRunner:
         if settings.batch_invariant:
             raise StartupError("batch_invariant is for models that generate text, and this is an encoder: leave it out")
         config = directory.config
-        device = pick_device(settings)
+        settings = with_device_defaults(settings)
+        device = settings.device
         dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
         if settings.dtype == "auto" and device == "cpu":
             dtype = "float32"  # Encoders are small, and their vectors should be precise.

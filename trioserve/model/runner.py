@@ -26,7 +26,6 @@ from trioserve.model.device import (
     default_thread_count,
     has_torch,
     kv_block_bytes,
-    pick_device,
     pick_dtype,
     pick_vision_dtype,
     set_torch_threads,
@@ -37,6 +36,7 @@ from trioserve.model.device import (
 )
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint, check_draft
 from trioserve.model.drafts.draft_model import DraftModel
+from trioserve.model.gpu import with_device_defaults
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
@@ -99,6 +99,8 @@ class ModelRunner:
         self.device = model.device
         self.dtype = model.dtype
         self.block_size = settings.block_size
+        self.max_num_seqs, self.step_tokens_max = settings.sequences_max, settings.step_tokens_max
+        """Most sequences and tokens of a step."""
         self._context_tokens_max = min(
             model.config.context_tokens_max, settings.context_tokens_max or model.config.context_tokens_max
         )
@@ -152,6 +154,7 @@ class ModelRunner:
             ModelLoadError: tensors and config do not match.
             StartupError: the device is missing, or the draft model has a different vocabulary.
         """
+        settings = with_device_defaults(settings)
         draft_model = None
         if draft is not None:
             check_draft(checkpoint.config, draft.checkpoint.config, draft.name)
@@ -528,7 +531,8 @@ def _loaded_model(
     on_compile: Callable[[str, float], None],
     collectives: Collectives | None = None,
 ) -> StepModel:
-    device = pick_device(settings)
+    settings = with_device_defaults(settings)
+    device: DeviceType = "cuda" if settings.device == "cuda" else "cpu"
     dtype = pick_dtype(checkpoint.config, settings, device)
     model = _make_model(checkpoint, settings, dtype, device, on_compile, collectives)
     try:
@@ -786,7 +790,7 @@ def _make_model(
             raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
         if not settings.demands_quantized and has_torch():
             logger.warning("torch computes, more slowly than the native kernels, which are unavailable: %s", reason)
-    keeps_on_gpu = device == "cuda" and settings.quantization == "file" and settings.gpu_kernels == "triton"
+    keeps_on_gpu = device == "cuda" and settings.quantization == "file" and settings.gpu_kernels != "torch"
     if settings.demands_quantized and not keeps_on_gpu:
         raise StartupError(
             f"quantization is {settings.quantization}, but only the native kernels compute with quantized weights, "

@@ -9,18 +9,34 @@ import msgspec
 
 from trioserve.contracts.errors import StartupError
 
-__all__ = ["CpuKernelsName", "DeviceName", "DtypeName", "KvCacheDtypeName", "ModelSettings", "QuantizationName"]
+__all__ = [
+    "MAX_NUM_SEQS_CPU",
+    "MAX_NUM_SEQS_GPU",
+    "STEP_TOKENS_CPU",
+    "CpuKernelsName",
+    "DeviceName",
+    "DtypeName",
+    "GpuKernelsName",
+    "KvCacheDtypeName",
+    "ModelSettings",
+    "QuantizationName",
+]
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CpuKernelsName = Literal["auto", "native", "torch"]
-GpuKernelsName = Literal["torch", "triton"]
+GpuKernelsName = Literal["auto", "torch", "triton"]
 QuantizationName = Literal["auto", "none", "file", "int8", "int4"]
 KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 
 # Limit in tokens. Only whole blocks can be shared, and unused slots in a sequence's last block are wasted memory.
 BLOCK_SIZE_MAX = 256
 THREADS_MAX = 1_024
+# Defaults of a CPU: more sequences or tokens would lengthen a step by as much as they bring.
+MAX_NUM_SEQS_CPU, STEP_TOKENS_CPU = 64, 512
+# A decode step reads all weights once for any number of rows. Up to this number, a GPU computes further rows in less
+# time than it reads the weights.
+MAX_NUM_SEQS_GPU = 256
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +53,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         threads: number of threads that compute on the CPU. None selects torch's default, which is one per core.
         cpu_kernels: kernels that compute on the CPU. "auto" selects native kernels (compiled if needed), or torch if
             native kernels are not available.
-        gpu_kernels: kernels that compute on a GPU.
+        gpu_kernels: kernels that compute on a GPU. "auto" selects Triton's kernels if the steps of the model can be
+            launched with them on this machine, or torch otherwise.
         quantization: quantization of the weights in memory. settle_quantization defines the meaning of "auto".
         max_num_seqs: number of sequences that run at the same time. CUDA graphs are captured for up to this number.
+            None: the default of the device, see with_device_defaults.
+        max_num_batched_tokens: number of tokens that one step computes. None: the default of the device.
         context_tokens_max: longest sequence in tokens. None selects the model's limit.
         enforce_eager: do not use CUDA graphs.
         batch_invariant: the bits of a row depend only on its own tokens and the weights.
@@ -58,9 +77,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float = 0.9
     threads: int | None = None
     cpu_kernels: CpuKernelsName = "auto"
-    gpu_kernels: GpuKernelsName = "torch"
+    gpu_kernels: GpuKernelsName = "auto"
     quantization: QuantizationName = "auto"
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     context_tokens_max: int | None = None
     enforce_eager: bool = False
     batch_invariant: bool = False
@@ -83,6 +103,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"memory_share is {self.memory_share}, allowed is above 0 and at most 1")
         for name, value in (
             ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
             ("context_tokens_max", self.context_tokens_max),
         ):
             if value is not None and value < 1:
@@ -91,13 +112,23 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"threads is {self.threads}, allowed is 1 to {THREADS_MAX}")
 
     @property
+    def sequences_max(self) -> int:
+        """Number of sequences that run at the same time. The default is that of a CPU."""
+        return MAX_NUM_SEQS_CPU if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def step_tokens_max(self) -> int:
+        """Number of tokens that one step computes. The default is that of a CPU."""
+        return STEP_TOKENS_CPU if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+    @property
     def demands_quantized(self) -> bool:
         """True if the settings require quantized weights, which must then not be replaced by another format."""
         return self.quantization not in ("auto", "none")
 
     def _check_quantization(self) -> None:
         if self.quantization == "file" and self.device == "cuda":
-            if self.gpu_kernels != "triton":
+            if self.gpu_kernels == "torch":
                 raise StartupError(
                     "quantization is file and gpu_kernels is torch, which dequantizes weights: use gpu_kernels "
                     "triton, or quantization none"
@@ -105,7 +136,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             return
         for name, value, allowed in (
             ("dtype", self.dtype, ("auto", "bfloat16")),
-            ("device", self.device, ("auto", "cpu")),
+            ("device", self.device, ("cpu", "auto")),
             ("cpu_kernels", self.cpu_kernels, ("auto", "native")),
         ):
             if value not in allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,6 @@ from torch import Tensor
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import TokenLogprob
-from trioserve.contracts.extras import install_command
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.pooling import Pooling, PoolingResult
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk
@@ -59,13 +59,15 @@ from trioserve.model.step_tensors import (
 )
 from trioserve.model.torch_formats import TORCH_DTYPES, Sending, TensorSlot
 from trioserve.model.weights import Slot
-from trioserve_kernels import Kernels, KernelsName, pick_kernels
+from trioserve_kernels import Kernels, KernelsName, pick_kernels, why_not_triton
 from trioserve_kernels.four_bits import BLOCK_TYPES
 from trioserve_kernels.kv_format import CODED_DTYPES
 from trioserve_kernels.reference import linear_by_head
 from trioserve_kernels.reference_invariant import ROW_TILE, differing_attended_rows, differing_rows
 
 __all__ = ["TorchStepModel"]
+
+logger = logging.getLogger(__name__)
 
 
 class TorchStepModel:
@@ -99,23 +101,13 @@ class TorchStepModel:
         block_types: Mapping[str, str] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        kernels = _kernels(settings, device) if kernels is None else kernels
-        if config.state_bytes and kernels.FUSED:
-            raise StartupError(
-                f"gpu_kernels is {settings.gpu_kernels}, which has no kernels for layers that keep a state: use "
-                "gpu_kernels torch"
-            )
+        kernels = _kernels(config, settings, device) if kernels is None else kernels
         if config.state_bytes and settings.batch_invariant:
             raise StartupError(
                 "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a "
                 "prompt is divided into chunks: use the native kernels, on a CPU"
             )
         four_bits = _four_bits(settings, dtype, kernels, block_types or {})
-        if kv_format_of(settings) != "plain" and kernels.NAME.startswith("triton"):
-            raise StartupError(
-                f"kv_cache_dtype is {settings.kv_cache_dtype} and gpu_kernels is triton, which reads no KV in 8 bits: "
-                "use gpu_kernels torch, or kv_cache_dtype auto"
-            )
         set_torch_threads(settings)
         self.config = config
         self.dtype: Dtype = dtype
@@ -187,12 +179,7 @@ class TorchStepModel:
     @property
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
-        # Steps of a fixed shape are not possible in two cases. With experts, the host reads each row's experts from the
-        # device during a step. With sections, the host computes the tokens that rows attend to.
-        waits = self.config.has_experts or self.config.sections
-        # A stage is also excluded, because hidden states from and to other stages are copied through the host.
-        is_whole = self.config.stage is None
-        return self._model.kernels.FUSED and is_whole and not (waits or self.config.has_latents or self.tapped_layers)
+        return self._model.kernels.FUSED and not self.tapped_layers and _why_not_launched(self.config) is None
 
     @property
     def _has_static_steps(self) -> bool:
@@ -245,7 +232,7 @@ class TorchStepModel:
                 slot_count=state_slot_count,
                 make=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._shape.device),
             )
-        kept_max = self._settings.max_num_seqs
+        kept_max = self._settings.sequences_max
         if not is_static:
             self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
             return
@@ -408,20 +395,51 @@ class TorchStepModel:
             torch.cuda.empty_cache()
 
 
-def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
-    name: KernelsName = settings.gpu_kernels if device == "cuda" else "torch"
-    if settings.batch_invariant and device == "cuda" and name == "torch":
+def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -> Kernels:
+    """Return the kernels that the settings select.
+
+    Raises:
+        StartupError: the settings need Triton's kernels, and they cannot compute the model here.
+    """
+    name: KernelsName = "torch"
+    is_needed = settings.gpu_kernels == "triton" or settings.batch_invariant or settings.quantization == "file"
+    if device == "cuda" and settings.gpu_kernels == "torch" and settings.batch_invariant:
         raise StartupError(
             "batch_invariant is set and gpu_kernels is torch, whose products on a GPU depend on the batch: use "
             "gpu_kernels triton"
         )
-    try:
-        return pick_kernels(name, batch_invariant=settings.batch_invariant)
-    except ModuleNotFoundError as error:
-        raise StartupError(
-            f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): {install_command('gpu')}, "
-            "or use gpu_kernels torch"
-        ) from error
+    if device == "cuda" and settings.gpu_kernels != "torch":
+        reason = _why_not_triton(config, settings) or (None if is_needed else _why_not_launched(config))
+        reason = reason or why_not_triton()
+        if reason is None:
+            name = "triton"
+        elif is_needed:
+            raise StartupError(f"gpu_kernels is {settings.gpu_kernels}, but Triton's kernels cannot be used: {reason}")
+        else:
+            logger.warning("plain torch computes, more slowly than Triton's kernels in CUDA graphs: %s", reason)
+    return pick_kernels(name, batch_invariant=settings.batch_invariant)
+
+
+def _why_not_triton(config: ModelConfig, settings: ModelSettings) -> str | None:
+    """Return the reason why Triton's kernels do not support the model or the settings. None if they do."""
+    if config.state_bytes:
+        return "there are none for layers that keep a state; use gpu_kernels torch"
+    if kv_format_of(settings) != "plain":
+        return f"kv_cache_dtype is {settings.kv_cache_dtype}, and they read no KV in 8 bits; use kv_cache_dtype auto"
+    return None
+
+
+def _why_not_launched(config: ModelConfig) -> str | None:
+    """Return the reason why the host must wait for the device within a step of this model. None if it need not."""
+    if config.has_experts:
+        return "the host reads from the device which experts each token uses"
+    if config.sections:
+        return "the host computes which tokens attention in sections reads"
+    if config.has_latents:
+        return "plain torch computes latent attention"
+    if config.stage is not None:
+        return "hidden states from and to other stages are copied through the host"
+    return None
 
 
 def _four_bits(

@@ -13,7 +13,7 @@ from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.images import ImageLimits
-from trioserve.core.settings import CoreSettings, check_overlap
+from trioserve.core.settings import CoreSettings, DraftSourceName, check_overlap
 from trioserve.engine.settings import RESTARTS_MAX
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
 from trioserve.model.loading.settings import generation_settings, lora_modules
@@ -63,7 +63,8 @@ class ComputeOptions(QueueOptions):
         "device that computes; auto uses a GPU if there is one")] = MODEL.device
     threads: Annotated[Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None, about(
         "CPU threads of a forward pass; default: one per core", "N")] = None
-    max_num_seqs: Annotated[int, about("sequences that run at a time", "N", ge=1, le=4096)] = CORE.max_num_seqs
+    max_num_seqs: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, about(
+        "sequences that run at a time; default: 64, or 256 for text on a GPU", "N")] = None
     step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, about(
         "longest time of one step in seconds; during a longer step /ready fails and new requests are refused, and "
         "after five times as long /health fails, too; 0: no limit; default: 60, or ten times the longest step so far "
@@ -129,7 +130,8 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     cpu_kernels: Annotated[CpuKernelsName, about(
         "kernels for the CPU; auto uses native kernels, compiled at the first start, if possible")] = MODEL.cpu_kernels
     gpu_kernels: Annotated[GpuKernelsName, about(
-        "kernels for the GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet",
+        "kernels for the GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet; auto "
+        "uses triton if it works here and supports the model, otherwise torch, with a warning",
         )] = MODEL.gpu_kernels
     quantization: Annotated[QuantizationName, about(
         "how native kernels store weights: file keeps the bits of a quantized file, int8 and int4 quantize any "
@@ -140,8 +142,9 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, about(
         "most tokens of prompt and response together, such as 8192, 32k or 32K; auto and default: as many as the model "
         "supports and the KV cache holds", "TOKENS")] = None
-    max_num_batched_tokens: Annotated[int, about(
-        "tokens computed in one step; longer prompts are computed in chunks", "TOKENS", ge=1)] = CORE.step_tokens_max
+    max_num_batched_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, about(
+        "tokens computed in one step; longer prompts are computed in chunks; default: 512, or 2048 on a GPU, or 8192 "
+        "on a GPU with 70 GiB or more", "TOKENS")] = None
     wide_prompt_stretch: Annotated[float, about(
         "how much longer a step may take while it computes a part of a long prompt and other requests get tokens: a "
         "smaller factor gives these a steadier pace, a larger factor computes the prompt sooner",
@@ -161,10 +164,11 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         "batch; the server refuses to start if this is not possible")] = False
     enable_prefix_caching: Annotated[bool, about(
         "keep full blocks, so that prompts with the same beginning share them")] = CORE.enable_prefix_caching
-    overlap_steps: Annotated[bool, about(
+    overlap_steps: Annotated[bool | None, about(
         "plan the next step while one is computed; shortens the gap between two forward passes, but the end of a "
         "response is noticed one step later; not with --speculative-ngram; with --pipeline-parallel-size, two steps of "
-        "different requests are computed at a time")] = False
+        "different requests are computed at a time; default: on if Triton's kernels compute on a GPU without draft "
+        "tokens")] = None
     speculative_ngram: Annotated[int, about(
         "draft tokens per request and step that are taken from the request's own text; speeds up a few streams that "
         "repeat parts of their prompts; 0: off", "TOKENS", ge=0, le=DRAFT_TOKENS_MAX)] = 0
@@ -251,7 +255,8 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         drafts = self.drafts()
         self.check_ranks(drafts, node_rank=node_rank, headless=headless)
         if drafts is not None:
-            check_overlap(self.overlap_steps, drafts.token_count, "head" if drafts.source == "mtp" else drafts.source)
+            source: DraftSourceName = "head" if drafts.source == "mtp" else drafts.source
+            check_overlap(self.overlap_steps is True, drafts.token_count, source)
         connector_settings(self.kv_transfer_config, self.role)
         generation_settings(self.generation_config, self.override_generation_config)
         self.image_limits()
@@ -328,6 +333,7 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             context_tokens_max=self.max_model_len,
             enforce_eager=self.enforce_eager,
             batch_invariant=self.batch_invariant,

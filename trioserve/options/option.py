@@ -94,6 +94,11 @@ class Option:
         return typing.get_origin(self.type) is tuple
 
     @property
+    def is_switch(self) -> bool:
+        """True if the option is on or off, or has neither value by default."""
+        return self.type is bool or set(typing.get_args(self.type)) == {bool, types.NoneType}
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """Allowed texts of the option, or () if its type is not an enumeration."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()

@@ -336,6 +336,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arithmetic: str
     is_batch_invariant: bool
     launches: bool
+    max_num_seqs: int
+    step_tokens_max: int
     block_count: int
     state_slot_count: int
     snapshot_slot_count: int

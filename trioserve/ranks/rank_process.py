@@ -33,8 +33,9 @@ import numpy as np
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
-from trioserve.model.device import pick_device, take_gpu, torch_now
+from trioserve.model.device import DeviceType, torch_now
 from trioserve.model.drafts.checkpoints import draft_source
+from trioserve.model.gpu import take_gpu
 from trioserve.model.kv_storage import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
@@ -193,13 +194,14 @@ class _Rank:
         checkpoint = RankCheckpoint(
             of_stage, setup.rank_in_stage, setup.stage_size, expert_parallel=setup.expert_parallel
         )
-        take_gpu(setup.settings, self._place.local_rank)
+        settings = take_gpu(setup.settings, self._place.local_rank)
         self._checkpoint = checkpoint
         if setup.stage_size > 1:
-            self._collectives = _collectives(setup, self._place)
+            device: DeviceType = "cuda" if settings.device == "cuda" else "cpu"
+            self._collectives = _collectives(setup, self._place, device)
         self._runner = runner = ModelRunner.load(
             checkpoint,
-            setup.settings,
+            settings,
             draft=self._draft(whole),
             progress=lambda done, total: say(Progress("", done, total)),
             on_compile=lambda sentence, seconds: say(Progress(sentence, seconds, None)),
@@ -216,6 +218,8 @@ class _Rank:
                 arithmetic=runner.arithmetic,
                 is_batch_invariant=runner.is_batch_invariant,
                 launches=runner.launches,
+                max_num_seqs=runner.max_num_seqs,
+                step_tokens_max=runner.step_tokens_max,
                 block_count=runner.block_count,
                 state_slot_count=runner.state_slot_count,
                 snapshot_slot_count=runner.snapshot_slot_count,
@@ -448,9 +452,8 @@ def _digest(result: StepResult | None) -> int | None:
     return zlib.crc32(encode((result.token_ids, sorted(result.draft_token_ids.items()), sorted(result.errors))))
 
 
-def _collectives(setup: RankSetup, place: RankPlace) -> Collectives:
+def _collectives(setup: RankSetup, place: RankPlace, device: DeviceType) -> Collectives:
     """Connect the ranks of a stage. Raise StartupError if they cannot connect."""
-    device = pick_device(setup.settings)
     if place.memory is not None and device == "cpu":
         with contextlib.suppress(NoNativeKernels):
             return SharedMemoryCollectives(load_library(), place.memory, setup.rank_in_stage, setup.stage_size)

@@ -52,6 +52,8 @@ class RankedRunner:
             loaded.arithmetic + self._in_ranks, self.dtype, None if vision is None else vision.dtype
         )
         self.is_batch_invariant = loaded.is_batch_invariant
+        self.launches = loaded.launches
+        self.max_num_seqs, self.step_tokens_max = loaded.max_num_seqs, loaded.step_tokens_max
         self.block_size = block_size
         self.block_count = loaded.block_count
         self.state_slot_count = loaded.state_slot_count

@@ -20,7 +20,7 @@ from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.image_generation import ImageTask
 from trioserve.contracts.iterative import IterativePlan, IterativeResult, LatentWork
 from trioserve.contracts.step import IsAbandoned, never_abandoned
-from trioserve.model.device import default_thread_count, pick_device, set_torch_threads, takes_every_cpu
+from trioserve.model.device import default_thread_count, set_torch_threads, takes_every_cpu
 from trioserve.model.diffusion.beginning import Autoencoder, Beginning, image_of
 from trioserve.model.diffusion.components import load_parts, make_family
 from trioserve.model.diffusion.description import SAMPLER_NAMES, ImageModelSettings, samplers_of
@@ -28,6 +28,7 @@ from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import BadTask, Family, Inputs, LatentState, Parts, SolverStep
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 from trioserve.model.diffusion.solvers import Solver
+from trioserve.model.gpu import pick_device
 from trioserve.model.number_formats import Dtype
 from trioserve.model.torch_formats import TORCH_DTYPES
 

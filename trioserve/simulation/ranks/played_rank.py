@@ -550,6 +550,8 @@ class PlayedRank:
                 arithmetic="exact",
                 is_batch_invariant=True,
                 launches=False,
+                max_num_seqs=64,
+                step_tokens_max=512,
                 block_count=stage.block_count + spare,
                 state_slot_count=0,
                 snapshot_slot_count=0,

@@ -1,0 +1,250 @@
+"""Placement on GPUs and defaults of a GPU, with stand-ins for torch.cuda's answers and for NVIDIA's driver."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sysconfig
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trioserve.contracts.errors import StartupError
+from trioserve.model import gpu, torch_step_model
+from trioserve.model.gpu import pick_device, take_gpu, why_no_gpu, with_device_defaults
+from trioserve.model.settings import ModelSettings
+from trioserve_kernels import reference, reference_fused, why_not_triton
+
+GIB = 2**30
+
+
+class Driver:
+    """Stand-in for libcuda.
+
+    Args:
+        version: what cuDriverGetVersion reports, such as 12040.
+        status: what cuInit returns.
+    """
+
+    def __init__(self, version: int, status: int = 0) -> None:
+        self._version, self._status = version, status
+
+    def cuDriverGetVersion(self, address: Any) -> int:
+        address._obj.value = self._version
+        return 0
+
+    def cuInit(self, flags: int) -> int:
+        assert flags == 0
+        return self._status
+
+
+class Machine:
+    """A machine whose torch and driver answer as a test says."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.taken: list[int] = []
+        patch.setattr(torch.cuda, "set_device", self.taken.append)
+        gpu._warn_once.cache_clear()
+        self.set()
+
+    def set(
+        self,
+        *,
+        usable: bool = True,
+        count: int = 1,
+        memory_gib: int = 24,
+        built_for: str | None = "13.0",
+        driver: Driver | None = None,
+    ) -> None:
+        patch = self._patch
+        patch.setattr(torch.cuda, "is_available", lambda: usable)
+        patch.setattr(torch.cuda, "device_count", lambda: count)
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (memory_gib * GIB, memory_gib * GIB))
+        patch.setattr(torch.version, "cuda", built_for)
+        patch.setattr(gpu, "_libcuda", lambda: driver)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize("device", ("auto", "cuda"))
+def test_each_rank_takes_its_own_gpu(device: Any, machine: Machine) -> None:
+    machine.set(count=2, driver=Driver(13000))
+    for rank in (0, 1):
+        assert take_gpu(ModelSettings(device=device), rank).device == "cuda"
+    with pytest.raises(StartupError, match="torch sees 2 here for 3 ranks"):
+        take_gpu(ModelSettings(device=device), 2)
+    assert machine.taken == [0, 1]
+
+
+@pytest.mark.parametrize("device", ("auto", "cpu"))
+def test_ranks_on_a_cpu_take_no_gpu(device: Any, machine: Machine) -> None:
+    machine.set(usable=device == "cpu")
+    assert take_gpu(ModelSettings(device=device), 1).device == "cpu"
+    assert machine.taken == []
+
+
+UNUSABLE = [
+    pytest.param({"built_for": None, "driver": Driver(13000)}, "is built for CPUs only.*CUDA builds", id="build"),
+    pytest.param(
+        {"driver": Driver(12040)},
+        r"built for CUDA 13\.0, driver .*CUDA up to 12\.4: install a newer driver \(580 or newer.*for CUDA 12",
+        id="driver",
+    ),
+    pytest.param({"driver": Driver(13000, 999)}, "driver reports error 999.*may open /dev/nvidia", id="permission"),
+]
+
+
+@pytest.mark.parametrize("facts, reason", UNUSABLE)
+def test_gpu_that_torch_cannot_use_is_an_error_or_one_warning(
+    facts: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.set(usable=False, **facts)
+    with pytest.raises(StartupError, match=f"^device is cuda, .*torch {torch.__version__[:4]}.*{reason}"):
+        pick_device(ModelSettings(device="cuda"))
+    assert caplog.records == []
+    for _ in range(3):
+        assert pick_device(ModelSettings()) == "cpu"
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "a GPU may be present but is not used" in record.getMessage()
+
+
+def test_driver_without_a_gpu_is_no_warning(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.set(usable=False, driver=Driver(13000, gpu.CUDA_ERROR_NO_DEVICE))
+    assert pick_device(ModelSettings()) == "cpu"
+    assert caplog.records == []
+    with pytest.raises(StartupError, match="shows no GPU to this process: check CUDA_VISIBLE_DEVICES"):
+        pick_device(ModelSettings(device="cuda"))
+
+
+def test_machine_without_a_driver_computes_on_the_cpu(machine: Machine) -> None:
+    machine.set(usable=False)
+    assert pick_device(ModelSettings()) == "cpu"
+    with pytest.raises(StartupError, match=r"libcuda\.so\.1 of NVIDIA's driver is not here"):
+        pick_device(ModelSettings(device="cuda"))
+
+
+def test_driver_is_described_by_its_files_and_its_library(machine: Machine, tmp_path: Path) -> None:
+    machine.set(usable=False, driver=Driver(12080))
+    assert gpu.driver_version(tmp_path) == "driver of unknown version, for CUDA up to 12.8"
+    file = tmp_path / "proc/driver/nvidia/version"
+    file.parent.mkdir(parents=True)
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n")
+    assert gpu.driver_version(tmp_path) == "driver 570.86.15, for CUDA up to 12.8"
+    assert "570.86.15" in (why_no_gpu(tmp_path) or "")
+
+
+@pytest.mark.parametrize(
+    "memory_gib, given, expected",
+    (
+        (24, {}, (256, 2048)),
+        (69, {}, (256, 2048)),
+        (80, {}, (256, 8192)),
+        (80, {"max_num_seqs": 32}, (32, 8192)),
+        (24, {"max_num_seqs": 3000}, (3000, 3000)),
+        (24, {"max_num_batched_tokens": 100}, (100, 100)),
+        (24, {"max_num_seqs": 8, "max_num_batched_tokens": 100}, (8, 100)),
+    ),
+)
+def test_limits_of_a_step_on_a_gpu(
+    memory_gib: int, given: dict[str, Any], expected: tuple[int, int], machine: Machine
+) -> None:
+    machine.set(memory_gib=memory_gib, driver=Driver(13000))
+    settings = with_device_defaults(ModelSettings(**given))
+    assert (settings.device, settings.max_num_seqs, settings.max_num_batched_tokens) == ("cuda", *expected)
+    assert with_device_defaults(settings) == settings
+
+
+def test_limits_of_a_step_on_a_cpu(machine: Machine) -> None:
+    machine.set(usable=False)
+    settings = with_device_defaults(ModelSettings())
+    assert (settings.device, settings.max_num_seqs, settings.max_num_batched_tokens) == ("cpu", 64, 512)
+
+
+# --- kernels ---
+
+
+CONFIG = SimpleNamespace(state_bytes=0, has_experts=False, sections=(), has_latents=False, stage=None)
+
+
+def picked(
+    settings: ModelSettings, patch: pytest.MonkeyPatch, *, reason: str | None = None, config: Any = CONFIG
+) -> str:
+    """Return the name of the kernels that a model on a GPU gets."""
+    kernels: dict[str, ModuleType] = {"triton": reference_fused, "torch": reference}
+    patch.setattr(torch_step_model, "why_not_triton", lambda: reason)
+    patch.setattr(torch_step_model, "pick_kernels", lambda name, *, batch_invariant: kernels[name])
+    found = torch_step_model._kernels(config, settings, "cuda")
+    return next(name for name, module in kernels.items() if module is found)
+
+
+def test_triton_computes_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert picked(ModelSettings(), monkeypatch) == "triton"
+    assert picked(ModelSettings(gpu_kernels="torch"), monkeypatch, reason="broken") == "torch"
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "changed, settings, reason",
+    (
+        ({}, {}, "no compiler"),
+        ({"has_experts": True}, {}, None),
+        ({"sections": (4,)}, {}, None),
+        ({"has_latents": True}, {}, None),
+        ({"stage": 1}, {}, None),
+        ({"state_bytes": 1}, {}, None),
+        ({}, {"kv_cache_dtype": "fp8"}, None),
+    ),
+)
+def test_torch_computes_with_a_warning_where_triton_cannot_launch(
+    changed: dict[str, Any],
+    settings: dict[str, Any],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), **changed})
+    assert picked(ModelSettings(**settings), monkeypatch, reason=reason, config=config) == "torch"
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "plain torch computes" in record.getMessage()
+    assert (reason or "") in record.getMessage()
+
+
+@pytest.mark.parametrize("needs", ({"gpu_kernels": "triton"}, {"batch_invariant": True}, {"quantization": "file"}))
+def test_missing_triton_is_an_error_if_the_settings_need_it(
+    needs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StartupError, match="Triton's kernels cannot be used: no compiler"):
+        picked(ModelSettings(**needs), monkeypatch, reason="no compiler")
+    config = SimpleNamespace(**{**vars(CONFIG), "has_experts": True})
+    assert picked(ModelSettings(**needs), monkeypatch, config=config) == "triton"
+
+
+def test_reason_against_triton_names_the_missing_header(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Active:
+        error: BaseException | None = None
+
+        def get_current_device(self) -> int:
+            if self.error is not None:
+                raise self.error
+            return 0
+
+    active = Active()
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
+    assert why_not_triton() is None
+    active.error = subprocess.CalledProcessError(1, ["gcc"])
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path))
+    assert "Python.h: apt install python3-dev" in (why_not_triton() or "")
+    (tmp_path / "Python.h").touch()
+    assert "cannot be compiled: Command" in (why_not_triton() or "")
+    active.error = RuntimeError("Failed to find C compiler.")
+    assert "Failed to find C compiler." in (why_not_triton() or "")
+    assert "apt install gcc" in (why_not_triton() or "")
