@@ -1,4 +1,4 @@
-"""Lists every cache of the product, with the reason why its timing tells one API key nothing about another key.
+"""Lists every cache of the product, with the reason why one API key cannot learn about another key from its timing.
 
 The tests find caches in the source by what the code does: a function that looks up a key of a mapping, stores a value
 under it and returns the value. They also find decorators of functools, OrderedDict, and usual names of mappings.
@@ -203,7 +203,7 @@ def test_every_cache_is_listed_with_the_reason_why_its_timing_leaks_nothing() ->
         "return self._rows.setdefault(key, compute(key))",
     ],
 )
-def test_a_cache_is_found_by_the_lookups_of_its_function(body: str) -> None:
+def test_cache_in_source_code_is_found_by_the_lookups_of_its_function(body: str) -> None:
     function = "def rows_of(self, key):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     assert caches_in(ast.parse(function)) == {"_rows"}
 

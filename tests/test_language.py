@@ -130,7 +130,7 @@ def test_docstrings_and_comments_are_plain(path):
         ('class C:\n    def f(self, *, a):\n        """Return a."""', "no section Args:"),
     ],
 )
-def test_a_fault_is_found(source, found):
+def test_unclear_docstring_or_comment_is_found(source, found):
     assert found in "\n".join(faults(source, has_public_api=True))
 
 
@@ -145,5 +145,5 @@ def test_a_fault_is_found(source, found):
         "x = 'told'",
     ],
 )
-def test_plain_code_has_no_fault(source):
+def test_plain_docstring_or_comment_is_accepted(source):
     assert not list(faults(source, has_public_api=True))

@@ -1,8 +1,8 @@
 """Tests that every regular expression of the product takes time linear in the length of its text.
 
-The tests find the patterns in the source. Each pattern runs on texts that repeat its own literals and classes, with a
-beginning and an end that can prevent a match. Python's `re` backtracks: a pattern that can match one text in two ways,
-or that reads far from each start position, takes quadratic time or more.
+The tests find the patterns in the source. Each pattern runs on texts that repeat the literals and classes of the
+pattern, with a beginning and an end that can prevent a match. Python's `re` backtracks: a pattern that can match one
+text in two ways, or that reads far from each start position, takes quadratic time or more.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_every_pattern_is_linear() -> None:
         (r"(\w+)=(\w+)", "findall"),
     ],
 )
-def test_superlinear_pattern_is_found(pattern: str, use: str) -> None:
+def test_superlinear_pattern_is_detected(pattern: str, use: str) -> None:
     assert superlinear(re.compile(pattern), {use})
 
 

@@ -1,4 +1,4 @@
-"""Tests that data for watching clients is dropped when the last client has left, normally or with an error."""
+"""Tests that data for watching clients is dropped when the last client has disconnected, normally or with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a long text does not delay shorter texts. Work aside delays no request, and is limited.
+"""Tests that a long text does not delay shorter texts, and that jobs beside requests delay no request and are limited.
 
 The tests use real threads and the real clock. No test waits for time to pass.
 """

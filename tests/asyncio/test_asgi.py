@@ -89,7 +89,7 @@ def test_closed_client_connection_frees_its_blocks(run, host, steps, blocks, str
     run(program)
 
 
-def test_head_of_an_unstreamed_response_is_sent_early_if_the_app_is_mounted(run):
+def test_mounted_app_sends_the_head_of_an_unstreamed_response_early(run):
     async def program() -> None:
         llm = asgi_app(opens(paused=True), keep_alive_comments=1.0, keep_alive_json=True)
         app = FastAPI(lifespan=llm.lifespan)
@@ -211,7 +211,7 @@ def test_app_works_alone_and_mounted_in_starlettes_test_client(run, backend):
             assert is_trio == (backend == "trio")
 
 
-def test_open_engine_is_served_without_a_lifespan_and_keeps_no_state(run):
+def test_app_with_an_open_engine_needs_no_lifespan_and_keeps_no_state(run):
     async def program() -> None:
         async with open_fake(response="abc") as fake:
             app = asgi_app(fake.engine)
@@ -283,7 +283,7 @@ async def test_trio_engine_refuses_an_asyncio_host():
             await trio.to_thread.run_sync(asyncio.run, app({"type": "http"}, None, None))
 
 
-def test_options_of_other_engines_are_refused(run):
+def test_engine_options_of_another_engine_type_are_refused(run):
     with pytest.raises(TypeError, match="does not take host, port"):
         trioserve.asgi_app("smollm2", port=80, host="::")
     with pytest.raises(TypeError, match="does not take max_num_seqs"):
@@ -294,7 +294,7 @@ def test_options_of_other_engines_are_refused(run):
         trioserve.asgi_app(5)
 
 
-def test_failed_start_is_reported_to_the_host_in_one_sentence(run, tmp_path):
+def test_failed_engine_start_is_reported_to_the_asgi_host_in_one_sentence(run, tmp_path):
     async def program() -> None:
         app = asgi_app(str(tmp_path / "none.gguf"))
         said = []

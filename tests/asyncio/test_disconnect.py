@@ -127,7 +127,7 @@ def test_client_that_stays_connected_gets_its_response(run, host, path):
 
 
 class Client:
-    """A fake client for a handler: a request with a body, and a time at which the client disconnects."""
+    """A fake client of a handler. The client sends a request with a body, and disconnects at a given time."""
 
     def __init__(self) -> None:
         self.leaves = asyncio.Event()
@@ -153,7 +153,7 @@ def test_request_body_can_be_read_inside_of_cancel_on_disconnect(run):
     run(program)
 
 
-def test_cancellation_from_outside_is_not_swallowed(run):
+def test_cancel_on_disconnect_does_not_swallow_outer_cancellation(run):
     async def program() -> None:
         async def handle() -> None:
             async with cancel_on_disconnect(Client().request):
@@ -169,7 +169,7 @@ def test_cancellation_from_outside_is_not_swallowed(run):
     run(program)
 
 
-def test_errors_and_timeouts_of_the_body_reach_the_caller(run):
+def test_cancel_on_disconnect_passes_errors_and_timeouts_of_its_body_on(run):
     async def program() -> None:
         for error in (ValueError("mine"), TimeoutError("mine, too")):
             with pytest.raises(type(error), match="mine"):
@@ -179,7 +179,7 @@ def test_errors_and_timeouts_of_the_body_reach_the_caller(run):
     run(program)
 
 
-def test_disconnect_inside_of_a_nested_scope_ends_the_outer_body(run):
+def test_client_disconnect_in_a_nested_scope_ends_the_outer_body(run):
     async def program() -> None:
         client = Client()
         client_of_another = Client()
@@ -258,7 +258,7 @@ async def test_trio_client_that_stays_connected_gets_its_response():
     assert answer.endswith(b'{"text":"' + 60 * b"a" + b'"}')
 
 
-async def test_trio_error_of_the_body_reaches_the_caller():
+async def test_trio_cancel_on_disconnect_passes_errors_of_its_body_on():
     messages = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive():

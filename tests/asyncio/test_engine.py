@@ -357,7 +357,7 @@ def test_engine_fault_is_raised_if_the_scope_is_left_in_another_task(run):
     run(program)
 
 
-def test_failed_opening_raises_and_leaves_no_thread(run, tmp_path):
+def test_failed_engine_start_raises_and_leaves_no_thread(run, tmp_path):
     async def program() -> None:
         with pytest.raises(ModelLoadError):
             async with trioserve.asyncio.open_engine(str(tmp_path / "none.gguf")):
@@ -366,7 +366,7 @@ def test_failed_opening_raises_and_leaves_no_thread(run, tmp_path):
     run(program)
 
 
-def test_cancelled_opening_leaves_no_thread(run):
+def test_cancelled_engine_start_leaves_no_thread(run):
     async def program() -> None:
         async def open_it() -> None:
             async with trioserve.asyncio.open_engine("smollm2", cpu_kernels="native"):

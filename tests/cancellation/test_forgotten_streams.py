@@ -15,7 +15,7 @@ from trioserve.testing.memory_server import open_memory_server
 SECONDS_MAX = FrontendLimits().ping_seconds + FrontendLimits().ping_answer_seconds_max
 
 
-async def test_unanswered_ping_frees_the_blocks_of_requests_that_nobody_reads(autojump_clock):
+async def test_unanswered_ping_frees_the_blocks_of_requests_that_no_client_reads(autojump_clock):
     """The responses are not streamed, because a stream that fills the client's buffers would already end at the stall
     limit.
     """

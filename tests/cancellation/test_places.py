@@ -34,7 +34,7 @@ def metric_values(server: MemoryServer) -> dict[str, float]:
     """Return the value of each metric except buckets.
 
     Returns:
-        Values by name and labels, such as `num_requests_running` or `aborts_total decode`.
+        Values by the metric's name and labels, such as `num_requests_running` or `aborts_total decode`.
     """
     found = {}
     for line in server.engine.metrics.expose().decode().splitlines():
@@ -352,7 +352,7 @@ async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
 
 
 @pytest.mark.slow
-async def test_gauges_return_to_zero_and_are_never_negative(http1_client, http2_client, autojump_clock):
+async def test_gauges_of_requests_return_to_zero_and_are_never_negative(http1_client, http2_client, autojump_clock):
     """S20, S29: 400 requests overlap and end in each possible way. The test checks all metrics at each step."""
     async with served(max_num_seqs=4, max_queued_requests=8, max_num_batched_tokens=32) as server:
         engine, core = server.engine, server.engine.core

@@ -64,7 +64,7 @@ def running(*arguments: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[Callable[..., str]]:
-    """Give a function that returns the URL of a server with given flags. Calls with equal flags share a server."""
+    """Return a function that starts a server with flags and returns its URL. Calls with equal flags share a server."""
     urls: dict[tuple[str, ...], str] = {}
     with ExitStack() as servers:
 

@@ -1,4 +1,4 @@
-"""A chat in a terminal: parsing of lines, answers of a server, and a user with Ctrl-C at a real terminal."""
+"""Tests of the command `chat`: parsing of lines, answers of a server, and Ctrl-C at a real terminal."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trioserve.commands.chat.conversation import COMMANDS, Conversation, Line, l
 from trioserve.commands.remote import ServerFailed
 from trioserve.testing.memory_server import open_memory_server
 
-PROMPT = "\x1b[?2004h"  # prompt_toolkit sends this when editing begins.
+PROMPT = "\x1b[?2004h"  # prompt_toolkit sends this escape sequence when editing begins.
 AT_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
-WAIT_SECONDS_MAX = 20  # a long limit, because the machine may be busy
+WAIT_SECONDS_MAX = 20  # seconds. The limit is long, because the machine may be busy.
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ WAIT_SECONDS_MAX = 20  # a long limit, because the machine may be busy
         ("/frobnicate", Line(None, "", "there is no /frobnicate: /help lists all commands")),
     ],
 )
-def test_line_is_parsed_as_message_or_command(typed: str, line: Line):
+def test_chat_line_is_parsed_as_message_or_command(typed: str, line: Line):
     assert line_of(typed) == line
 
 
-def test_question_without_an_answer_is_removed():
+def test_chat_removes_a_question_without_an_answer():
     conversation = Conversation("Be brief.")
     conversation.ask("Hi")
     conversation.answer("")
@@ -177,7 +177,7 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_user_at_a_terminal_stops_answers_and_not_the_program(answering: Answering, tmp_path: Path):
+def test_ctrl_c_at_a_terminal_stops_the_answer_but_not_the_chat(answering: Answering, tmp_path: Path):
     command = [sys.executable, "-m", "trioserve", "chat", "--url", answering.url, "--temperature", "0"]
     terminal = Terminal(command, {"XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1", "TERM": "xterm"})
     try:
@@ -194,7 +194,7 @@ def test_user_at_a_terminal_stops_answers_and_not_the_program(answering: Answeri
         terminal.wait_for(*COMMANDS, PROMPT)
         terminal.type("two\x1b\rlines\r")
         terminal.wait_for("Hi there", PROMPT)
-        terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # five entries up in the history: Hello
+        terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # Five entries up in the history is the line "Hello".
         terminal.wait_for("Hi there", PROMPT)
         terminal.type("\x04")
         assert terminal.end() == 0

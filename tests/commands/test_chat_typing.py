@@ -1,4 +1,4 @@
-"""Typing at the chat's prompt: one Ctrl-C only clears the line."""
+"""Tests that one Ctrl-C at the prompt of a chat only clears the line."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_vllm_command_line_is_accepted(served: list[Config]):
     assert config.tool_call_parser == "hermes"
 
 
-def test_model_is_given_once_as_word_or_flag(served: list[Config], capsys: Any):
+def test_model_name_is_accepted_once_as_argument_or_flag(served: list[Config], capsys: Any):
     assert cli.main(["serve", "m", "--model", "m"]) == cli.main(["--model", "m"]) == 0
     assert [config.model for config in served] == ["m", "m"]
     assert "the model is named twice, m and --model n" in said(capsys, "serve", "m", "--model", "n")
@@ -157,13 +157,13 @@ def test_unsupported_vllm_flag_is_refused_with_advice(line: str, words: str, ser
     assert not served
 
 
-def test_no_vllm_flag_hides_an_own_option():
+def test_refused_vllm_flags_have_no_name_of_an_own_option():
     ours = {f"--{name.replace('_', '-')}" for name in options_of(Config)}
     assert ours.isdisjoint(FLAGS.keys() | SWITCHES | REFUSED_SWITCHES.keys())
     assert {name for name, _convert in REWRITTEN.values()} <= ours
 
 
-def test_every_refusal_gives_advice():
+def test_every_refused_vllm_flag_has_advice():
     for flag in [*REFUSED_SWITCHES, *(flag for flag, each in FLAGS.items() if each.accepted == ())]:
         with pytest.raises(StartupError, match=f"^{flag} cannot be honoured: .*[:,;a-z] "):
             without_vllm_flags([flag, "x"])
@@ -206,13 +206,13 @@ def test_misspelt_variable_is_refused_and_other_variables_are_ignored():
     )
 
 
-def test_each_option_has_one_heading():
+def test_each_option_is_under_one_heading_of_the_help_text():
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) <= options_of(Config).keys()
 
 
-def test_no_arguments_print_help_and_only_flags_serve(served: list[Config], capsys: Any):
+def test_command_line_without_arguments_prints_help_and_with_only_flags_serves(served: list[Config], capsys: Any):
     assert cli.main([]) == 0
     shown = capsys.readouterr().out
     assert [f"trioserve {name}" in shown for name in ("serve", "chat", "route", "doctor")] == [True] * 4
@@ -221,7 +221,9 @@ def test_no_arguments_print_help_and_only_flags_serve(served: list[Config], caps
     assert len(served) == 1
 
 
-def test_too_little_memory_is_reported_in_one_sentence(served: list[Config], monkeypatch: Any, capsys: Any):
+def test_server_start_with_too_little_memory_is_reported_in_one_sentence(
+    served: list[Config], monkeypatch: Any, capsys: Any
+):
     def run_server(config: Config) -> int:
         raise MemoryError
 

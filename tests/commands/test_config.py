@@ -29,12 +29,12 @@ def test_flag_overrides_environment_and_environment_overrides_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize("flags", [["--cors-origin", "a", "b"], ["--cors-origin", "a", "--cors-origin", "b"]])
-def test_list_is_one_flag_with_several_values_or_a_repeated_flag(flags):
+def test_list_option_is_one_flag_with_several_values_or_a_repeated_flag(flags):
     assert config(*flags).cors_origin == ("a", "b")
 
 
 @pytest.mark.parametrize("text", ["k1,k2", "k1 k2", " k1,  k2 "])
-def test_list_in_a_variable_is_separated_by_commas_or_blanks(text):
+def test_list_option_in_a_variable_is_separated_by_commas_or_blanks(text):
     assert config(environment={"TRIOSERVE_API_KEY": text}).api_key == ("k1", "k2")
 
 
@@ -94,7 +94,7 @@ def test_error_in_a_file_names_the_file(tmp_path: Path):
         config("--config", str(tmp_path / "none.toml"))
 
 
-def test_values_from_python_keep_their_types():
+def test_option_values_from_python_keep_their_types():
     assert make_config(port=1, api_key=("a",)) == Config(port=1, api_key=("a",))
     with pytest.raises(StartupError, match="port is '1', allowed is a whole number"):
         make_config(port="1")
@@ -116,7 +116,7 @@ def test_contradicting_options_are_refused_before_a_model_is_loaded():
     assert str(caught.value).endswith("needs these results: use only one of the two options")
 
 
-def test_step_timeout_is_seconds_or_no_limit():
+def test_step_timeout_option_accepts_seconds_or_no_limit():
     assert make_config().step_timeout is None
     assert make_config(step_timeout=2.5).step_timeout == 2.5
     assert make_config(step_timeout=0.0).step_timeout == 0
@@ -124,7 +124,7 @@ def test_step_timeout_is_seconds_or_no_limit():
         make_config(step_timeout=-1.0)
 
 
-def test_draft_model_is_given_like_in_vllm_or_shorter():
+def test_draft_model_option_accepts_json_like_vllm_or_a_short_text():
     vllm = config("--speculative-config", '{"model": "small", "num_speculative_tokens": 5, "method": "draft_model"}')
     own = config("--speculative-model", "small", "--speculative-tokens", "5")
     assert vllm.drafts() == own.drafts() == DraftSettings(source="model", token_count=5, model="small")
@@ -140,7 +140,7 @@ def test_draft_model_is_given_like_in_vllm_or_shorter():
 
 
 @pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp"])
-def test_mtp_layer_of_the_model_can_draft(method):
+def test_mtp_layer_of_the_model_can_be_the_source_of_drafts(method):
     drafts = DraftSettings(source="mtp", token_count=2)
     assert config("--speculative-model", "mtp", "--speculative-tokens", "2").drafts() == drafts
     assert make_config(speculative_config={"method": method, "num_speculative_tokens": 2}).drafts() == drafts

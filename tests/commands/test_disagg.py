@@ -26,7 +26,7 @@ def ready() -> StartAndStop:
     return decides
 
 
-def test_only_servers_that_serve_are_asked_to_reload():
+def test_only_serving_servers_get_the_reload_signal():
     decides = begun()
     decides.note(Serving("prefill"))
     assert decides.serving == ["prefill"]
@@ -36,7 +36,7 @@ def test_only_servers_that_serve_are_asked_to_reload():
     assert decides.serving == ["decode", "prefill"]
 
 
-def test_a_signal_stops_the_router_first_and_then_both_servers():
+def test_stop_signal_stops_the_router_first_and_then_both_servers():
     decides = ready()
     assert decides.note(Signalled()) == [Order("stop", "router")]
     assert decides.note(Ended("router", 0)) == [Order("stop", "decode"), Order("stop", "prefill")]
@@ -47,7 +47,7 @@ def test_a_signal_stops_the_router_first_and_then_both_servers():
     assert decides.exit_code == 0
 
 
-def test_second_signal_is_forwarded_and_third_kills():
+def test_second_stop_signal_is_forwarded_and_the_third_kills_the_processes():
     decides = ready()
     decides.note(Signalled())
     assert decides.note(Signalled()) == [Order("stop", "router")]
@@ -59,7 +59,7 @@ def test_second_signal_is_forwarded_and_third_kills():
     assert decides.exit_code == EXIT_FAILED
 
 
-def test_signal_during_the_start_is_an_interruption():
+def test_stop_signal_during_the_start_gives_the_exit_code_of_an_interruption():
     decides = begun()
     decides.note(Serving("prefill"))
     assert decides.note(Signalled()) == [Order("stop", "decode"), Order("stop", "prefill")]
@@ -70,7 +70,7 @@ def test_signal_during_the_start_is_an_interruption():
     assert decides.exit_code == EXIT_INTERRUPTED
 
 
-def test_process_that_cannot_start_stops_the_others_and_sets_the_exit_code():
+def test_failed_start_of_a_process_stops_the_other_processes_and_sets_the_exit_code():
     decides = begun()
     assert decides.note(Ended("decode", 3)) == [Order("stop", "prefill")]
     decides.note(Ended("prefill", 0))
@@ -79,7 +79,7 @@ def test_process_that_cannot_start_stops_the_others_and_sets_the_exit_code():
 
 
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
-def test_other_processes_continue_after_a_lost_server(lost):
+def test_router_and_server_continue_after_the_other_server_ends(lost):
     decides = ready()
     assert decides.note(Ended(lost, -9)) == []
     other = "decode" if lost == "prefill" else "prefill"
@@ -90,7 +90,7 @@ def test_other_processes_continue_after_a_lost_server(lost):
     assert decides.exit_code == EXIT_FAILED
 
 
-def test_program_ends_without_router_or_servers():
+def test_program_ends_when_the_router_or_all_servers_have_ended():
     decides = ready()
     assert decides.note(Ended("router", 0)) == [Order("stop", "decode"), Order("stop", "prefill")]
     decides = ready()

@@ -28,7 +28,7 @@ def found(name: str) -> doctor.Finding:
     return finding
 
 
-def test_missing_part_is_reported_with_advice(monkeypatch: Any):
+def test_doctor_reports_a_missing_part_with_advice(monkeypatch: Any):
     monkeypatch.setattr(doctor, "find_default_model", lambda name: None)
     assert found("bundled model").mend == "trioserve pull smollm2"
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -52,7 +52,7 @@ def test_precompiled_kernels_need_no_compiler(tmp_path: Path, monkeypatch: Any):
     assert "compiler" not in [finding.name for finding in doctor.findings()]
 
 
-def test_port_in_use_is_reported(monkeypatch: Any):
+def test_doctor_reports_a_port_in_use(monkeypatch: Any):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -60,7 +60,7 @@ def test_port_in_use_is_reported(monkeypatch: Any):
         assert found("port").mend == "use another port: --port N"
 
 
-def test_output_is_a_table_or_json_and_imports_no_torch():
+def test_doctor_prints_a_table_or_json_and_imports_no_torch():
     script = (
         "import sys; from trioserve.cli import main; code = main(['doctor', '--json']); "
         "assert not {'torch', 'trio'} & sys.modules.keys(); sys.exit(code)"
@@ -71,7 +71,7 @@ def test_output_is_a_table_or_json_and_imports_no_torch():
     assert {"processor", "compiler", "memory", "port"} <= set(names)
 
 
-def test_processor_has_the_name_from_cpuinfo(tmp_path: Path):
+def test_doctor_names_the_processor_as_in_cpuinfo(tmp_path: Path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some  CPU @ 2 GHz\n")
     assert processor_name(tmp_path / "cpuinfo").startswith("Some CPU @ 2 GHz, ")
     assert " core" in processor_name(tmp_path / "none")
@@ -81,7 +81,7 @@ def model_lines(name: str) -> dict[str, str]:
     return {finding.name: finding.what for finding in doctor.model_findings(name)}
 
 
-def test_memory_of_the_default_model_is_that_of_the_sizing_guide(monkeypatch: Any, capsys: Any):
+def test_doctor_computes_the_memory_in_the_sizing_guide_for_the_default_model(monkeypatch: Any, capsys: Any):
     monkeypatch.setattr(doctor, "free_host_bytes", lambda: 17 * 2**30)
     monkeypatch.setattr(device, "free_host_bytes", lambda: 17 * 2**30)
     monkeypatch.setattr(build, "supported_levels", lambda: ("avx2",))
@@ -89,13 +89,13 @@ def test_memory_of_the_default_model_is_that_of_the_sizing_guide(monkeypatch: An
     assert capsys.readouterr().out in SIZING.read_text(encoding="utf-8")
 
 
-def test_memory_of_a_model_is_computed_without_its_weights(tmp_path: Path, monkeypatch: Any):
+def test_doctor_computes_the_memory_of_a_model_without_reading_its_weights(tmp_path: Path, monkeypatch: Any):
     assert main(["random-checkpoint", "tiny", str(tmp_path / "tiny")]) == 0
     [weights] = (tmp_path / "tiny").glob("*.safetensors")
     content = weights.read_bytes()
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     weights.write_bytes(content[:header_bytes])
-    os.truncate(weights, len(content))  # zeros that take no space
+    os.truncate(weights, len(content))  # The weights are zeros in a sparse file, which takes no disk space.
     monkeypatch.setattr(doctor, "free_host_bytes", lambda: 2**30)
     monkeypatch.setattr(device, "free_host_bytes", lambda: 2**30)
     config = open_checkpoint(tmp_path / "tiny").config
@@ -103,12 +103,12 @@ def test_memory_of_a_model_is_computed_without_its_weights(tmp_path: Path, monke
     assert f"{tokens:,} tokens" in model_lines(str(tmp_path / "tiny"))["by default"]
 
 
-def test_model_that_does_not_fit_is_reported(monkeypatch: Any):
+def test_doctor_reports_a_model_that_does_not_fit_into_memory(monkeypatch: Any):
     monkeypatch.setattr(doctor, "free_host_bytes", lambda: 2**28)
     monkeypatch.setattr(device, "free_host_bytes", lambda: 2**28)
     assert doctor.run_doctor(as_json=True, model="smollm2") == 1
 
 
-def test_model_that_is_not_here_is_refused(tmp_path: Path):
+def test_doctor_refuses_a_model_that_is_not_on_this_machine(tmp_path: Path):
     with pytest.raises(ModelLoadError, match="is not on this machine"):
         model_lines(str(tmp_path / "none"))

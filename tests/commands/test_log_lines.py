@@ -115,7 +115,7 @@ async def test_log_line_of_a_traced_request_contains_its_trace(written):
     assert f" trace={TRACE[3:35]}" in stream.getvalue()
 
 
-def test_error_is_logged_as_one_line():
+def test_exception_is_logged_as_one_line():
     formatter = JsonLines()
     try:
         raise ValueError("two\nlines")
@@ -170,7 +170,7 @@ def test_log_continues_after_a_library_configures_logging():
     assert stream.getvalue() == "serving\n"
 
 
-def test_message_and_its_line_break_are_one_write(monkeypatch):
+def test_log_message_and_its_line_break_are_one_write(monkeypatch):
     """Several processes share standard error. Output of another process must not appear inside of a line."""
     written = []
 
@@ -185,7 +185,7 @@ def test_message_and_its_line_break_are_one_write(monkeypatch):
     assert [text for text in written if text] == ["serving\n"]
 
 
-def test_dropped_lines_are_counted_at_every_scrape():
+def test_every_scrape_shows_the_number_of_dropped_log_lines():
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError("no room on the disk")

@@ -1,4 +1,4 @@
-"""Downloading a model, and listing local models."""
+"""Tests of the commands that download a model and list local models."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_local_model_is_not_downloaded(cache: Path, capsys: pytest.CaptureFixtur
         (["pull", "smollm2", "--revision", "main"], "smollm2 has no revisions"),
     ],
 )
-def test_failed_download_is_reported_in_one_sentence(
+def test_failed_model_download_is_reported_in_one_sentence(
     cache: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert cli.main(arguments) != 0
     assert said in capsys.readouterr().err
 
 
-def test_list_shows_local_models(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_command_lists_local_models(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models"]) == 0
     assert "not here yet" in capsys.readouterr().out
     path = cache / "smollm2" / "SmolLM2.gguf"

@@ -1,4 +1,4 @@
-"""Commands that call a running server over a real socket: a server with scripted answers, or the real one."""
+"""Tests of commands that call a server over a real socket. The server has scripted answers, or is the real server."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ def test_image_requests_are_listed_with_their_steps(played: Played, capsys: Any)
         (200, b"<html>", "did not answer with JSON"),
     ],
 )
-def test_refusal_of_a_server_is_one_sentence(status: int, answer: object, words: str, played: Played, capsys: Any):
+def test_command_prints_the_refusal_of_a_server_as_one_sentence(
+    status: int, answer: object, words: str, played: Played, capsys: Any
+):
     played.says("GET /v1/requests", answer, status)
     assert cli.main(["requests", "--url", played.url]) == 1
     written = capsys.readouterr().err
@@ -135,14 +137,14 @@ def test_refusal_of_a_server_is_one_sentence(status: int, answer: object, words:
     assert written.count("\n") == 1
 
 
-def test_missing_server_or_url_is_reported(capsys: Any):
+def test_command_reports_a_missing_server_or_url(capsys: Any):
     assert cli.main(["requests", "--url", "127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1 (" in capsys.readouterr().err
     assert cli.main(["top", "ftp://x"]) == 1
     assert "is not the URL of a server" in capsys.readouterr().err
 
 
-def test_feed_state_is_a_snapshot_plus_changes():
+def test_state_of_a_watched_server_is_a_snapshot_plus_changes():
     state = FeedState()
     state.take_snapshot(SNAPSHOT)
     assert state.blocks == bytes([0, 0, 0, 2, 2, 1])
@@ -155,7 +157,7 @@ def test_feed_state_is_a_snapshot_plus_changes():
 
 
 @pytest.mark.parametrize("block_count", [4, 6, 9])
-def test_changes_of_a_real_server_are_applied(block_count: int):
+def test_watcher_applies_the_changes_of_a_real_server(block_count: int):
     def snapshot(blocks: bytes, number: int, **fields: Any) -> PageSnapshot:
         values = tuple(float(point) for point in range(number + 1))
         history = HistoryShown(interval_seconds=5, at=number * 5.0, number=number, series={"queue": values})
@@ -175,7 +177,7 @@ def test_changes_of_a_real_server_are_applied(block_count: int):
     assert followed.fields["server"] == anew.fields["server"]
 
 
-def test_view_shows_requests_blocks_and_freed_blocks(played: Played):
+def test_top_shows_requests_blocks_and_freed_blocks(played: Played):
     rich_console = pytest.importorskip("rich.console")
     played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE)))
     shown = []

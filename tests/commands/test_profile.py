@@ -1,4 +1,4 @@
-"""A signal writes the latest steps to a file."""
+"""Tests that a signal writes the profile of the latest steps to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.fake_engine import open_fake_engine
 
 
-async def test_each_signal_writes_a_file(tmp_path):
+async def test_each_profile_signal_writes_a_file(tmp_path):
     async with open_fake_engine() as fake:
         async with fake.generate("p", SamplingParams(max_tokens=3)) as stream:
             async for _ in stream:
@@ -30,7 +30,7 @@ async def test_each_signal_writes_a_file(tmp_path):
     assert names.count("forward") == 3
 
 
-async def test_failed_write_does_not_end_the_server(tmp_path, caplog):
+async def test_failed_write_of_a_profile_does_not_end_the_server(tmp_path, caplog):
     directory = tmp_path / "gone"
     directory.mkdir()
     async with open_fake_engine() as fake, profiling(directory, fake.step_times):
@@ -41,7 +41,7 @@ async def test_failed_write_does_not_end_the_server(tmp_path, caplog):
                 await trio.lowlevel.checkpoint()
 
 
-def test_invalid_directory_is_refused(tmp_path):
+def test_invalid_profile_directory_is_refused(tmp_path):
     with pytest.raises(StartupError, match="--profile"):
         check_profile_directory(str(tmp_path / "none"))
     assert check_profile_directory(None) is None

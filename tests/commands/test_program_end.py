@@ -1,4 +1,4 @@
-"""Exit codes, the signals that stop a server, and messages about limits of the machine."""
+"""Tests of exit codes, of signals that stop a server, and of messages about limits of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio
 from trioserve.commands.program_end import StopSignals, limit_message
 
 
-def test_signal_before_the_server_listens_is_kept():
+def test_stop_signal_before_the_server_listens_stops_it_later():
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -26,7 +26,7 @@ def test_signal_before_the_server_listens_is_kept():
         assert trio.run(first) == signal.SIGTERM
 
 
-def test_handlers_are_restored_in_a_process_that_continues():
+def test_signal_handlers_are_restored_in_a_process_that_continues():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) is not before[0]
@@ -96,16 +96,16 @@ end_program(0)
         (BaseExceptionGroup("", [ValueError(), ExceptionGroup("", [RuntimeError("can't start new thread")])]), "pids"),
     ],
 )
-def test_limit_of_the_machine_is_named(error, words):
+def test_error_names_the_exceeded_limit_of_the_machine(error, words):
     assert words in (limit_message(error) or "")
 
 
-def test_limit_is_found_as_the_cause_of_another_error():
+def test_exceeded_limit_is_found_as_the_cause_of_another_error():
     error = RuntimeError("the thread was not started")
     error.__cause__ = OSError(errno.EMFILE, "Too many open files")
     assert "ulimit -n" in (limit_message(error) or "")
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), OSError(errno.ENOENT, "not found"), RuntimeError("broken")])
-def test_other_errors_are_not_blamed_on_the_machine(error):
+def test_error_with_another_cause_names_no_limit_of_the_machine(error):
     assert limit_message(error) is None

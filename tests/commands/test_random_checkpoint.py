@@ -1,4 +1,4 @@
-"""Command `random-checkpoint`: writes a model that can be served, or nothing."""
+"""Tests that the command `random-checkpoint` writes a model that can be served, or writes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYER = msgspec.structs.replace(
 TINY_MIXTURE = msgspec.structs.replace(_TINY, family="olmoe", layers=(_LAYER,) * 2)
 
 
-async def test_directory_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_random_checkpoint_directory_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "new" / "tiny"
     assert main(["random-checkpoint", "tiny", str(directory), "--seed", "5"]) == 0
     assert f"trioserve serve {directory}" in capsys.readouterr().out
@@ -46,7 +46,7 @@ async def test_directory_can_be_served(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("matrix_type", ["bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
-async def test_gguf_file_can_be_served(
+async def test_random_gguf_file_can_be_served(
     shape: str, matrix_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "new" / "model.gguf"
@@ -74,7 +74,9 @@ async def test_gguf_file_can_be_served(
     assert "name a file that ends in .gguf" in capsys.readouterr().err
 
 
-def test_only_an_empty_directory_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_checkpoint_is_written_only_into_an_empty_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "there"
     directory.mkdir()
     assert main(["random-checkpoint", "tiny", str(directory)]) == 0
@@ -100,7 +102,9 @@ def test_too_little_disk_space_is_reported_before_writing(
 
 
 @pytest.mark.parametrize("error", (KeyboardInterrupt(), OSError(28, "No space left on device")))
-def test_failed_write_leaves_no_files(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_of_a_checkpoint_leaves_no_files(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_weights = random_checkpoint_command.write_weights
 
     def write_some(config, directory, *, seed, progress):

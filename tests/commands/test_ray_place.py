@@ -92,7 +92,7 @@ def test_ranks_are_placed_get_the_address_and_are_removed_with_the_server():
     assert places.told == [RanksUpdate(nodes=NODES)]
 
 
-def test_missing_resources_are_reported_once_and_ranks_are_placed_later():
+def test_missing_cluster_resources_are_reported_once_and_ranks_are_placed_later():
     places = FakePlaces(room_after=3 * LOOKS_UNREPORTED)
     assert places.keep() == ["reserve", "start", "send", "remove"]
     assert places.told == [RanksUpdate(waits="waiting for room"), RanksUpdate(nodes=NODES)]
@@ -111,13 +111,13 @@ def test_server_that_leaves_during_placement_leaves_no_ranks(places, expect):
 
 
 @pytest.mark.parametrize(("lost", "sent"), [("starting", []), ("kept", ["send"])])
-def test_lost_rank_is_reported_and_the_others_stay_until_the_server_leaves(lost, sent):
+def test_lost_rank_is_reported_and_other_ranks_stay_until_the_server_leaves(lost, sent):
     places = FakePlaces(lost=lost)
     assert places.keep() == ["reserve", "start", *sent, "remove"]
     assert places.told[-1] == RanksUpdate(failure="the actor of rank 1 is gone")
 
 
-def test_unexpected_error_leaves_no_ranks():
+def test_unexpected_error_during_placement_leaves_no_ranks():
     places = FakePlaces(lost="bug")
     with pytest.raises(ZeroDivisionError):
         places.keep()

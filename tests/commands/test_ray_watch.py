@@ -1,4 +1,4 @@
-"""Reports about the engines of a group, from the answers of Ray, without Ray."""
+"""Tests of reports about the engines of a group. A fake replaces Ray and gives its answers."""
 
 from __future__ import annotations
 

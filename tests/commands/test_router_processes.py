@@ -1,4 +1,4 @@
-"""Stopping a router of several processes, its failure messages, and options that do not allow several processes."""
+"""Tests of a router with several processes: its stop, its failure messages, and options that require one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serving(count: int = 2) -> ProcessStates:
     return states
 
 
-def test_signal_stops_all_processes_and_router_ends_after_the_last():
+def test_stop_signal_stops_all_processes_and_the_router_ends_after_the_last_process():
     states = serving()
     assert states.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
     assert states.note(Ended(2, 0)) == []
@@ -40,7 +40,7 @@ def test_signal_stops_all_processes_and_router_ends_after_the_last():
 @pytest.mark.parametrize(
     ("code", "how"), [(-9, "was killed by SIGKILL"), (1, "ended with code 1"), (0, "ended with code 0")]
 )
-def test_unexpected_end_of_a_process_is_reported_and_stops_the_others(code, how):
+def test_unexpected_end_of_a_router_process_is_reported_and_stops_the_other_processes(code, how):
     states = serving(3)
     assert states.note(Ended(2, code)) == [Order("stop", 1), Order("stop", 3)]
     assert states.failures == [f"process 2 of this router {how}; the other processes drain and end"]
@@ -48,7 +48,7 @@ def test_unexpected_end_of_a_process_is_reported_and_stops_the_others(code, how)
     assert (states.is_over, states.exit_code) == (True, 1)
 
 
-def test_only_processes_that_serve_are_asked_to_reload():
+def test_only_serving_processes_get_the_reload_signal():
     states = ProcessStates(3)
     assert states.serving == []
     states.note(Serving(1))
@@ -58,7 +58,7 @@ def test_only_processes_that_serve_are_asked_to_reload():
     assert states.serving == [3]
 
 
-def test_process_that_fails_during_its_drain_is_a_failure():
+def test_failure_of_a_process_during_its_drain_sets_the_exit_code():
     states = serving()
     states.note(Signalled())
     states.note(Ended(1, -11))
@@ -66,7 +66,7 @@ def test_process_that_fails_during_its_drain_is_a_failure():
     assert (states.failures, states.exit_code) == (["process 1 of this router was killed by SIGSEGV"], 1)
 
 
-def test_signal_during_the_start_ends_all_processes():
+def test_stop_signal_during_the_start_ends_all_router_processes():
     states = ProcessStates(2)
     states.note(Serving(1))
     assert states.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
@@ -75,7 +75,7 @@ def test_signal_during_the_start_ends_all_processes():
     assert (states.is_over, states.exit_code, states.failures) == (True, 130, [])
 
 
-def test_process_that_does_not_stop_is_killed_by_fourth_signal_or_deadline():
+def test_hung_process_is_killed_at_the_fourth_signal_or_the_deadline():
     states = serving()
     for _ in range(3):
         assert states.note(Signalled())[0].what == "stop"
@@ -104,13 +104,13 @@ def test_options_that_processes_cannot_share_are_refused(flags, words, monkeypat
         assert word in str(refusal.value)
 
 
-def test_several_processes_need_linux(monkeypatch):
+def test_router_with_several_processes_needs_linux(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(StartupError, match="only Linux"):
         check_processes(configured("--router-processes", "2"))
 
 
-def test_server_with_an_engine_runs_in_one_process():
+def test_server_with_an_engine_refuses_several_processes():
     assert configured("--router-processes", "1", kind=Config).router_processes == 1
     with pytest.raises(StartupError, match="the engine of serve runs in one process"):
         configured("--router-processes", "2", kind=Config)

@@ -1,4 +1,4 @@
-"""A server inside of a Trio program, with an engine that the program has opened."""
+"""Tests of a server inside of a Trio program, with an engine that the program has opened."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_engine_stays_open_when_serving_is_cancelled():
         engine.assert_all_free()
 
 
-async def test_wrong_option_is_named():
+async def test_error_of_a_program_server_names_the_wrong_option():
     async with open_fake_engine() as engine:
         with pytest.raises(trioserve.StartupError, match="prot is not an option: did you mean port"):
             await trioserve.serve(engine, prot=1)

@@ -1,4 +1,4 @@
-"""`serve` with an image model: accepted options, and drain."""
+"""Tests of the command `serve` with an image model: its accepted options and its drain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAT = {"prompt": "a cat", "steps": 3}
 SECONDS_MAX = 60
 
 
-def test_every_option_is_used_refused_or_ignored_explicitly() -> None:
+def test_every_option_is_used_refused_or_ignored_explicitly_with_an_image_model() -> None:
     of_every_server = {*GROUPS["server"], *GROUPS["keys and TLS"], *GROUPS["queue and deadlines"]}
     taken = {"model", "dtype", "device", "threads", "max_num_seqs", *GROUPS["pictures"], *GROUPS["faults"]}
     taken.add("image_decode_timeout")
@@ -93,7 +93,7 @@ async def until(condition: Callable[[], object]) -> None:
             await trio.lowlevel.checkpoint()
 
 
-async def test_server_accepts_requests_and_drains() -> None:
+async def test_server_of_an_image_model_accepts_requests_and_drains() -> None:
     served = Served()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(served.run)

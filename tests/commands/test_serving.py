@@ -1,4 +1,4 @@
-"""Parts of every server program: limits, and certificates that change while the server runs."""
+"""Tests of code that every server program uses: limits, and certificates that change while the server runs."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ async def test_new_certificate_is_used_only_with_its_key(autojump_clock, authori
         nursery.cancel_scope.cancel()
 
 
-async def test_reload_without_tls_is_one_line_in_the_log(caplog, autojump_clock):
+async def test_reload_signal_without_tls_logs_one_line(caplog, autojump_clock):
     config = make_config()
     front_end = NativeFrontEnd(
         FrontendServer(respond), await open_listeners("127.0.0.1", 0), Metrics(None, parts=("frontend",)), config
@@ -209,12 +209,12 @@ async def test_reload_without_tls_is_one_line_in_the_log(caplog, autojump_clock)
         nursery.cancel_scope.cancel()
 
 
-def test_options_of_connections_reach_the_front_end():
+def test_options_about_connections_become_limits_of_the_front_end():
     limits = frontend_limits(make_config(keep_alive_timeout=5.0, ping_interval=6.0, ping_timeout=7.0))
     assert (limits.idle_seconds_max, limits.ping_seconds, limits.ping_answer_seconds_max) == (5.0, 6.0, 7.0)
 
 
-def test_larger_bodies_have_more_time_unless_an_option_says_how_much():
+def test_larger_request_bodies_have_more_time_unless_an_option_sets_the_time():
     assert frontend_limits(make_config()).body_seconds_max == 600
     assert frontend_limits(make_config(max_body_bytes=1_000_000_000)).body_seconds_max == 16_000
     assert frontend_limits(make_config(max_body_bytes=1_000_000_000, body_timeout=5.0)).body_seconds_max == 5

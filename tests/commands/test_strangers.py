@@ -1,4 +1,4 @@
-"""Options of a server about callers without a key."""
+"""Tests of server options that decide what callers without a key may do."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OTHERS_REACH = ("0.0.0.0", "::", "10.0.0.7", "gpubox", "[::]")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
-def test_server_on_loopback_allows_operations_without_a_key(host):
+def test_server_on_loopback_allows_operator_requests_without_a_key(host):
     config = make_config(host=host)
     assert access_rules(config).operates_without_key
     assert strangers_warning(config) is None
 
 
 @pytest.mark.parametrize("host", OTHERS_REACH)
-def test_operations_are_disabled_on_a_public_server_by_default(host):
+def test_public_server_refuses_operator_requests_without_a_key_by_default(host):
     config = make_config(host=host)
     assert not access_rules(config).operates_without_key
     warning = strangers_warning(config)
@@ -35,11 +35,11 @@ def test_operations_are_disabled_on_a_public_server_by_default(host):
 
 
 @pytest.mark.parametrize("keys", [{"api_key": ("a",)}, {"gateway_api_key": ("a",)}, {"uds": "/run/x"}])
-def test_no_warning_if_keys_or_file_permissions_exclude_strangers(keys: dict[str, Any]):
+def test_server_start_does_not_warn_if_keys_or_file_permissions_exclude_strangers(keys: dict[str, Any]):
     assert strangers_warning(make_config(host="0.0.0.0", **keys)) is None
 
 
-def test_server_accepts_its_host_machine_and_configured_names(monkeypatch):
+def test_server_accepts_loopback_and_configured_names_as_host(monkeypatch):
     assert access_rules(make_config()).host_names == ()
     assert not access_rules(make_config()).has_network_names
     monkeypatch.setattr("socket.gethostname", lambda: "Box7.lab.example")
@@ -52,7 +52,7 @@ def test_server_accepts_its_host_machine_and_configured_names(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Config, RouterOptions])
-def test_warning_follows_the_announced_address(kind, capsys):
+def test_warning_about_strangers_follows_the_announced_address(kind, capsys):
     for host, is_told in (("0.0.0.0", True), ("127.0.0.1", False)):
         announce_serving("x", [f"http://{host}:8000"], kind(host=host))
         told = capsys.readouterr().err

@@ -14,7 +14,7 @@ def chain(salt: str | None, *blocks: tuple[int, ...]) -> bytes:
     return parent
 
 
-def test_hashes_are_equal_on_every_machine():
+def test_block_hashes_are_equal_on_every_machine():
     # The expected hashes were computed from the definition: blake2b with 16 bytes over the parent and the tokens as
     # little-endian uint32. If these values change, engines and routers of different versions no longer find each
     # other's blocks.
@@ -37,14 +37,14 @@ def test_hashes_are_equal_on_every_machine():
         ((None, (0,)), (None, (0, 0))),
     ],
 )
-def test_different_prefixes_have_different_hashes(first, second):
+def test_different_prefixes_have_different_block_hashes(first, second):
     assert chain(*first) != chain(*second)
 
 
-def test_lists_and_tuples_have_equal_hashes():
+def test_lists_and_tuples_of_tokens_have_equal_block_hashes():
     assert hash_block(root_hash(None), [1, 2]) == hash_block(root_hash(None), (1, 2))
 
 
-def test_salt_may_be_any_string():
+def test_salt_of_a_block_hash_may_be_any_string():
     assert len(root_hash("\ud800")) == 16
     assert len(chain("é" * 1000, (0, 2**32 - 1))) == 16

@@ -67,6 +67,6 @@ def test_errors_of_the_caller_name_the_field(error):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.Draining])
-def test_refusals_have_a_reason_and_a_retry_time(error):
+def test_refusal_errors_have_a_reason_and_a_retry_time(error):
     raised = error("no", reason="queue_full", retry_after_seconds=1.5)
     assert (str(raised), raised.reason, raised.retry_after_seconds) == ("no", "queue_full", 1.5)

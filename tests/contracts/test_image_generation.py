@@ -30,7 +30,7 @@ def picture(width: int, height: int) -> RGBImage:
         ("image", b"png"),
     ],
 )
-def test_invalid_parameters_are_refused_by_name(name: str, value: object) -> None:
+def test_invalid_image_parameters_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=name) as refused:
         ImageParams(**{name: value})  # type: ignore[arg-type]  # wrong types are the purpose of this test
     assert refused.value.param == name
@@ -48,7 +48,7 @@ def test_invalid_parameters_are_refused_by_name(name: str, value: object) -> Non
         ((2, 2, b"abc"), "rgb"),
     ],
 )
-def test_invalid_images_are_refused(fields: tuple[Any, Any, Any], param: str) -> None:
+def test_invalid_input_images_are_refused(fields: tuple[Any, Any, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=param) as refused:
         RGBImage(*fields)
     assert refused.value.param == param
@@ -73,12 +73,12 @@ def test_mask_must_have_the_size_of_its_image() -> None:
         ImageParams(image=picture(8, 16), mask=picture(16, 8))
 
 
-def test_limits_below_1_are_refused() -> None:
+def test_image_limits_below_1_are_refused() -> None:
     with pytest.raises(StartupError, match="n_max is 0"):
         ImageRequestLimits(n_max=0)
 
 
-def test_numpy_numbers_become_python_numbers():
+def test_numpy_numbers_in_image_parameters_become_python_numbers():
     params = ImageParams(
         width=np.int64(16), n=np.uint8(2), seed=np.uint64(2**63), guidance=np.float32(2), strength=None
     )

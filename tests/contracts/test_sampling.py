@@ -73,7 +73,7 @@ def test_each_parameter_accepts_only_values_in_its_range(name, allowed, refused)
         ("include_stop_str_in_output", ["no"]),
     ],
 )
-def test_values_of_a_wrong_type_are_refused_by_name(name, wrong):
+def test_sampling_values_of_a_wrong_type_are_refused_by_name(name, wrong):
     for value in wrong:
         with pytest.raises(InvalidRequest, match=f"^{name} (is|holds) .*, allowed is ") as raised:
             SamplingParams(**{name: value})
@@ -91,7 +91,7 @@ def test_values_of_a_wrong_type_are_refused_by_name(name, wrong):
         ("logit_bias", {np.int32(3): np.float64(1.5)}, {3: 1.5}),
     ],
 )
-def test_numpy_numbers_and_lists_become_python_types(name, given, kept):
+def test_numpy_numbers_and_lists_in_sampling_parameters_become_python_types(name, given, kept):
     own = getattr(SamplingParams(**{name: given}), name)
     assert repr(own) == repr(kept)
 
@@ -103,7 +103,7 @@ def test_later_changes_of_the_callers_dict_do_not_change_logit_bias():
     assert params.logit_bias == {1: 1.0}
 
 
-def test_numbers_with_too_many_digits_to_print_are_refused():
+def test_sampling_numbers_with_too_many_digits_to_print_are_refused():
     check("seed", 10**5000, allowed=False)
     check("min_tokens", 10**5001, allowed=False, max_tokens=10**5000)
 
@@ -118,11 +118,11 @@ def test_a_positive_temperature_never_becomes_greedy_by_overflow(temperature):
     assert SamplingParams(temperature=temperature).temperature == TEMPERATURE_MIN
 
 
-def test_defaults_are_those_of_the_api():
+def test_default_sampling_parameters_are_those_of_the_api():
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.max_tokens, params.stop) == (1, 1.0, 1.0, None, ())
 
 
-def test_parameters_are_immutable():
+def test_sampling_parameters_are_immutable():
     with pytest.raises(AttributeError):
         SamplingParams().n = 0

@@ -21,5 +21,5 @@ KNOWN = ("--max-model-len", "--max-num-seqs", "--port", "--host", "TRIOSERVE_API
         ("", None),
     ],
 )
-def test_closest_name_is_the_intended_name(written: str, meant: str | None):
+def test_suggestion_for_a_misspelled_name_is_the_intended_name(written: str, meant: str | None):
     assert closest_name(written, KNOWN) == meant

@@ -18,7 +18,7 @@ def loaded(book: AdapterBook, name: str, digest: str = "d0", *, replaces: bool =
     return id
 
 
-def test_acquire_returns_none_until_the_adapter_is_ready():
+def test_adapter_lease_is_none_until_the_adapter_is_ready():
     book = AdapterBook(2)
     id = book.begin_load("a", "/a")
     assert book.acquire("a") is None
@@ -45,7 +45,7 @@ def test_a_retired_adapter_is_idle_after_its_last_release():
     assert book.retire("a") == []
 
 
-def test_second_release_of_a_lease_is_refused():
+def test_second_release_of_an_adapter_lease_is_refused():
     book = AdapterBook(1)
     loaded(book, "a")
     lease = book.acquire("a")
@@ -55,7 +55,7 @@ def test_second_release_of_a_lease_is_refused():
     assert book.lease_count == 0
 
 
-def test_a_lease_stays_valid_when_the_name_is_replaced():
+def test_adapter_lease_stays_valid_when_its_name_gets_another_adapter():
     book = AdapterBook(1)
     first_id = loaded(book, "a", "old")
     lease = book.acquire("a")
@@ -70,7 +70,7 @@ def test_a_lease_stays_valid_when_the_name_is_replaced():
     assert book.user_count(first_id) == 1, "two leases on the old adapter"
 
 
-def test_a_name_is_refused_while_it_is_in_use():
+def test_adapter_name_is_refused_while_it_is_in_use():
     book = AdapterBook(3)
     loading = book.begin_load("a", "/a")
     for replaces in (False, True):
@@ -83,7 +83,7 @@ def test_a_name_is_refused_while_it_is_in_use():
     book.check()
 
 
-def test_names_and_retired_adapters_are_bounded():
+def test_number_of_adapter_names_and_of_retired_adapters_is_bounded():
     book = AdapterBook(1)
     loaded(book, "a")
     with pytest.raises(AdapterRefused, match="which is the maximum"):
@@ -115,7 +115,7 @@ def test_an_adapter_retired_while_loading_stays_until_its_loader_reports(ends_we
     book.check()
 
 
-def test_a_failed_load_keeps_the_old_adapter():
+def test_failed_load_of_an_adapter_keeps_the_old_adapter():
     book = AdapterBook(1)
     loaded(book, "a", "old")
     id = book.begin_load("a", "/new", replaces=True)

@@ -36,7 +36,9 @@ VOCAB_SIZE = 4  # The vocabulary is small, so that by chance prompts share prefi
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 HoldKey = tuple[str, HoldKind]
 HOLD_SECONDS_MAX, REMOTE_KV_SECONDS_MAX = 8.0, 4.0
-STEPS_MAX = 5_000  # No history needs nearly so many steps. A request that has not ended after them will never end.
+STEPS_MAX = (
+    5_000  # No history needs nearly so many steps. A request that has not ended after this many steps will never end.
+)
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
 

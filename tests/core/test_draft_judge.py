@@ -1,4 +1,4 @@
-"""Tests of how many draft tokens a draft model proposes, depending on measured times and acceptance rates."""
+"""Tests that the number of draft tokens of a draft model follows measured times and acceptance rates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -
     return made
 
 
-def test_maximum_draft_count_is_tried_before_anything_is_measured():
+def test_maximum_draft_count_is_used_before_the_first_measurement():
     assert DraftJudge().token_count([0.7], TOKENS_MAX) == TOKENS_MAX
     assert DraftJudge().token_count([0.7], 0) == 0
     assert DraftJudge().token_count([], TOKENS_MAX) == 0
@@ -74,7 +74,7 @@ def test_trials_of_unprofitable_drafts_become_rarer():
     assert gaps[-1] == TRIAL_PERIOD_MAX
 
 
-def test_a_trial_finds_drafts_that_became_profitable():
+def test_trial_of_drafts_detects_that_drafts_became_profitable():
     made = judge(pass_seconds=2.0)
     used, count = 0, 0
     for _ in range(20 * TRIAL_PERIOD_MIN):
@@ -100,14 +100,14 @@ def test_profitable_drafts_pause_regularly_for_a_plain_step():
     assert counts[OTHER_PERIOD - 1] == 7
 
 
-def test_time_of_catching_up_is_not_measured_as_a_pass():
+def test_time_in_which_the_draft_model_catches_up_is_not_measured_as_a_pass():
     made = judge(pass_seconds=0.1)
     for _ in range(100):
         made.note(2, 1, DraftTimes(1.0, 50.0, 1), is_usual=False)
     assert made.token_count([0.8], TOKENS_MAX) == 6
 
 
-def test_judge_notices_that_the_machine_became_slow():
+def test_draft_count_adapts_when_the_machine_becomes_slow():
     made = judge(pass_seconds=0.1)
     for _ in range(100):
         made.note(2, 1, DraftTimes(1.0, 5.0, 1), is_usual=True)
@@ -144,7 +144,7 @@ def test_acceptance_rate_follows_recent_drafts():
     assert draft.acceptance == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_proposal_for_another_position_is_not_used():
+def test_draft_tokens_for_another_position_are_not_used():
     draft = ModelDraft()
     draft.take_proposed((5, 6, 7), 10)
     assert draft.draft(range(11), 8) == ()

@@ -66,7 +66,7 @@ def test_draft_does_not_depend_on_how_the_text_was_divided_between_calls():
     assert grown.draft(text, 9) == drafter().draft(text, 9)
 
 
-def test_a_long_prompt_is_entered_over_several_drafts():
+def test_drafter_indexes_a_long_prompt_over_several_drafts():
     text = [*range(3 * ENTERED_MAX), 5, 6, 7, 8]
     one = drafter()
     assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # The drafter has not entered the last tokens yet.
@@ -355,6 +355,6 @@ def _request(prompt, output_tokens_max):
 
 
 @pytest.mark.parametrize("name", ["draft_tokens_max", "draft_step_tokens_max"])
-def test_a_negative_limit_is_refused(name):
+def test_negative_draft_limit_is_refused(name):
     with pytest.raises(StartupError, match=name):
         CoreSettings(block_count=16, context_tokens_max=64, **{name: -1})

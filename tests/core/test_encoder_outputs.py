@@ -75,7 +75,7 @@ def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, even
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_histories_keep_the_rules(seed: int) -> None:
+def test_random_histories_of_encoder_outputs_keep_the_rules(seed: int) -> None:
     play(seed)
 
 
@@ -134,13 +134,13 @@ class _NoBound(EncoderOutputs):
 
 
 @pytest.mark.parametrize("wrong", [_KeepsExpected, _ForgetsTheQueue, _EvictsUsed, _PassesOver, _NoBound])
-def test_a_faulty_variant_is_detected(wrong: type[EncoderOutputs]) -> None:
+def test_faulty_variant_of_the_encoder_outputs_is_detected(wrong: type[EncoderOutputs]) -> None:
     with pytest.raises((AssertionError, KeyError)):
         for seed in range(60):
             play(seed, wrong)
 
 
-def test_a_second_release_of_a_claim_is_refused() -> None:
+def test_second_release_of_an_encoder_output_claim_is_refused() -> None:
     outputs = EncoderOutputs(BYTES_MAX)
     claim = outputs.claim({b"a": 3}, lambda: None)
     outputs.release(claim)

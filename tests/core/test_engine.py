@@ -29,7 +29,7 @@ def finished(name: str, phase: Phase, reason: FinishReason = FinishReason.ABORT,
     ("prompt_count", "output_tokens_max", "priority"),
     [(1, 15, 0), (15, 1, 0), (1, 1, PRIORITY_MIN), (1, 1, PRIORITY_MAX)],
 )
-def test_a_request_at_the_limits_is_served(drive, prompt_count, output_tokens_max, priority):
+def test_request_at_the_limits_of_the_core_is_served(drive, prompt_count, output_tokens_max, priority):
     driver = drive(block_count=4)
     driver.add("a", range(prompt_count), output_tokens_max, priority=priority)
     driver.run()
@@ -48,7 +48,9 @@ def test_a_request_at_the_limits_is_served(drive, prompt_count, output_tokens_ma
         (1, 1, PRIORITY_MAX + 1, InvalidRequest, "priority"),
     ],
 )
-def test_a_request_beyond_the_limits_is_refused(drive, prompt_count, output_tokens_max, priority, error, param):
+def test_request_beyond_the_limits_of_the_core_is_refused(
+    drive, prompt_count, output_tokens_max, priority, error, param
+):
     driver = drive(block_count=4)
     with pytest.raises(error) as raised:
         driver.add("a", range(prompt_count), output_tokens_max, priority=priority)
@@ -65,7 +67,7 @@ def test_a_token_id_that_no_vocabulary_has_is_refused(drive, token_id):
     check_idle(driver.core)
 
 
-def test_an_id_in_use_is_refused_and_a_finished_one_is_accepted(drive):
+def test_request_id_in_use_is_refused_and_finished_id_is_accepted(drive):
     driver = drive()
     driver.add("a", [1, 2])
     with pytest.raises(AssertionError, match="in use"):
@@ -140,7 +142,7 @@ def test_abort_of_a_waiting_request_ends_it_at_once(drive):
     check_idle(driver.core)
 
 
-def test_an_id_listed_twice_in_one_abort_ends_once(drive):
+def test_request_id_listed_twice_in_one_abort_ends_once(drive):
     driver = drive()
     driver.add("a", [1])
     assert driver.abort("a", "a") == {"a": AbortResult(AbortOutcome.ABORTED, finished("a", Phase.QUEUED))}
@@ -302,7 +304,7 @@ def test_a_request_that_finished_long_ago_is_unknown(drive):
 # --- events -------------------------------------------------------------------------------------------------
 
 
-def test_errors_end_their_own_request_only(drive):
+def test_error_of_a_request_ends_only_that_request(drive):
     driver = drive()
     for name in "abc":
         driver.add(name, [ord(name), 1, 2], 4)

@@ -136,7 +136,7 @@ def test_prefix_cache_that_confuses_images_is_detected(bug: str, monkeypatch: py
             play(seed)
 
 
-def test_block_material_depends_on_the_embeddings_inside_the_block() -> None:
+def test_block_hash_input_depends_on_the_embeddings_inside_the_block() -> None:
     given = (rows(3, 6, 1), rows(20, 4, 2))
     assert rows_material(given, 0, 3) == b""
     assert rows_material(given, 0, 4) != rows_material(given, 4, 8) != b""

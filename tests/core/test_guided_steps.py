@@ -66,7 +66,7 @@ def test_forced_tokens_are_computed_in_one_step(drive):
     driver.run()
 
 
-def test_forced_tokens_are_one_event_with_the_token_before_them(drive):
+def test_forced_tokens_and_the_sampled_token_before_are_one_event(drive):
     driver = drive(model=model())
     add(driver, automaton=chain(ANY, (11,), (12,)), prompt=(9, 8))
     plan = driver.core.schedule(0.0)

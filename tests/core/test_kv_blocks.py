@@ -14,7 +14,7 @@ def check(pool: BlockPool, *, free: int, cached: int, used: int) -> None:
     assert pool.block_count == free + cached + used
 
 
-def test_a_block_is_allocated_once_until_it_is_released():
+def test_block_is_not_allocated_again_until_it_is_released():
     pool = BlockPool(3)
     first = pool.allocate(2)
     check(pool, free=1, cached=0, used=2)
@@ -48,7 +48,7 @@ def test_a_shared_block_is_free_after_its_last_release():
     check(pool, free=1, cached=0, used=0)
 
 
-def test_a_second_release_is_refused_and_changes_nothing():
+def test_second_release_of_a_block_is_refused_and_changes_nothing():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)

@@ -149,7 +149,7 @@ def test_planning_ahead_preempts_no_request(steps):
     assert steps.begin().preempted == ("b",)
 
 
-def test_the_table_of_the_step_in_flight_does_not_change(steps):
+def test_block_table_of_the_step_in_flight_does_not_change(steps):
     steps = steps(block_size=4)
     steps.driver.add("a", range(8), 5)
     (first,) = steps.begin().chunks

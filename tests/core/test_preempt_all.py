@@ -37,7 +37,7 @@ def test_preempted_requests_are_computed_again_with_their_tokens(check, script, 
         pytest.param("a:12<8>2 b:3>3 | +a ^", "b0-2* | a0-7 | a8-11* b0-3* | a12* b4*", id="in the old order"),
     ],
 )
-def test_preempt_all_cancels_loads(check, script, expect):
+def test_preempt_all_cancels_kv_loads(check, script, expect):
     check(script, expect, connected=True)
 
 

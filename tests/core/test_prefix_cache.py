@@ -110,7 +110,7 @@ def test_salts_keep_equal_prefixes_apart(salts, expect, hash_function):
     assert found == expect if hash_function is hash_block else found <= expect
 
 
-def test_equal_content_is_published_once():
+def test_blocks_with_equal_content_are_published_once():
     holder = Holder(4, hash_block)
     first = holder.compute((1, 2, 3, 4))
     second = holder.compute((1, 2, 3, 4), use_hits=False)
@@ -148,7 +148,7 @@ def test_a_block_whose_parent_was_evicted_is_not_found_under_the_new_parent():
     assert holder.match((1, 2, 3, 4, 5)) == 2
 
 
-def test_hashes_are_computed_once_per_request():
+def test_block_hashes_are_computed_once_per_request():
     calls: list[tuple[int, ...]] = []
 
     def counting(parent: BlockHash, token_ids) -> BlockHash:

@@ -134,7 +134,7 @@ def test_long_prompt_without_decodes_gets_whole_steps():
     check_idle(timed.core)
 
 
-def test_a_prompt_that_fits_a_step_is_computed_at_once():
+def test_prompt_that_fits_into_one_step_is_computed_in_one_step():
     costs = Costs()
     timed = Timed(costs, 16)
     timed.add("short", range(10_000, 10_496))
@@ -224,7 +224,7 @@ def test_long_prompt_continues_when_all_other_requests_of_its_step_are_preempted
     driver.run()
 
 
-def test_overlapping_time_is_counted_once_and_dropped_steps_not_at_all():
+def test_step_time_is_counted_once_for_overlapping_steps_and_not_for_dropped_steps():
     """The measured time of a step begins when the previous step has returned. Dropped steps do not change the
     estimates.
     """
@@ -249,6 +249,6 @@ def test_overlapping_time_is_counted_once_and_dropped_steps_not_at_all():
     assert max(timed.step()[1] for _ in range(10)) < 100
 
 
-def test_a_stretch_of_one_or_less_is_refused():
+def test_step_stretch_of_one_or_less_is_refused():
     with pytest.raises(StartupError, match=r"wide_prompt_stretch is 1.0, it must be above 1"):
         CoreSettings(block_count=10, context_tokens_max=100, wide_prompt_stretch=1.0)

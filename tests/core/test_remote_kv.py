@@ -405,7 +405,7 @@ def test_a_load_whose_start_raises_expires_before_earlier_loads(drive):
 
 
 @pytest.mark.parametrize("response", [-1, None, "8", 2.5], ids=repr)
-def test_an_impossible_match_count_means_no_match(drive, response):
+def test_impossible_match_count_of_a_connector_means_no_match(drive, response):
     driver = drive(connected=True)
     driver.connector.matched_count = lambda request, computed_count: response
     driver.add("a", range(8))
@@ -415,7 +415,7 @@ def test_an_impossible_match_count_means_no_match(drive, response):
 
 
 @pytest.mark.parametrize("call", ["load_abandoned", "hold_expired", "num_matched_tokens"])
-def test_a_call_that_raises_is_counted_and_everything_is_released(drive, call):
+def test_connector_call_that_raises_is_counted_and_everything_is_released(drive, call):
     driver = drive(connected=True)
     driver.connector.raises = {call}
     driver.remote = {"a": 8}
@@ -436,13 +436,13 @@ def test_a_call_that_raises_is_counted_and_everything_is_released(drive, call):
         ({"load_failure_policy": "retry"}, 'it may be "recompute" or "fail"'),
     ],
 )
-def test_settings_with_endless_waits_are_refused(change, message):
+def test_connector_settings_with_endless_waits_are_refused(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(block_count=4, context_tokens_max=64, max_num_seqs=2, **change)
 
 
 @pytest.mark.parametrize("report", [None, "x", Loaded(RequestId("a"), None), Loaded(RequestId("a"), 3.5)])
-def test_value_that_is_not_a_report_is_counted_and_ignored(drive, report):
+def test_invalid_connector_report_is_counted_and_ignored(drive, report):
     driver = drive(connected=True)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -454,7 +454,7 @@ def test_value_that_is_not_a_report_is_counted_and_ignored(drive, report):
     assert driver.core.stats().running_count == 0
 
 
-def test_a_prompt_that_fits_thanks_to_held_hits_starts_when_nothing_else_runs(drive):
+def test_prompt_that_fits_thanks_to_cache_hits_in_held_blocks_starts_when_nothing_else_runs(drive):
     """At the first check the prompt did not fit, because there were no cache hits yet."""
     driver = drive(connected=True, block_count=8, block_size=1)
     driver.holds = {"c"}

@@ -42,7 +42,7 @@ def legal_moves() -> set[tuple[RequestStatus, RequestStatus]]:
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(RequestStatus, RequestStatus)), ids=lambda status: status.value)
-def test_only_transitions_of_the_table_are_legal(old, new):
+def test_only_transitions_in_the_table_of_request_states_are_allowed(old, new):
     """Scenario S18 of tests/README.md: no transition leaves FINISHED."""
     live = live_request()
     live.status = old
@@ -59,14 +59,14 @@ def test_only_transitions_of_the_table_are_legal(old, new):
     ("output", "computed", "expect"),
     [(0, 0, (3, 0, 3)), (0, 2, (3, 0, 1)), (1, 3, (3, 1, 1)), (2, 0, (3, 2, 5))],
 )
-def test_known_tokens_that_are_not_computed_are_due(output, computed, expect):
+def test_known_tokens_that_are_not_computed_are_scheduled(output, computed, expect):
     live = live_request()
     live.tokens += [9] * output
     live.computed_count = computed
     assert (live.prompt_count, live.output_count, live.due_count) == expect
 
 
-def test_order_is_priority_then_arrival():
+def test_requests_are_sorted_by_priority_then_arrival():
     urgent, early, late = live_request(priority=-1, arrival_index=9), live_request(), live_request(arrival_index=1)
     assert sorted([late, early, urgent], key=lambda live: live.order) == [urgent, early, late]
 

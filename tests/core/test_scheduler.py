@@ -80,7 +80,7 @@ def test_waiting_requests_start_in_order(check, script, expect):
         pytest.param(
             "v:3>9@1 | u:3>4 w:3>4 | p:12",
             7,
-            # In the fourth step, the token that was planned for v goes to p: p5-10 instead of p5-9.
+            # In the fourth step, p gets the token that was planned for v, so p5-10 is computed instead of p5-9.
             "v0-2* | v3* u0-2* w0-2* | v4* u3* w3* p0-4 | -v u4* w4* p5-10 | u5* w5* p11* | "
             "v0-5* | v6* | v7* | v8* | v9* | v10*",
             id="its share of the budget goes to another request",

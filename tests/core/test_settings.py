@@ -16,7 +16,7 @@ GOOD = {
 }
 
 
-def test_consistent_limits_are_accepted():
+def test_consistent_core_limits_are_accepted():
     assert CoreSettings(**GOOD).enable_prefix_caching
 
 
@@ -32,7 +32,7 @@ def test_consistent_limits_are_accepted():
         ({"context_tokens_max": 1000, "window_tokens": 48}, "lower --max-num-batched-tokens or --max-model-len"),
     ],
 )
-def test_contradicting_limits_are_refused(change, message):
+def test_contradicting_core_limits_are_refused(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(**{**GOOD, **change})
 

@@ -41,15 +41,15 @@ def in_use(driver):
         ),
     ],
 )
-def test_a_prompt_starts_from_a_snapshot(check, script, expect):
+def test_prompt_starts_from_a_state_snapshot(check, script, expect):
     check(script, expect, **SLOTS)
 
 
-def test_without_snapshot_slots_prompts_are_computed_from_the_start(check):
+def test_prompts_are_computed_from_the_start_without_snapshot_slots(check):
     check("a:9 | b:a9+3", "a0-8* | b0-11*", **{**SLOTS, "snapshot_slot_count": 0})
 
 
-def test_without_prefix_caching_there_are_no_snapshots(check):
+def test_no_state_snapshot_is_written_without_prefix_caching(check):
     driver = check("a:9 | b:a9+3", "a0-8* | b0-11*", **SLOTS, enable_prefix_caching=False)
     assert driver.core.stats().snapshots_total == 0
 
@@ -80,7 +80,7 @@ def test_a_snapshot_is_dropped_with_its_block(check):
 
 
 @pytest.mark.parametrize("moment", ("before", "during", "between"))
-def test_a_request_that_ends_releases_its_slots(drive, moment):
+def test_request_that_ends_releases_its_state_slots(drive, moment):
     driver = drive(**SLOTS)
     driver.add("a", tuple(range(40)), 4)
     if moment == "between":
@@ -97,7 +97,7 @@ def test_a_request_that_ends_releases_its_slots(drive, moment):
 
 
 @pytest.mark.parametrize("moment", ("it is written", "it is read"))
-def test_an_unfinished_snapshot_is_released(drive, moment):
+def test_unfinished_state_snapshot_is_released(drive, moment):
     driver = drive(**SLOTS)
     prompt = tuple(range(9))
     if moment == "it is read":
@@ -147,12 +147,12 @@ def test_a_step_planned_ahead_reads_the_state_of_the_step_in_flight(drive):
     assert in_use(driver) == (0, 1)
 
 
-def test_drafts_with_states_are_refused():
+def test_drafts_for_a_model_with_states_are_refused():
     with pytest.raises(StartupError, match="the change by a wrong draft token cannot be undone"):
         CoreSettings(block_count=4, context_tokens_max=64, state_slot_count=2, draft_tokens_max=3)
 
 
-def test_a_connector_with_states_is_refused():
+def test_connector_for_a_model_with_states_is_refused():
     executor = FakeExecutor(block_count=4)
     with pytest.raises(AssertionError, match="cannot carry states"):
         EngineCore(

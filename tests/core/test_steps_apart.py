@@ -36,7 +36,7 @@ def end(driver, plan: StepPlan) -> None:
     check_core(driver.core)
 
 
-def test_each_step_has_half_of_the_running_requests(driver):
+def test_each_of_two_steps_in_flight_has_half_of_the_running_requests(driver):
     made = driver()
     core = begun(made, "a", "b", "c", "d", "e")
     first = core.schedule(0.0)

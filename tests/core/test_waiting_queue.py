@@ -80,7 +80,7 @@ def test_a_request_that_is_not_queued_cannot_be_removed():
 
 @pytest.mark.slow
 @given(st.data())
-def test_random_histories_keep_the_order(data):
+def test_random_histories_keep_the_order_of_the_waiting_queue(data):
     queue = WaitingQueue()
     inside: list[LiveRequest] = []
     outside: list[LiveRequest] = []

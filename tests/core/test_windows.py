@@ -80,7 +80,7 @@ class Engine:
 
 
 def test_a_long_request_owns_blocks_of_its_window_and_one_step():
-    # The maximum is 24 tokens: 10 of the window and 8 of a step, starting anywhere in a block.
+    # The maximum is 24 tokens in blocks: 10 of the window and 8 of a step, which can start anywhere in a block.
     engine = Engine(block_count=6)
     engine.add("a", list(range(150)), count=100)
     counts = []
@@ -125,7 +125,7 @@ def test_blocks_that_a_second_step_in_flight_reads_are_kept():
     assert engine.core.stats().blocks_given_back_total > 0
 
 
-def test_next_chat_turn_is_a_cache_hit_even_if_its_first_blocks_were_evicted():
+def test_next_chat_turn_hits_the_cache_even_if_its_first_blocks_were_evicted():
     engine = Engine(block_count=6)
     prompt = list(range(100))
     engine.add("a", prompt, count=10)
@@ -169,7 +169,7 @@ def test_a_load_allocates_only_blocks_that_the_window_reaches():
     check_idle(engine.core)
 
 
-def test_a_partial_load_is_rejected_if_the_window_reaches_further_back():
+def test_partial_kv_load_is_rejected_if_the_window_reaches_further_back():
     engine = Engine(block_count=8, has_connector=True)
     engine.connector.matched_count = lambda request, computed_count: 90 - computed_count
     engine.add("a", list(range(100)), count=4)
@@ -274,7 +274,7 @@ class Windowed:
         return hit_count
 
 
-def test_a_prefix_is_found_by_its_last_blocks():
+def test_prefix_is_found_if_only_its_last_blocks_are_cached():
     cache = Windowed(4, 5, hash_block)
     prompt = tuple(range(40))
     assert cache.compute(prompt) == 0
@@ -291,14 +291,14 @@ def test_an_evicted_block_that_is_computed_again_keeps_its_identity():
     assert len(cache.match((*prompt, 1))[1]) == 20
 
 
-def test_names_max_limits_the_remembered_blocks():
+def test_number_of_remembered_evicted_blocks_is_limited():
     cache = Windowed(4, 5, hash_block, names_max=10)
     cache.compute(tuple(range(60)))
     assert len(cache.cache._evicted) == 10
     assert len(cache.match((*range(60), 1))[1]) == 0, "the oldest names are dropped"
 
 
-def test_evicted_names_without_children_are_dropped():
+def test_remembered_evicted_blocks_without_children_are_dropped():
     cache = Windowed(4, 5, hash_block)
     cache.compute(tuple(range(40)))
     cache.compute(tuple(range(100, 140)))
@@ -312,7 +312,7 @@ def test_evicted_names_without_children_are_dropped():
     names_max=st.sampled_from([0, 1, 5, 100]),
 )
 @settings(max_examples=150, deadline=None)
-def test_only_equal_prefixes_are_found_even_with_weak_hashes(prompts, window, hash_function, names_max):
+def test_cache_with_a_window_finds_only_equal_prefixes_even_with_weak_hashes(prompts, window, hash_function, names_max):
     cache = Windowed(7, window, hash_function, names_max)
     for tokens in prompts:
         cache.compute(tokens)

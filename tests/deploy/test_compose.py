@@ -37,7 +37,7 @@ def test_router_has_all_engines_as_endpoints():
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_service_has_time_to_stop_and_few_rights(name):
+def test_compose_service_has_time_to_stop_and_few_rights(name):
     service = SERVICES[name]
     assert int(service["stop_grace_period"].removesuffix("s")) >= config_of(name).drain_timeout + SUPERVISOR_SECONDS
     assert service["read_only"] is True

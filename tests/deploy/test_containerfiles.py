@@ -70,7 +70,7 @@ def file(request: Any) -> Containerfile:
     return Containerfile(request.param)
 
 
-def test_there_is_one_file_for_cpus_and_one_for_gpus():
+def test_deploy_has_one_container_file_for_cpus_and_one_for_gpus():
     assert [path.name for path in FILES] == ["Containerfile", "Containerfile.cuda"]
 
 
@@ -100,14 +100,14 @@ def test_every_environment_variable_is_an_option_of_the_program(file: Containerf
     assert set(names) <= options_of(Config).keys()
 
 
-def test_image_runs_as_an_unprivileged_user_and_stops_with_sigterm(file: Containerfile):
+def test_container_runs_as_an_unprivileged_user_and_stops_with_sigterm(file: Containerfile):
     user, _, group = file.last("USER").partition(":")
     assert int(user) > 0
     assert int(group) > 0
     assert file.last("STOPSIGNAL") == signal.SIGTERM.name
 
 
-def test_all_written_files_are_in_the_volume(file: Containerfile, monkeypatch: pytest.MonkeyPatch):
+def test_all_files_that_a_container_writes_are_in_the_volume(file: Containerfile, monkeypatch: pytest.MonkeyPatch):
     volume = PurePosixPath(file.last("VOLUME"))
     for name, value in file.environment.items():
         monkeypatch.setenv(name, value)
@@ -181,7 +181,7 @@ def test_health_check_succeeds_only_if_the_server_is_healthy(file: Containerfile
     assert (result.returncode == 0) == (status == 200)
 
 
-def test_documents_show_the_commands_of_the_file(file: Containerfile):
+def test_documents_show_the_commands_of_the_container_file(file: Containerfile):
     text = (ROOT / "docs" / "guides" / "operations.md").read_text() + file.comments
     port, volume = file.last("EXPOSE"), file.last("VOLUME")
     assert set(re.findall(r"--publish \d+:(\d+)", text)) == {port}

@@ -157,7 +157,7 @@ def test_chart_has_the_version_of_the_program():
 # --- the program ---
 
 
-def test_command_line_and_variables_are_accepted(installed, component):
+def test_program_accepts_the_command_line_and_variables_of_the_chart(installed, component):
     container = container_of(installed, component)
     assert container["args"][0] == ("route" if component == "router" else "serve")
     config = config_of(installed, component)
@@ -193,7 +193,7 @@ def has_ranks(installed: dict, component: str) -> bool:
     return component != "router" and config_of(installed, component).rank_count > 1
 
 
-def test_all_written_folders_are_mounted_and_others_are_read_only(installed, component):
+def test_folders_that_a_pod_writes_are_mounted_and_other_folders_are_read_only(installed, component):
     pod, container = pod_of(installed, component), container_of(installed, component)
     volume = re.search(r"^VOLUME (\S+)$", (ROOT / "deploy" / "Containerfile").read_text(), re.MULTILINE)[1]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
@@ -345,7 +345,7 @@ def test_autoscaled_components_have_no_fixed_replicas(manifests):
         ("nodes", "keda", "ScaledObject"),
     ],
 )
-def test_autoscaling_targets_exist(manifests, values, kind, scaler):
+def test_autoscaling_targets_are_objects_of_the_chart(manifests, values, kind, scaler):
     installed = manifests(values, "--set", f"engine.autoscaling.kind={kind}")
     target = installed[scaler, "trioserve-engine"]["spec"]["scaleTargetRef"]
     assert installed[target["kind"], target["name"]]["apiVersion"] == target["apiVersion"]
@@ -518,7 +518,7 @@ def test_longest_release_name_leaves_space_for_pod_names(helm):
     assert len(leader) <= 63 - 11
 
 
-def test_notes_say_how_to_wait_for_groups(helm):
+def test_notes_say_how_to_wait_for_engine_groups(helm):
     ran = helm("install", "--dry-run=client", "trioserve", CHART, values="nodes")
     assert f"--for=condition=Available --timeout=1800s leaderworkerset/{GROUP[1]}\n" in ran.stdout
     assert "no network policies" not in ran.stdout

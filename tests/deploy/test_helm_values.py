@@ -75,7 +75,7 @@ OF_HELM = {"global"}
         ),
     ],
 )
-def test_error_names_the_wrong_value(helm, value, message):
+def test_chart_error_names_the_wrong_value(helm, value, message):
     ran = helm("template", "trioserve", CHART, "--set", value)
     assert ran.returncode != 0
     assert message in ran.stderr
@@ -97,7 +97,7 @@ def test_schema_and_values_have_the_same_names():
         assert there == known, place
 
 
-def test_no_map_accepts_unknown_names():
+def test_no_map_of_the_schema_accepts_unknown_names():
     def maps(schema: Any) -> Iterator[dict[str, Any]]:
         for child in schema.values() if isinstance(schema, dict) else ():
             yield from maps(child)
@@ -114,7 +114,7 @@ def test_flags_reserved_by_the_chart_exist():
     assert {name.replace("-", "_") for name in kept} <= options_of(Config).keys()
 
 
-def test_default_values_are_those_of_the_program():
+def test_default_values_of_the_chart_are_those_of_the_program():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values["drainSeconds"] == Config().drain_timeout
     assert values["engine"]["model"] == Config().model
@@ -128,7 +128,7 @@ def test_default_values_are_those_of_the_program():
 
 
 @pytest.mark.slow
-def test_values_in_the_documents_are_accepted(helm, tmp_path):
+def test_chart_accepts_the_values_in_the_documents(helm, tmp_path):
     page = (CHART.parents[2] / "docs" / "guides" / "kubernetes.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2

@@ -48,7 +48,7 @@ def test_unit_stops_with_sigterm_and_waits_for_the_drain():
     assert int(settings()["TimeoutStopSec"][0]) >= config().drain_timeout + SUPERVISOR_SECONDS
 
 
-def test_all_written_files_are_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch):
+def test_unit_writes_files_only_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch):
     folder = PurePosixPath("/var/cache") / settings()["CacheDirectory"][0]
     for name, value in environment().items():
         monkeypatch.setenv(name, value)

@@ -56,7 +56,7 @@ def test_every_link_of_a_document_has_a_target(page):
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
         assert place.exists(), f"{target} leads nowhere"
-        if anchor and not anchor.startswith("trioserve."):  # mkdocs makes all other anchors from docstrings.
+        if anchor and not anchor.startswith("trioserve."):  # mkdocs makes these anchors from docstrings.
             assert anchor in anchors_of(place), f"{target}: there is no such heading"
 
 

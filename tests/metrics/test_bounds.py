@@ -121,7 +121,7 @@ async def test_removed_endpoints_leave_no_series(autojump_clock):
             assert f'{{endpoint="{name}"}}' not in router.metrics.expose().decode()
 
 
-def test_no_metric_has_a_label_that_clients_fill():
+def test_no_metric_has_label_values_that_clients_choose():
     """The number of tenants, users and keys is unbounded, so they appear in the log and in traces instead."""
     labels = {label.name for metric in CATALOGUE for label in metric.labels}
     assert not labels & {"tenant", "user", "key", "model", "request", "session", "client", "path_raw"}

@@ -121,13 +121,13 @@ def test_a_plain_histogram_with_labels_is_shown_in_the_format_of_prometheus_clie
     assert shown == expected
 
 
-def test_our_own_metrics_have_no_alias() -> None:
+def test_metrics_without_a_counterpart_in_vllm_have_no_alias() -> None:
     text = Metrics("tiny").expose().decode()
     assert "trioserve:aborts_total" in text
     assert "vllm:aborts_total" not in text
 
 
-def test_gauges_are_set_when_scraped() -> None:
+def test_gauges_are_computed_when_the_page_is_scraped() -> None:
     metrics = Metrics("tiny")
     running = 0
 
@@ -164,7 +164,7 @@ def test_page_equals_the_text_that_prometheus_client_writes() -> None:
         assert sorted(ours) == sorted(line for line in expected if "_created" not in line)
 
 
-def test_removed_series_is_not_cached() -> None:
+def test_page_does_not_show_a_removed_series_from_its_cache() -> None:
     metrics = Metrics(None, parts=("router",))
     for number in range(20):
         metrics.endpoint_leases.clear()
@@ -183,7 +183,7 @@ def test_known_label_values_are_shown_before_their_first_event() -> None:
     assert value(metrics, "trioserve:kv_blocks", state="cached") == 0
 
 
-def test_every_family_has_help_and_type_exactly_once() -> None:
+def test_every_metric_family_has_help_and_type_exactly_once() -> None:
     text = Metrics("tiny", parts=IMAGE_SERVER_PARTS).expose().decode()
     types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     types = [name for name in types if not name.startswith("process_")]

@@ -196,7 +196,7 @@ def test_shards_without_an_index_are_refused(copied: Callable[..., Path]) -> Non
     check_refused(directory, "but no model.safetensors.index.json")
 
 
-def test_truncated_file_is_refused(copied: Callable[..., Path]) -> None:
+def test_truncated_image_file_is_refused(copied: Callable[..., Path]) -> None:
     directory = copied("llama")
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

@@ -4,7 +4,7 @@ Each rank is a child of this process. The process appends a line to LOG: its own
 
 HOW is one of these:
     places: start the ranks and keep them.
-    waits: report for ever that resources are missing.
+    waits: report again and again that resources are missing.
     fails: report a failure at once.
     loses: report the loss of a rank before it connects.
     ends: exit without a report.

@@ -41,7 +41,7 @@ async def connected(port: int, rank: int, key: str = KEY, host: str = "127.0.0.1
             await trio.lowlevel.checkpoint()
 
 
-async def test_each_rank_gets_a_connection() -> None:
+async def test_each_remote_rank_gets_a_connection() -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
     awaited: list[list[int]] = []
 
@@ -102,7 +102,7 @@ async def test_server_listens_only_at_a_given_address(host: str) -> None:
             assert list(ours) == [1]
 
 
-async def test_an_address_of_another_machine_is_refused_at_once() -> None:
+async def test_listening_at_an_address_of_another_machine_is_refused_at_once() -> None:
     with pytest.raises(StartupError, match=r"--master-addr 192\.0\.2\.1.* an address of this machine"):
         await wait_for_ranks("192.0.2.1", free_port(), (1,), KEY, on_wait=lambda awaited: None)
 
@@ -187,7 +187,7 @@ async def test_silent_and_invalid_clients_are_disconnected(mock_clock: trio.test
             assert list(ours) == [1]
 
 
-async def test_error_if_the_port_is_taken() -> None:
+async def test_start_raises_an_error_if_the_port_of_ranks_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartupError, match="--master-port"):
         await wait_for_ranks("127.0.0.1", taken.getsockname()[1], (1,), KEY, on_wait=lambda awaited: None)
 
@@ -220,7 +220,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
-async def test_bytes_of_a_stranger_do_not_end_the_wait_for_ranks(sent: bytes, ends: bool) -> None:
+async def test_bytes_of_an_unknown_client_do_not_end_the_wait_for_ranks(sent: bytes, ends: bool) -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
 
     async def come() -> None:
@@ -250,7 +250,7 @@ async def opened(port: int) -> trio.SocketStream:
             await trio.lowlevel.checkpoint()
 
 
-async def test_silent_strangers_do_not_block_ranks() -> None:
+async def test_silent_unknown_clients_do_not_block_ranks() -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
 
     async def come() -> None:
@@ -268,7 +268,7 @@ async def test_silent_strangers_do_not_block_ranks() -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2**31, 2**63, 2**64 - 1, -(2**63)])
-def test_rank_out_of_range_is_refused(rank: int) -> None:
+def test_connection_with_a_rank_number_out_of_range_is_refused(rank: int) -> None:
     hello = door.Hello(rank, b"x" * 32, b"y" * 32)
     given = door.verdict(door.challenge(), hello, KEY)
     assert given.refused is not None
@@ -282,9 +282,9 @@ def test_rank_out_of_range_is_refused(rank: int) -> None:
     rank=st.integers(-(2**63), 2**64 - 1),
     length=st.floats(0, 1),
 )
-def test_random_bytes_of_a_stranger_do_not_end_the_wait_for_ranks(changes, rank: int, length: float) -> None:
+def test_random_bytes_of_an_unknown_client_do_not_end_the_wait_for_ranks(changes, rank: int, length: float) -> None:
     content = bytearray(greeting(rank))
     for where, new in changes:
         start = int(where * len(content))
         content[start : start + len(new)] = new
-    trio.run(test_bytes_of_a_stranger_do_not_end_the_wait_for_ranks, bytes(content[: int(length * 200)]), True)
+    trio.run(test_bytes_of_an_unknown_client_do_not_end_the_wait_for_ranks, bytes(content[: int(length * 200)]), True)

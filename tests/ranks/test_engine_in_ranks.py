@@ -68,7 +68,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-async def test_ranks_generate_what_one_process_generates(kind: str, tiny_model: Callable[[str], Path]) -> None:
+async def test_ranks_generate_the_same_output_as_one_process(kind: str, tiny_model: Callable[[str], Path]) -> None:
     expected: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     for ranks in (1, 2):
         async with opened(tiny_model(kind), ranks) as engine:
@@ -87,7 +87,7 @@ async def test_ranks_generate_what_one_process_generates(kind: str, tiny_model: 
             assert found[asked][1] == pytest.approx(logprobs, abs=1e-4)
 
 
-async def test_draft_tokens_of_one_rank_are_verified_by_all(tiny_model: Callable[[str], Path]) -> None:
+async def test_draft_tokens_of_one_rank_are_verified_by_all_ranks(tiny_model: Callable[[str], Path]) -> None:
     path = tiny_model("llama")
     sampling = SAMPLINGS["greedy"]
     async with opened(path, 1) as engine:
@@ -160,7 +160,7 @@ async def test_stream_resumes_after_a_rank_is_killed(
         assert engine.stats().blocks_used == 0
 
 
-async def test_without_restarts_the_fault_names_the_rank(
+async def test_engine_fault_without_restarts_names_the_lost_rank(
     tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
 ) -> None:
     with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) was killed by SIGKILL"):

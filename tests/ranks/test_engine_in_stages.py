@@ -92,7 +92,7 @@ async def generate_all(engine: Any) -> dict[tuple[str, str], tuple[list[int], li
         ("falcon-h1", (2, 1), {"overlap_steps": True}),
     ],
 )
-async def test_stages_generate_what_one_process_generates(
+async def test_stages_generate_the_same_output_as_one_process(
     kind: str, shape: tuple[int, int], options: dict[str, Any], tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model(kind)

@@ -33,7 +33,7 @@ async def generate(engine: Any, prompt: str) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize(("level", "kernels"), [(1, "auto"), (2, "auto"), (1, "torch"), (2, "torch")])
-async def test_output_after_sleep_is_the_output_before(
+async def test_output_after_a_sleep_equals_the_output_before(
     level: int, kernels: Any, tiny_model: Callable[[str], Path]
 ) -> None:
     found: list[tuple[list[int], list[float]]] = []
@@ -80,7 +80,7 @@ async def test_a_model_in_ranks_sleeps_at_level_2(
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to measure resident memory")
-def test_sleep_frees_memory(tmp_path: Path) -> None:
+def test_sleeping_engine_frees_memory(tmp_path: Path) -> None:
     """Memory is measured in a separate process, because the test process allocates memory for other tests."""
     ran = subprocess.run(
         [sys.executable, str(MEMORY_SCRIPT), str(tmp_path / "model")],

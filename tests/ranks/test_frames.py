@@ -8,7 +8,7 @@ from trioserve.ranks.frames import FrameReader, framed
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 1000])
-def test_messages_survive_any_split_of_the_stream(piece_bytes: int) -> None:
+def test_messages_are_decoded_for_any_division_of_the_byte_stream(piece_bytes: int) -> None:
     messages = [b"", b"one", bytes(range(256)), b"last"]
     stream = b"".join(map(framed, messages))
     reader = FrameReader()
@@ -20,6 +20,6 @@ def test_messages_survive_any_split_of_the_stream(piece_bytes: int) -> None:
     assert found == messages
 
 
-def test_too_large_length_is_refused() -> None:
+def test_frame_with_a_too_large_length_is_refused() -> None:
     with pytest.raises(ValueError, match="4294967295 bytes"):
         list(FrameReader().feed(b"\xff\xff\xff\xff"))

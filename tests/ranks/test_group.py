@@ -219,7 +219,7 @@ async def test_all_ranks_load_and_get_the_smallest_block_count() -> None:
         assert played.progress[-1] == Progress("", 30, 100)
 
 
-async def test_step_returns_the_result_of_rank_0_before_the_others_answer() -> None:
+async def test_step_returns_the_result_of_rank_0_before_the_other_ranks_answer() -> None:
     async with loaded() as played, trio.open_nursery() as nursery:
         first, second = played.ranks
         step = played.group.run_step(plan(), never_abandoned)
@@ -321,7 +321,7 @@ async def test_all_ranks_are_notified_once_of_an_abandoned_step() -> None:
         assert await step is None
 
 
-async def test_masks_are_sent_after_the_plan_when_filled() -> None:
+async def test_token_masks_are_sent_to_ranks_after_the_plan_when_filled() -> None:
     class Filling:
         row_count, words_per_row = 1, 2
 
@@ -399,7 +399,7 @@ async def test_cancelled_caller_waits_for_its_step() -> None:
         await has_come.wait()
 
 
-async def test_a_rank_may_take_longer_to_start_than_a_step_may(autojump_clock: object) -> None:
+async def test_rank_may_take_longer_to_start_than_the_step_timeout(autojump_clock: object) -> None:
     async with opened(1, answer_seconds_max=0.5) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
 
@@ -418,7 +418,7 @@ async def test_rank_that_never_starts_is_named(autojump_clock: object) -> None:
         assert trio.current_time() >= 60
 
 
-async def test_loading_can_be_cancelled_during_warm_up() -> None:
+async def test_start_of_ranks_can_be_cancelled_during_warm_up() -> None:
     async with opened(1) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
 
@@ -457,7 +457,7 @@ async def test_rank_that_is_stopped_while_idle_is_named(autojump_clock: object) 
         nursery.cancel_scope.cancel()
 
 
-async def test_no_time_limit_for_answers_if_it_is_0(autojump_clock: object) -> None:
+async def test_time_limit_of_0_lets_ranks_answer_at_any_time(autojump_clock: object) -> None:
     async with loaded(1, answer_seconds_max=0.0) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
 
@@ -474,7 +474,9 @@ async def test_no_time_limit_for_answers_if_it_is_0(autojump_clock: object) -> N
 @pytest.mark.parametrize(
     ("kind", "raised"), [("ModelLoadError", ModelLoadError), ("StartupError", StartupError), ("KeyError", RankLost)]
 )
-async def test_error_while_loading_is_that_of_one_process(kind: str, raised: type[Exception]) -> None:
+async def test_error_of_a_rank_while_loading_equals_the_error_of_one_process(
+    kind: str, raised: type[Exception]
+) -> None:
     async with opened() as played, trio.open_nursery() as nursery:
         first, second = played.ranks
 
@@ -510,14 +512,14 @@ async def test_adapter_that_one_rank_refuses_is_removed_from_all() -> None:
             await played.group.add(1, Weights())  # type: ignore[arg-type]
 
 
-async def test_invalid_message_breaks_the_group() -> None:
+async def test_invalid_message_of_a_rank_breaks_the_group() -> None:
     async with loaded(1) as played:
         await played.ranks[0]._stream.send_all(framed(b"\xc1"))
         with pytest.raises(RankLost, match="sent an invalid message"):
             await played.group.guard()
 
 
-async def test_orders_beyond_the_send_buffer_arrive_in_order() -> None:
+async def test_orders_larger_than_the_send_buffer_reach_ranks_in_order() -> None:
     async with loaded(1) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
         large = msgspec.structs.replace(plan(), chunks=plan().chunks * 20_000)

@@ -79,7 +79,7 @@ async def generate(engine: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
-async def test_remote_ranks_generate_what_one_process_generates(
+async def test_remote_ranks_generate_the_same_output_as_one_process(
     cpu_kernels: str, tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model("llama")
@@ -96,7 +96,7 @@ async def test_remote_ranks_generate_what_one_process_generates(
 
 
 @pytest.mark.parametrize(("cpu_kernels", "shape"), [("native", (2, 1)), ("torch", (2, 1)), ("native", (2, 2))])
-async def test_remote_stages_generate_what_one_process_generates(
+async def test_remote_stages_generate_the_same_output_as_one_process(
     cpu_kernels: str, shape: tuple[int, int], tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model("llama")

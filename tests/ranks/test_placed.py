@@ -96,7 +96,7 @@ async def test_placed_ranks_match_one_process_and_are_placed_again_after_a_kill(
     ray.check_nobody_is_left()
 
 
-async def test_stages_are_placed_as_ranks_are(tiny_model: Callable[[str], Path], ray: Placer) -> None:
+async def test_ray_places_stages_like_ranks(tiny_model: Callable[[str], Path], ray: Placer) -> None:
     path = tiny_model("llama")
     async with opened(path, tensor_parallel_size=1, distributed_executor_backend="mp") as engine:
         expected = await generate(engine)
@@ -106,7 +106,7 @@ async def test_stages_are_placed_as_ranks_are(tiny_model: Callable[[str], Path],
     assert [(start["count"], start["cpus"]) for _, start in ray.starts()] == [(2, 2)]
 
 
-async def test_too_many_ranks_are_refused_before_placing(tiny_model: Callable[[str], Path], ray: Placer) -> None:
+async def test_too_many_ranks_are_refused_before_ray_places_any(tiny_model: Callable[[str], Path], ray: Placer) -> None:
     with pytest.raises(StartupError, match="60 ranks cannot share"):
         async with opened(tiny_model("llama"), tensor_parallel_size=60):
             pass
@@ -138,7 +138,7 @@ async def test_error_has_the_reason_why_ranks_cannot_be_placed(how: str, expect:
     placer.check_nobody_is_left()
 
 
-async def test_error_if_a_rank_dies_before_it_connects(placer: Placer) -> None:
+async def test_rank_that_dies_before_it_connects_raises_an_error(placer: Placer) -> None:
     awaited: list[list[int]] = []
     with trio.fail_after(SECONDS_MAX), pytest.raises(StartupError, match="the actor of rank 1 is gone: it was killed"):
         async with placed_ranks(WANTED, command=placer.command("loses")) as ranks:
@@ -148,7 +148,7 @@ async def test_error_if_a_rank_dies_before_it_connects(placer: Placer) -> None:
 
 
 @pytest.mark.parametrize("how", ["waits", "stays"])
-async def test_waiting_for_resources_can_be_cancelled(
+async def test_wait_for_cluster_resources_can_be_cancelled(
     how: str, placer: Placer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -169,11 +169,11 @@ async def test_waiting_for_resources_can_be_cancelled(
     placer.check_nobody_is_left()
 
 
-def test_count_beside_counts_ranks_of_one_node() -> None:
+def test_count_of_ranks_beside_a_rank_covers_only_its_node() -> None:
     ranks = PlacedRanks(process=None)  # type: ignore[arg-type]
     ranks.nodes = tuple(RankNode(id, "10.0.0.1", 1) for id in ("a", "b", "a"))
     assert [ranks.count_beside(rank) for rank in range(3)] == [2, 1, 2]
 
 
-def test_no_cpu_shares_without_ranks() -> None:
+def test_zero_ranks_get_no_cpu_shares() -> None:
     assert cpu_shares(0) == ()

@@ -88,20 +88,20 @@ def test_prompt_logprobs_send_the_following_tokens() -> None:
     assert list(found.request.prompt_token_ids[3:7]) == list(PROMPT[3:7])
 
 
-def test_end_of_prompt_sends_fewer_following_tokens() -> None:
+def test_chunk_at_the_end_of_a_prompt_sends_fewer_following_tokens() -> None:
     asked = request(sampling=SamplingParams(prompt_logprobs=1))
     found = sent(chunk_of(asked, start=8, count=2, tokens=list(PROMPT)))
     assert list(found.request.prompt_token_ids[9:11]) == [PROMPT[9]]
 
 
-def test_awaited_token_is_not_sent() -> None:
+def test_token_that_is_still_being_sampled_is_not_sent_to_ranks() -> None:
     tokens = list(PROMPT)
     found = sent(chunk_of(request(), start=10, count=1, tokens=tokens, awaits_token=True))
     assert found.awaits_token
     assert len(found.tokens) == 10
 
 
-def test_other_fields_of_a_chunk_are_sent() -> None:
+def test_fields_of_a_chunk_are_sent_to_ranks() -> None:
     sampling = SamplingParams(min_tokens=3, max_tokens=9, logit_bias={3: -1.5}, temperature=0.7, top_k=5, logprobs=2)
     asked = request(
         sampling=sampling,
@@ -119,7 +119,7 @@ def test_other_fields_of_a_chunk_are_sent() -> None:
     assert list(found.row_tokens) == list(PROMPT)
 
 
-def test_only_given_rows_of_the_chunk_are_sent() -> None:
+def test_only_image_embeddings_inside_of_the_chunk_are_sent() -> None:
     values = np.arange(24, dtype=np.float32).reshape(4, 6)
     asked = request(given=(GivenRows(1, 4, b"c" * 16, values),))
     found = sent(chunk_of(asked, start=3, count=4, tokens=list(PROMPT)))
@@ -128,13 +128,13 @@ def test_only_given_rows_of_the_chunk_are_sent() -> None:
     assert np.array_equal(np.frombuffer(rows.values, dtype=np.float32).reshape(2, 6), values[2:4])  # type: ignore[call-overload]
 
 
-def test_fields_of_the_plan_are_sent() -> None:
+def test_fields_of_the_plan_are_sent_to_ranks() -> None:
     chunk = chunk_of(request(), start=0, count=10, tokens=list(PROMPT))
     found = over_the_wire(StepPlan(7, (chunk,), 10, is_ahead=True))
     assert (found.step_index, found.token_count, found.is_ahead) == (7, 10, True)
 
 
-def test_partial_tokens_are_read_from_both_ends() -> None:
+def test_partial_token_list_can_be_read_from_both_ends() -> None:
     import array
 
     tokens = PartialTokens(5, 3, array.array("i", [8, 9]))

@@ -53,7 +53,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize("heads", SPLITS)
-def test_block_has_the_layout_of_one_process(heads: list[HeadRange], descriptors: list[int]) -> None:
+def test_block_read_from_ranks_has_the_layout_of_one_process(heads: list[HeadRange], descriptors: list[int]) -> None:
     layers = written(heads, descriptors)
     pages = RankPages(LAYOUT, BLOCKS, heads, descriptors[: len(heads)])
     assert pages.layout.kv_head_count == 3
@@ -64,7 +64,9 @@ def test_block_has_the_layout_of_one_process(heads: list[HeadRange], descriptors
 
 @pytest.mark.parametrize("heads", SPLITS)
 @pytest.mark.parametrize("part", ["all", "middle"])
-def test_write_reaches_every_rank_that_has_the_head(heads: list[HeadRange], part: str, descriptors: list[int]) -> None:
+def test_block_write_reaches_every_rank_that_has_the_head(
+    heads: list[HeadRange], part: str, descriptors: list[int]
+) -> None:
     layers = written(heads, descriptors)
     pages = RankPages(LAYOUT, BLOCKS, heads, descriptors[: len(heads)])
     content = np.random.default_rng(9).integers(0, 256, layers[0][0].nbytes, np.uint8)
@@ -101,7 +103,7 @@ def test_layers_of_stages_follow_one_another(descriptors: list[int]) -> None:
     assert bytes(pages.read(1, BlockIndex(2))) == layers[1][2].tobytes()
 
 
-def test_shared_head_is_read_from_the_first_rank() -> None:
+def test_kv_head_of_several_ranks_is_read_from_the_first_rank() -> None:
     found, count = head_ranges([HeadRange(0, 2), HeadRange(1, 2), HeadRange(2, 1), HeadRange(3, 1)])
     assert found == (HeadRange(0, 2), HeadRange(2, 1), HeadRange(3, 0), HeadRange(3, 1))
     assert count == 4

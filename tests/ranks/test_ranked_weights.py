@@ -80,7 +80,7 @@ def place(ranks: Ranks, trainer: Trainer | None = None, **options: Any) -> Ranke
     return RankedWeights(ranks, trainer or Trainer(), **options)  # type: ignore[arg-type]
 
 
-async def test_all_ranks_check_before_any_writes() -> None:
+async def test_all_ranks_check_new_weights_before_any_rank_writes() -> None:
     ranks = Ranks()
     weights = place(ranks)
     replacement = await weights.check("new")
@@ -115,7 +115,7 @@ async def test_weights_changed_since_the_check_are_not_written() -> None:
         ({0: "no", 1: "no", 2: "not so"}, "rank 0: no; rank 1: no; rank 2: not so"),
     ],
 )
-async def test_refusal_of_one_rank_refuses_the_update(reasons: dict[int, str], message: str) -> None:
+async def test_weight_update_is_refused_if_one_rank_refuses_it(reasons: dict[int, str], message: str) -> None:
     ranks = Ranks({rank: Refusal(sentence, "model_path") for rank, sentence in reasons.items()})
     with pytest.raises(InvalidRequest) as refusal:
         await place(ranks).check("new")
@@ -123,7 +123,7 @@ async def test_refusal_of_one_rank_refuses_the_update(reasons: dict[int, str], m
     assert len(ranks.orders) == 1
 
 
-async def test_different_files_on_machines_are_refused() -> None:
+async def test_weight_files_that_differ_between_machines_are_refused() -> None:
     for names, is_refused in (({0: "x", 1: "x", 2: "x"}, False), ({0: "x", 1: "x", 2: "y"}, True)):
         ranks = Ranks(names, are_apart=True)
         if is_refused:
@@ -141,7 +141,7 @@ async def test_weights_of_a_model_with_images_are_not_replaced() -> None:
     assert not ranks.orders
 
 
-async def test_sent_tensors_are_forwarded_in_parts() -> None:
+async def test_tensors_of_a_trainer_are_forwarded_to_ranks_in_parts() -> None:
     ranks, trainer = Ranks(), Trainer()
     replacement = await place(ranks, trainer).check(SENT)
     await replacement.replace()

@@ -15,7 +15,7 @@ from trioserve.ranks.stage_meeting import KEY_BYTES, StageListener, connect_stag
 
 
 @pytest.mark.parametrize("stranger", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(KEY_BYTES)], ids=["", "http", "key"])
-def test_stranger_without_the_key_does_not_take_the_place_of_the_peer(stranger: bytes) -> None:
+def test_unknown_client_without_the_key_does_not_replace_the_neighbouring_stage(stranger: bytes) -> None:
     listener, key = StageListener(), secrets.token_bytes(KEY_BYTES)
     port = listener.port
     with socket.create_connection(("127.0.0.1", port)) as other:
@@ -35,7 +35,7 @@ def test_stranger_without_the_key_does_not_take_the_place_of_the_peer(stranger: 
 
 
 @pytest.mark.parametrize("count", [3, 3 * stage_meeting.STRANGERS_MAX])
-def test_silent_strangers_do_not_block_the_previous_stage(count: int) -> None:
+def test_silent_unknown_clients_do_not_block_the_previous_stage(count: int) -> None:
     listener, key = StageListener(), secrets.token_bytes(KEY_BYTES)
     port = listener.port
     found: list[socket.socket] = []
@@ -54,13 +54,13 @@ def test_silent_strangers_do_not_block_the_previous_stage(count: int) -> None:
         stranger.close()
 
 
-def test_error_if_the_previous_stage_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_raises_an_error_if_the_previous_stage_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_meeting, "MEETING_SECONDS_MAX", 0.01)
     with pytest.raises(StartupError, match=r"previous stage has not connected to port \d+ within 0\.01 s"):
         StageListener().wait(b"key")
 
 
-def test_error_if_the_next_stage_cannot_be_reached() -> None:
+def test_stage_raises_an_error_if_the_next_stage_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(StartupError, match=f"the next stage cannot be reached at 127.0.0.1:{port}"):

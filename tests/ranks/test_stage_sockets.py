@@ -22,7 +22,7 @@ def stages() -> Iterator[tuple[StageSockets, StageSockets]]:
         stage.close()
 
 
-def test_steps_of_any_size_arrive_in_order(stages: tuple[StageSockets, StageSockets]) -> None:
+def test_hidden_states_of_any_size_reach_the_next_stage_in_order(stages: tuple[StageSockets, StageSockets]) -> None:
     rng = np.random.default_rng(0)
     steps = [rng.standard_normal((rows, 64), dtype=np.float32) for rows in (1, 9000, 3)]
     sent = [steps[0], None, *steps[1:], None]
@@ -40,7 +40,9 @@ def test_steps_of_any_size_arrive_in_order(stages: tuple[StageSockets, StageSock
     sender.join()
 
 
-def test_error_if_a_peer_is_lost(stages: tuple[StageSockets, StageSockets], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_raises_an_error_if_a_neighbouring_stage_is_lost(
+    stages: tuple[StageSockets, StageSockets], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stage_sockets, "LOST_SECONDS", 0.0)
     stages[0].close()
     with pytest.raises(ConnectionError, match="the rank of the previous stage is lost"):

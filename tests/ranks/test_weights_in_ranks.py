@@ -175,7 +175,7 @@ async def test_trainer_that_dies_leaves_equal_tensors_in_all_ranks(
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-async def test_a_bad_directory_changes_nothing(
+async def test_invalid_weight_directory_changes_nothing(
     shape: tuple[int, int], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model("llama")
@@ -213,7 +213,7 @@ async def test_weights_stay_if_their_files_change_after_the_check(
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
-async def test_in_flight_option_decides_about_running_requests(
+async def test_in_flight_option_of_a_weight_update_decides_about_running_requests(
     in_flight: Any, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model("llama")
@@ -279,7 +279,7 @@ async def test_stream_resumes_after_a_rank_ends_during_an_update(
             assert [token async for delta in stream for token in delta.token_ids] != expected
 
 
-async def test_error_names_the_rank_and_file_that_failed(
+async def test_error_of_a_weight_update_names_the_failed_rank_and_file(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_model("llama")

@@ -81,7 +81,7 @@ def test_deployment_options_override_derived_options():
     assert (made.name, made.max_ongoing_requests) == ("other", 7)
 
 
-def test_arguments_override_settings_from_the_environment(monkeypatch):
+def test_arguments_of_a_ray_app_override_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("TRIOSERVE_MAX_NUM_SEQS", "5")
     monkeypatch.setenv("TRIOSERVE_MAX_QUEUED_REQUESTS", "7")
     made = deployment(app({"max_queued_requests": "9", "num_replicas": "2", "api_key": "a,b"}))
@@ -106,7 +106,7 @@ def test_misspelt_option_of_a_deployment_is_refused_with_a_suggestion():
         ({"data_dir": "/tmp", "num_replicas": 2}, "data_dir belongs to one engine"),
     ],
 )
-def test_invalid_argument_is_refused_before_anything_is_deployed(args, expect):
+def test_invalid_argument_of_a_ray_app_is_refused_before_deployment(args, expect):
     with pytest.raises(StartupError, match=expect):
         app(args)
 

@@ -316,7 +316,7 @@ def test_streams_that_were_at_the_same_two_failed_endpoints_get_one_more_try(mak
         assert not break_off(router, stream, tokens=7)
 
 
-def test_passed_check_resets_the_number_of_suspected_requests(make_router):
+def test_passed_health_check_resets_the_number_of_suspected_requests(make_router):
     router = make_router(breaks_max=2, failures_max=1)
     router.endpoint("a")
     first, second = streaming(router), streaming(router)
@@ -420,7 +420,7 @@ def test_stream_on_trial_does_not_block_other_requests_and_may_leave(make_router
     assert set(leases(router).values()) == {0}
 
 
-def test_trial_ends_at_the_queue_deadline(make_router):
+def test_trial_of_a_stream_ends_at_its_queue_deadline(make_router):
     router, ticket = on_trial(make_router, continuation_seconds_max=5)
     router.after(4.9)
     assert ticket.state is TicketState.WAITING
@@ -429,7 +429,7 @@ def test_trial_ends_at_the_queue_deadline(make_router):
     assert router.core.stats().continuations_refused_total == {"poisoned": 1}
 
 
-def test_trial_ends_if_an_endpoint_is_removed(make_router):
+def test_trial_of_a_stream_ends_if_an_endpoint_is_removed(make_router):
     router, ticket = on_trial(make_router)
     report_well(router, "a", "new")
     router.core.drain_endpoint(EndpointId("b"), router.now)

@@ -49,7 +49,7 @@ def test_released_lease_goes_to_the_oldest_waiting_request_in_the_same_call(make
     assert leases(router) == {"a": 1}
 
 
-def test_leaving_twice_releases_the_lease_once(make_router):
+def test_request_that_leaves_twice_releases_its_lease_once(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     first, second = router.enter(), router.enter()
@@ -181,7 +181,7 @@ def test_waiting_retry_does_not_block_a_free_endpoint_if_queue_limit_is_zero(mak
         router.enter()
 
 
-def test_queue_is_bounded_in_prompt_tokens(make_router):
+def test_router_queue_is_bounded_in_prompt_tokens(make_router):
     router = make_router(queue_prompt_tokens_max=100)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -232,7 +232,7 @@ def test_request_whose_own_queue_deadline_passes_gets_a_different_error(make_rou
     assert isinstance(waiting.refusal, QueueWaitOver)
 
 
-def test_requests_that_left_leave_no_state(make_router):
+def test_router_keeps_no_state_of_requests_that_left(make_router):
     router = make_router(queue_requests_max=1000)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -249,7 +249,7 @@ def test_requests_that_left_leave_no_state(make_router):
 
 
 @pytest.mark.slow
-def test_tenants_that_were_served_leave_no_state(make_router):
+def test_router_keeps_no_state_of_tenants_without_requests(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     waiting = [router.enter(tenant="first"), router.enter(tenant="second")]

@@ -296,7 +296,7 @@ def test_adding_or_removing_an_endpoint_keeps_the_ring_order_of_the_other_endpoi
         assert after == [id for id in order if id != "e13"]
 
 
-def test_ring_spreads_keys_evenly_over_endpoints():
+def test_hash_ring_spreads_keys_evenly_over_endpoints():
     ring = Ring()
     for id in ids(100):
         ring.add(id)
@@ -307,7 +307,7 @@ def test_ring_spreads_keys_evenly_over_endpoints():
     assert max(seconds.values()) < 100
 
 
-def test_empty_ring_yields_no_endpoint():
+def test_empty_hash_ring_yields_no_endpoint():
     assert list(Ring().around("a")) == []
 
 

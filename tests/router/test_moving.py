@@ -143,7 +143,7 @@ def test_stream_that_begins_at_an_endpoint_that_is_being_emptied_moves_too(make_
 
 
 @pytest.mark.parametrize("how", ["cannot go on", "pinned"])
-def test_request_that_cannot_move_stays_at_its_endpoint(make_router, how):
+def test_stream_that_cannot_resume_elsewhere_stays_at_its_endpoint(make_router, how):
     router = make_router()
     a = router.endpoint("a")
     streaming(router, can_resume=how != "cannot go on", pinned="a" if how == "pinned" else None)

@@ -1,6 +1,4 @@
-"""Tests requests whose prompt and response are computed at different endpoints: their queues, and the fallback to one
-endpoint.
-"""
+"""Tests requests whose prompt and response are computed at different endpoints: queues, and use of one endpoint."""
 
 from __future__ import annotations
 
@@ -219,7 +217,7 @@ def test_requests_that_must_not_be_disaggregated_are_not_split(pair, fields):
     assert router.enter(**{"can_be_disaggregated": True, **fields}).stage is None
 
 
-def test_reported_roles_count_for_later_requests(make_router):
+def test_router_uses_roles_of_endpoints_reported_later(make_router):
     router = make_router()
     for id in "ab":
         router.endpoint(id, leases_max=4)
@@ -235,7 +233,7 @@ def test_reported_roles_count_for_later_requests(make_router):
 
 
 @pytest.mark.parametrize("moment", ["leased", "sent", "waiting", "leased again", "sent again", "answering"])
-def test_leaving_releases_the_leases_and_held_blocks_exactly_once(pair, moment):
+def test_disaggregated_request_that_leaves_releases_leases_and_held_blocks_once(pair, moment):
     """S10: at every moment the request has at most one lease. After the request has left, it has no lease."""
     router = pair()
     holder = router.enter() if moment == "waiting" else None

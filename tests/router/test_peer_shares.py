@@ -24,12 +24,12 @@ def settled(own: str, *others: str) -> PeerShares:
     return shares
 
 
-def test_two_routers_share_the_limit():
+def test_two_routers_share_the_lease_limit_of_an_endpoint():
     a, b = settled("a", "b"), settled("b", "a")
     assert a.share(E, LIMIT, SETTLE_SECONDS) + b.share(E, LIMIT, SETTLE_SECONDS) == LIMIT
 
 
-def test_single_router_has_the_whole_limit_at_once():
+def test_single_router_has_the_whole_lease_limit_at_once():
     shares = shares_of("a", "b")
     shares.note_alive("b", False)
     assert shares.share(E, LIMIT, 0.1) == LIMIT
@@ -92,7 +92,7 @@ def test_unknown_router_names_do_not_count():
     assert shares.share(E, LIMIT, 3.0) == LIMIT
 
 
-def test_state_of_removed_endpoints_is_deleted():
+def test_shares_of_removed_endpoints_are_deleted():
     shares = settled("a", "b")
     shares.note_report(E, {"b": 0.0}, 3.0)
     shares.forget([])
@@ -101,5 +101,5 @@ def test_state_of_removed_endpoints_is_deleted():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_every_router_has_at_least_one_lease(limit):
+def test_every_router_may_grant_at_least_one_lease(limit):
     assert settled("a", "b", "c").share(E, limit, 10.0) >= 1

@@ -213,7 +213,7 @@ def test_prefix_index_is_bounded_and_removes_the_first_block_of_a_prefix_last():
 def test_retry_budget_allows_a_share_of_the_requests_plus_a_minimum_rate():
     budget = RetryBudget(0.1, 1.0)
     taken = sum(budget.take(0.0) for _ in range(100))
-    assert taken == 10  # These are the retries that the budget has saved.
+    assert taken == 10  # The budget has saved this number of retries.
     for _ in range(20):
         budget.note_request()
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
@@ -221,7 +221,7 @@ def test_retry_budget_allows_a_share_of_the_requests_plus_a_minimum_rate():
     assert not budget.take(1.0)
 
 
-def test_zero_budget_allows_no_retry():
+def test_zero_retry_budget_allows_no_retry():
     budget = RetryBudget(0.0, 0.0)
     assert not budget.take(0.0)
     assert not budget.take(1000.0)

@@ -20,21 +20,21 @@ def shares(routers: set[str] | list[str], endpoint: EndpointId, leases_max: int)
 
 
 @given(routers=names, endpoint=st.text(max_size=6), leases_max=st.integers(1, 100))
-def test_shares_add_up_to_the_limit_or_each_share_is_one(routers, endpoint, leases_max):
+def test_lease_shares_add_up_to_the_limit_or_each_share_is_one(routers, endpoint, leases_max):
     given_out = shares(routers, EndpointId(endpoint), leases_max)
     assert sum(given_out.values()) == max(leases_max, len(routers))
     assert max(given_out.values()) - min(given_out.values()) <= 1
 
 
 @given(routers=names, leases_max=st.integers(1, 100))
-def test_no_share_becomes_smaller_when_a_router_ends(routers, leases_max):
+def test_no_lease_share_becomes_smaller_when_a_router_ends(routers, leases_max):
     before = shares(routers, E, leases_max)
     for gone in routers:
         left = routers - {gone}
         assert all(lease_share(own, left, E, leases_max) >= before[own] for own in left)
 
 
-def test_share_is_the_same_if_the_router_is_in_its_own_list_of_peers():
+def test_lease_share_is_the_same_if_the_router_is_in_its_own_list_of_peers():
     assert lease_share("a", ["b", "c"], E, 7) == lease_share("a", ["c", "b", "a"], E, 7)
 
 

@@ -338,7 +338,7 @@ def test_script_is_parsed_as_it_was_written():
     assert case_of(script_of(EVERYTHING), History) == EVERYTHING
 
 
-def test_comments_and_empty_lines_are_skipped():
+def test_comments_and_empty_lines_of_a_script_are_skipped():
     assert case_of("# once\n\n" + script_of(EVERYTHING), History) == EVERYTHING
 
 
@@ -354,7 +354,7 @@ def test_comments_and_empty_lines_are_skipped():
         (script_of(EVERYTHING) + "explode", "line 16"),
     ],
 )
-def test_invalid_script_is_refused_with_its_line(script, match):
+def test_error_of_an_invalid_script_names_the_line(script, match):
     with pytest.raises(InvalidRequest, match=match):
         case_of(script, History)
 

@@ -399,7 +399,7 @@ def copy(tmp_path):
     return copy_package(tmp_path)
 
 
-def test_enough_bugs_are_planted():
+def test_number_of_planted_bugs_is_at_least_20():
     assert len(FILES) >= 20
 
 
@@ -429,13 +429,13 @@ def test_history_of_a_bug_passes_without_the_bug(history, forks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_found_without_a_bug(mode, copy):
+def test_simulations_without_a_planted_bug_pass(mode, copy):
     """This test uses few seeds. test_histories.py and test_pair.py check more seeds in one process."""
     ran = simulate(copy, *MODES[mode], "--seeds", "0:60" if mode == "lasting" else "0:10")
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_seed_that_fails_without_the_bug_does_not_find_it(tmp_path):
+def test_seed_that_also_fails_without_the_bug_does_not_count_as_a_find(tmp_path):
     file = HERE / "planted" / "core" / "wrong_victim.txt"
     seed = noted_seeds()[name_of(file)]
     planter = Planter(SEEDS_SEARCHED)

@@ -60,7 +60,7 @@ def test_traces_do_not_depend_on_earlier_runs(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode) or "core")
-def test_other_seed_gives_other_trace(mode):
+def test_another_seed_gives_another_trace(mode):
     assert trace_of(3, 1, *mode) != trace_of(4, 1, *mode)
 
 
@@ -107,12 +107,12 @@ def order_of(seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def test_schedule_depends_on_the_seed():
+def test_order_of_trio_tasks_depends_on_the_seed():
     assert [order_of(seed) for seed in range(5)] == [order_of(seed) for seed in range(5)]
     assert len({order_of(seed) for seed in range(10)}) == 10
 
 
-def test_other_thread_does_not_use_the_seeded_source():
+def test_other_threads_do_not_use_the_seeded_random_source():
     def numbers() -> tuple[float, list[int], list[int]]:
         source, order = getattr(trio._core._run, SOURCE), list(range(8))
         source.shuffle(order)
@@ -133,7 +133,7 @@ def test_trio_without_its_private_names_is_refused(monkeypatch, name):
         pass
 
 
-def test_schedule_is_restored_afterwards():
+def test_order_of_trio_tasks_is_random_again_after_a_simulation():
     source = getattr(trio._core._run, SOURCE)
     state, was_on = source.getstate(), getattr(trio._core._run, SWITCH)
     with seeded_schedule(7):

@@ -37,7 +37,7 @@ def test_several_routers_keep_their_contracts(policy, shares):
 
 
 @pytest.mark.parametrize("leases_max", [3, 8, 13])
-def test_shared_limit_is_kept_while_a_router_dies_and_returns(leases_max):
+def test_routers_keep_the_shared_limit_while_a_router_dies_and_returns(leases_max):
     assert simulated(shares=True, dies=True, leases_max=leases_max, seed=leases_max).requests > 200
 
 
@@ -51,7 +51,7 @@ def test_waits_stay_short_with_many_routers():
     assert simulated(routers=32, **fleet).wait_p99 < 1.0
 
 
-def test_all_routers_get_requests_at_once_and_one_dies():
+def test_routers_keep_their_contracts_with_simultaneous_requests_and_a_dying_router():
     world = RoutersWorld(**FLEET)
     events = list(drawn_traffic(Random(0), world, Traffic(seconds=8.0, dies=True)))
     first = [event for event in events if isinstance(event, Come)][: world.routers]
@@ -61,14 +61,14 @@ def test_all_routers_get_requests_at_once_and_one_dies():
     assert [event.at for event in events] == sorted(event.at for event in events)
 
 
-def test_command_prints_a_table(capsys):
+def test_simulate_command_prints_a_table_for_several_routers(capsys):
     assert main(["simulate", "--router", "--routers", "1", "2", "--endpoints", "2", "--seeds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 1 + 3
     assert all(line.startswith("|") and line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_failing_row_is_shrunk_and_can_be_replayed(capsys, monkeypatch, tmp_path):
+def test_failing_row_of_the_table_is_shrunk_and_can_be_replayed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(EndpointState, "set_lease_share", lambda state, share: None)
     monkeypatch.setattr("trioserve.commands.simulate.REPLAYED_LINES_MAX", 20_000)
     counts = ["--routers", "2", "--endpoints", "1"]
@@ -89,7 +89,7 @@ def test_settings_out_of_range_are_refused(settings):
         RoutersWorld(**settings)
 
 
-def test_request_that_ends_twice_is_found():
+def test_simulation_detects_a_request_that_ends_twice():
     books = RoutersBooks(RoutersWorld(), 0.0)
     books.end(1)
     with pytest.raises(AssertionError, match="a second time"):

@@ -33,7 +33,7 @@ def first_failure(run, step_count):
     return next(failure for seed in range(200) if (failure := run(seed, step_count).failure) is not None)
 
 
-def test_core_history_is_shrunk(monkeypatch):
+def test_failing_core_history_is_shrunk(monkeypatch):
     def free_for_good(pool, blocks):
         pool._free.extend(blocks)  # This bug frees blocks that other requests still use.
 
@@ -48,7 +48,7 @@ def test_core_history_is_shrunk(monkeypatch):
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
 
-def test_router_history_is_shrunk(monkeypatch):
+def test_failing_router_history_is_shrunk(monkeypatch):
     def keep(core, ticket, now):
         if ticket.state is TicketState.WAITING:
             core._queues.of(ticket).leave(ticket)  # This bug never returns a granted lease.
@@ -64,7 +64,7 @@ def test_router_history_is_shrunk(monkeypatch):
     assert (again.script, str(again)) == (plainest.script, str(plainest))
 
 
-def test_routers_history_is_shrunk(monkeypatch):
+def test_failing_history_of_several_routers_is_shrunk(monkeypatch):
     monkeypatch.setattr(EndpointState, "set_lease_share", lambda state, share: None)
     failure = first_failure(runs_of("routers").run_seed, 100)
     plainest = runs_of("routers").shrunk(failure, replays_max=1_000)
@@ -77,7 +77,7 @@ def test_routers_history_is_shrunk(monkeypatch):
 
 
 @pytest.mark.slow
-def test_stack_plan_is_shrunk(monkeypatch):
+def test_failing_stack_plan_is_shrunk(monkeypatch):
     def stay(delivery, request, reason):
         for choice in request.choices:
             choice.is_ended = True
@@ -92,7 +92,7 @@ def test_stack_plan_is_shrunk(monkeypatch):
 
 
 @pytest.mark.slow
-def test_http_plan_is_shrunk(monkeypatch):
+def test_failing_http_plan_is_shrunk(monkeypatch):
     def stay(stream):
         stream.gone = True
 
@@ -105,7 +105,7 @@ def test_http_plan_is_shrunk(monkeypatch):
     assert runs_of("stack").run_script(plainest.script).failure is not None
 
 
-def test_shrinking_ends_when_its_replays_are_used_up(monkeypatch):
+def test_shrinking_ends_at_its_limit_of_replays(monkeypatch):
     monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: None)
     failure = first_failure(runs_of("core").run_seed, 100)
     plainest = runs_of("core").shrunk(failure, replays_max=5)

@@ -32,7 +32,7 @@ def _length_of(live):
 
 
 @pytest.mark.slow
-def test_passing_run_prints_its_counts(capsys):
+def test_passing_simulation_prints_its_counts(capsys):
     assert main(["simulate", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:1] == ["requests"] for line in lines)
@@ -42,7 +42,7 @@ def test_passing_run_prints_its_counts(capsys):
 
 
 @pytest.mark.slow
-def test_router_run_prints_its_counts(capsys):
+def test_router_simulation_prints_its_counts(capsys):
     assert main(["simulate", "--router", "--seeds", "0:30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
@@ -61,7 +61,7 @@ def test_router_script_is_recognized_by_its_first_line(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_pair_run_prints_its_counts(capsys):
+def test_pair_simulation_prints_its_counts(capsys):
     assert main(["simulate", "--pair", "--seeds", "0:20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.rsplit(maxsplit=1)[0].strip() for line in lines[:-1]}
@@ -89,7 +89,7 @@ def test_routers_script_is_recognized_by_its_first_line(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_counts_of_one():
+def test_simulation_in_two_processes_prints_the_counts_of_one_process():
     """Both runs begin in a new process, as with a user, so that the state of the test process has no effect."""
 
     def counts(*jobs: str) -> list[str]:
@@ -141,12 +141,12 @@ def test_replay_prints_the_trace(capsys, tmp_path):
         (["--replay", "no such file"], "--replay is 'no such file'"),
     ],
 )
-def test_value_out_of_range_gives_one_sentence(arguments, match, capsys):
+def test_simulate_option_out_of_range_is_refused_with_one_sentence(arguments, match, capsys):
     assert main(["simulate", *arguments]) == 1
     assert match in capsys.readouterr().err
 
 
-def test_command_is_refused_without_assertions():
+def test_simulate_command_is_refused_if_assertions_are_disabled():
     command = [sys.executable, "-O", "-m", "trioserve", "simulate", "--seeds", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1

@@ -45,7 +45,7 @@ def outcome(body: bytes, *, is_complete: bool = True, status: int = 200, streame
         (b"", False, BROKEN_OFF),
     ],
 )
-def test_complete_or_partial_response_is_accepted(body, is_complete, expected):
+def test_simulated_client_accepts_complete_and_partial_responses(body, is_complete, expected):
     assert outcome(body, is_complete=is_complete) == expected
 
 
@@ -66,12 +66,12 @@ def test_complete_or_partial_response_is_accepted(body, is_complete, expected):
         (b"event: x\n\n", False, "is no event"),
     ],
 )
-def test_other_responses_are_refused(body, is_complete, objection):
+def test_simulated_client_refuses_wrong_responses(body, is_complete, objection):
     with pytest.raises(AssertionError, match=objection):
         outcome(body, is_complete=is_complete)
 
 
-def test_invalid_http_is_refused():
+def test_simulated_client_refuses_invalid_http():
     one, two = StrictClient(http=1), StrictClient(http=2, window=100)
     for client in (one, two):
         client.begin(Response(), "GET", "/", [], has_body=False)
@@ -147,7 +147,7 @@ STREAMED_TWO = [begun("f"), more(TWO[0][1]), begun("g", 1), more('{"c"', 1), mor
         (0, 11, [chunk("length")]),  # The text begins a tool call and ends before the call's name.
     ],
 )
-def test_calls_of_the_model_are_accepted(number, tokens_max, pieces):
+def test_simulated_client_accepts_tool_calls_of_the_model(number, tokens_max, pieces):
     choice = call_choice(number, tokens_max)
     for piece in pieces:
         choice.check_prefix()
@@ -172,7 +172,7 @@ def test_calls_of_the_model_are_accepted(number, tokens_max, pieces):
         (1, 150, [chunk(content="Well, é!"), begun("f")], "no beginning"),
     ],
 )
-def test_other_calls_are_refused(number, tokens_max, pieces, objection):
+def test_simulated_client_refuses_wrong_tool_calls(number, tokens_max, pieces, objection):
     choice = call_choice(number, tokens_max)
     with pytest.raises(AssertionError, match=objection):
         for piece in pieces:
@@ -187,7 +187,7 @@ def test_aborted_choice_may_end_with_withheld_text(content):
     choice.check_prefix()
 
 
-def test_calls_of_a_response_have_different_ids():
+def test_tool_calls_of_a_response_have_different_ids():
     ids: set[str] = set()
     call_choice(2, ids=ids).take(begun("f"))
     with pytest.raises(AssertionError, match="the id of another call"):
@@ -195,7 +195,7 @@ def test_calls_of_a_response_have_different_ids():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_text_is_shown_without_its_markers(family):
+def test_text_of_a_chat_is_expected_without_its_markers(family):
     for number, text in enumerate(TEXTS):
         ask = Ask(number=0, connection=0, prompts=(tuple(b"f g text %d" % number),), output=150, has_tools=True)
         [tokens] = expected_tokens(ask, CallingModel(family, vocab_size=256))

@@ -44,7 +44,7 @@ def test_an_object_is_visible_to_its_owner_and_to_readers_of_all_owners():
     assert ids(kept) == ["a", "b", "c"]
 
 
-def test_pages_follow_the_order_of_arrival():
+def test_pages_of_stored_objects_follow_the_order_of_arrival():
     kept = database()
     kept.write([put(entry) for entry in "dbace"], NOW)
     assert ids(kept, limit=2) == ["d", "b"]
@@ -56,7 +56,7 @@ def test_pages_follow_the_order_of_arrival():
     assert ids(kept, "bob", after="a") is None
 
 
-def test_a_write_is_atomic():
+def test_database_write_is_atomic():
     kept = database()
     kept.write([put("a", b"1")], NOW)
     usage = kept.usage()
@@ -68,7 +68,7 @@ def test_a_write_is_atomic():
     assert ids(kept) == ["a"]
 
 
-def test_a_replacement_keeps_owner_time_and_blob():
+def test_replaced_object_keeps_its_owner_time_and_blob():
     kept = database()
     kept.write([put("a", b"1", seconds=10), AppendBlob(kind="response", id="a", data=b"blob")], NOW)
     kept.write([ReplaceObject(kind="response", id="a", body=b"22")], NOW + 1)
@@ -143,7 +143,7 @@ def test_objects_that_are_not_evictable_stay_and_the_write_is_refused():
     assert kept.usage().refused_count == 1
 
 
-def test_a_write_does_not_evict_its_own_objects():
+def test_database_write_does_not_evict_the_objects_that_it_writes():
     kept = database(bytes_max=4000)
     kept.write([put("a", b"x" * 1500), put("b", b"x" * 1500)], NOW)
     kept.write([AppendBlob(kind="response", id="a", data=b"x" * 1000)], NOW)
@@ -153,7 +153,7 @@ def test_a_write_does_not_evict_its_own_objects():
     assert kept.get("response", "a", None, NOW).blob_bytes == 1000
 
 
-def test_a_full_disk_refuses_a_write_as_a_whole(tmp_path):
+def test_database_write_on_a_full_disk_changes_nothing(tmp_path):
     kept = database(tmp_path / FILE_NAME, pages_max=40)
     kept.write([put("a", b"1")], NOW)
     usage = kept.usage()
@@ -222,7 +222,7 @@ def check_not_opened(path, sentence):
     assert "\n" not in str(raised.value)
 
 
-def test_a_damaged_file_is_reported(tmp_path):
+def test_damaged_database_file_is_reported(tmp_path):
     path = tmp_path / FILE_NAME
     path.write_bytes(b"this is no database, but it is long enough to be looked at" * 40)
     check_not_opened(path, "cannot be read .*move it away")
@@ -236,7 +236,7 @@ def test_a_damaged_file_is_reported(tmp_path):
     check_not_opened(path, "cannot be read .*move it away")
 
 
-def test_files_of_other_programs_and_later_versions_are_not_changed(tmp_path):
+def test_database_files_of_other_programs_and_later_versions_are_not_changed(tmp_path):
     path = tmp_path / FILE_NAME
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE notes (text)")
@@ -249,7 +249,7 @@ def test_files_of_other_programs_and_later_versions_are_not_changed(tmp_path):
     check_not_opened(path, "later version")
 
 
-def test_two_servers_do_not_share_a_file(tmp_path):
+def test_two_servers_cannot_open_one_database_file(tmp_path):
     kept = database(tmp_path / FILE_NAME)
     kept.write([put("a")], NOW)
     check_not_opened(tmp_path / FILE_NAME, "in use by another process")
@@ -257,7 +257,7 @@ def test_two_servers_do_not_share_a_file(tmp_path):
     database(tmp_path / FILE_NAME).close()
 
 
-def test_a_path_that_cannot_be_written_is_reported(tmp_path):
+def test_unwritable_database_path_is_reported(tmp_path):
     check_not_opened(tmp_path / "missing" / FILE_NAME, "cannot be opened")
 
 
@@ -277,5 +277,5 @@ def test_a_path_that_cannot_be_written_is_reported(tmp_path):
         ("a'; DROP TABLE objects", False),
     ],
 )
-def test_ids_contain_only_plain_characters(text, expect):
+def test_ids_of_stored_objects_contain_only_plain_characters(text, expect):
     assert is_id(text) is expect

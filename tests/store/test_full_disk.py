@@ -65,7 +65,7 @@ def full(tmp_path):
     kept.close()
 
 
-def test_a_final_state_is_readable_at_once_and_written_later(full, tmp_path):
+def test_final_state_on_a_full_disk_is_readable_at_once_and_written_later(full, tmp_path):
     assert full.settle([replace("a", FILL * 3), append("a", b"two")], NOW)
     assert full.get("response", "a", "alice", NOW).body == FILL * 3
     assert full.get("response", "a", "bob", NOW) is None
@@ -82,7 +82,7 @@ def test_a_final_state_is_readable_at_once_and_written_later(full, tmp_path):
     assert full.read_blob("response", "a", "alice", NOW, offset=0, size=100) == b"one two"
 
 
-def test_lists_contain_unwritten_objects(full):
+def test_list_of_stored_objects_contains_unwritten_objects(full):
     before = ids(full)
     assert full.settle([put("new1", FILL * 3)], NOW)
     assert full.settle([put("new2", FILL * 3), append("new2", b"blob")], NOW)
@@ -112,7 +112,7 @@ def test_deleted_objects_stay_deleted_while_the_disk_is_full(full):
     assert full.get("response", "b", None, NOW).blob_bytes == len(FILL)
 
 
-def test_an_ordinary_write_does_not_overtake_a_final_state(full):
+def test_ordinary_write_does_not_overtake_an_unwritten_final_state(full):
     assert full.settle([replace("a", FILL * 3)], NOW)
     with pytest.raises(DiskFull):
         full.write([replace("a", b"later")], NOW)
@@ -143,7 +143,7 @@ def test_a_conflicting_id_does_not_block_later_writes(full):
     assert full.usage().trouble is None
 
 
-def test_close_retries_unwritten_changes(full, tmp_path):
+def test_close_of_the_database_retries_unwritten_changes(full, tmp_path):
     assert full.settle([replace("a", FILL * 3)], NOW)
     full.set_pages_max(None)
     assert full.close() == 0
@@ -185,7 +185,7 @@ def test_the_database_opens_on_a_full_disk(tmp_path):
 # --- the disk reserve ---
 
 
-def test_the_reserve_allocates_disk_space(tmp_path):
+def test_disk_reserve_allocates_disk_space(tmp_path):
     path = tmp_path / RESERVE_FILE_NAME
     reserve = DiskReserve(path)
     assert path.stat().st_blocks * 512 >= RESERVE_BYTES
@@ -197,7 +197,7 @@ def test_the_reserve_allocates_disk_space(tmp_path):
     assert again.is_whole
 
 
-def test_the_reserve_is_released_for_final_states_only(tmp_path, monkeypatch):
+def test_disk_reserve_is_released_only_for_final_states(tmp_path, monkeypatch):
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", b"1"), put("b", b"2")], NOW)
     is_full = True
@@ -254,7 +254,7 @@ async def test_disk_trouble_logs_one_line_at_its_start_and_one_at_its_end(autoju
     ] * 2
 
 
-async def test_final_states_lost_at_the_end_are_logged(tmp_path, caplog):
+async def test_final_states_that_are_lost_when_the_store_closes_are_logged(tmp_path, caplog):
     async with open_store(tmp_path) as store:
         await store.write(put("a"))
         await store._runner.run(store._database.set_pages_max, 1)
@@ -265,7 +265,7 @@ async def test_final_states_lost_at_the_end_are_logged(tmp_path, caplog):
 # --- quotas ---
 
 
-def test_a_quota_is_checked_in_the_same_transaction():
+def test_quota_is_checked_in_the_transaction_of_the_write():
     kept = StoreDatabase(None, StoreSettings(), now=NOW)
     quota = Quota(kind="response", owner="alice", objects_max=2, blob_bytes_max=10)
     assert kept.write([put("a"), append("a", b"x" * 6)], NOW, [quota])

@@ -39,7 +39,7 @@ async def test_an_id_that_the_store_never_assigns_is_absent():
             assert await store.read_blob("response", hostile, owner=None) is None
 
 
-async def test_a_cancelled_writer_has_written_when_it_returns():
+async def test_cancelled_store_write_is_finished_when_the_call_returns():
     async with open_store() as store:
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -47,7 +47,7 @@ async def test_a_cancelled_writer_has_written_when_it_returns():
         assert await store.get("response", "a", owner="alice") is not None
 
 
-async def test_lifetimes_follow_the_given_clock(autojump_clock):
+async def test_lifetimes_of_stored_objects_follow_the_given_clock(autojump_clock):
     now = 0.0
     async with open_store(None, StoreSettings(seconds_max=60), wall_clock=lambda: now) as store:
         await store.write(put("a"))
@@ -57,7 +57,7 @@ async def test_lifetimes_follow_the_given_clock(autojump_clock):
         assert await store.get("response", "a", owner="alice") is None
 
 
-async def test_a_directory_that_cannot_be_created_is_reported(tmp_path):
+async def test_store_directory_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match="--data-dir"):
         async with open_store(tmp_path / "file" / "data"):

@@ -51,7 +51,7 @@ async def test_max_tokens_and_stop_strings_end_scripted_output():
         assert await text_of(engine, stop=["two"]) == "one "
 
 
-async def test_two_kinds_of_script_are_refused():
+async def test_fake_engine_with_two_kinds_of_script_is_refused():
     with pytest.raises(AssertionError, match="give one of"):
         async with open_fake_engine(response="x", next_token=len):
             pass
@@ -135,7 +135,7 @@ async def test_pause_lets_the_step_in_flight_finish(autojump_clock):
 
 
 @pytest.mark.parametrize("paused", [True, False])
-async def test_blocks_of_a_held_step_are_freed_right_after_it(paused, autojump_clock):
+async def test_blocks_of_a_held_step_are_freed_right_after_the_step(paused, autojump_clock):
     async with open_fake_engine(paused=paused, step_seconds=0.1) as engine:
         stream = engine.generate("hello")
         await stream.__aenter__()
@@ -203,7 +203,7 @@ async def test_failed_request_does_not_affect_other_requests():
         assert "".join([delta.text async for delta in good]) == "ok"
 
 
-async def test_deadlines_have_defaults_and_limits(autojump_clock):
+async def test_deadlines_of_a_fake_engine_have_defaults_and_limits(autojump_clock):
     options = {"request_timeout": 2, "max_queue_timeout": 1}
     async with open_fake_engine(paused=True, **options) as engine:
         async with engine.generate("hello", deadlines=Deadlines(queue_timeout=60)) as stream:
@@ -233,7 +233,7 @@ async def test_default_context_and_pool_hold_4096_tokens():
         ({"block_size": 16}, 4096, 256),
     ],
 )
-async def test_context_and_pool_follow_from_each_other(options, context_tokens, block_count):
+async def test_context_length_and_pool_size_are_computed_from_each_other(options, context_tokens, block_count):
     async with open_fake_engine(**options) as engine:
         settings = engine.core.settings
         assert (settings.context_tokens_max, settings.block_count) == (context_tokens, block_count)
@@ -251,13 +251,13 @@ async def test_context_and_pool_follow_from_each_other(options, context_tokens, 
         ({"lora_modules": ("a",)}, "^lora_modules 'a' has no name and path"),
     ],
 )
-async def test_message_names_option_as_test_writes_it(options, message):
+async def test_error_of_a_fake_engine_names_the_option_as_the_test_writes_it(options, message):
     with pytest.raises(StartupError, match=message):
         async with open_fake_engine(**options):
             pass
 
 
-async def test_message_about_long_prompt_names_option():
+async def test_error_about_a_too_long_prompt_names_the_option():
     async with open_fake_engine() as engine:
         for prompt in ("x" * 5000, [97] * 5000, [97] * 4096):
             with pytest.raises(ContextTooLong, match=r"or raise max_model_len$"):
@@ -290,7 +290,7 @@ async def test_server_fixture_waits_for_the_step_in_flight(memory_server, autoju
         assert await response.head() == 200
 
 
-async def test_all_is_free_when_finish_step_returns(autojump_clock):
+async def test_all_blocks_are_free_when_finish_step_returns(autojump_clock):
     async with open_fake_engine(step_seconds=0.5, response="a" * 100) as engine:
         async with engine.generate("hi") as response:
             await anext(response)

@@ -41,7 +41,7 @@ class Stage:
         return self.executor.execute(plan)
 
 
-def test_token_does_not_depend_on_chunks_and_blocks():
+def test_fake_token_does_not_depend_on_chunks_and_blocks():
     a = request("a", range(5))
     whole = Stage().step(chunk(a, 0, 5, [0, 1, 2])).token_ids
     stage = Stage()
@@ -116,12 +116,12 @@ def test_output_of_a_failed_chunk_cannot_be_read():
         pytest.param([(0, 2, [0]), (2, 1, [0, 1])], {}, id="a request twice"),
     ],
 )
-def test_contradictory_plan_is_refused(chunks, more):
+def test_fake_executor_refuses_a_contradictory_plan(chunks, more):
     with pytest.raises(AssertionError):
         Stage().step(*(chunk(request("a"), *fields) for fields in chunks), **more)
 
 
-def test_seed_matters_only_with_a_temperature():
+def test_seed_changes_fake_output_only_with_a_temperature():
     def response(**more: object) -> tuple[int, ...]:
         return ReferenceEngine(FakeModel()).response(request("a", output_tokens_max=8, **more)).token_ids
 
@@ -130,7 +130,7 @@ def test_seed_matters_only_with_a_temperature():
     assert response(seed=1, temperature=1.0) == response(seed=1, temperature=1.0, priority=3, cache_salt="x")
 
 
-def test_end_token_does_not_come_before_min_tokens():
+def test_fake_output_has_no_end_token_before_min_tokens():
     def response(min_tokens: int):
         engine = ReferenceEngine(FakeModel(vocab_size=16, stop_token_id=5, stop_period=2))
         stops = frozenset({5})
@@ -142,7 +142,7 @@ def test_end_token_does_not_come_before_min_tokens():
         assert got.token_ids.index(5) == len(got.token_ids) - 1 >= min_tokens
 
 
-def test_chosen_and_top_logprobs_agree():
+def test_logprob_of_the_chosen_token_equals_its_entry_in_top_logprobs():
     stage = Stage(vocab_size=8)
     a = request("a", (1, 2, 3, 4), logprobs=8, prompt_logprobs=2)
     first = stage.step(chunk(a, 0, 3, [0, 1]))

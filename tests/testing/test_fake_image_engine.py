@@ -25,7 +25,7 @@ async def test_paused_image_engine_steps_only_on_request(autojump_clock):
             assert await stream.pictures() == tuple(engine.expected(stream))
 
 
-async def test_held_step_without_a_request_is_an_error(autojump_clock):
+async def test_holding_a_step_without_a_request_is_an_error(autojump_clock):
     async with open_fake_image_engine() as engine:
         with pytest.raises(AssertionError, match="no request waits or runs"):
             async with engine.held_step():
@@ -55,7 +55,7 @@ async def test_slots_of_a_client_that_left_during_a_step_are_reported(autojump_c
 
 
 @pytest.mark.fake_image_engine(max_num_seqs=1, seed=3)
-async def test_fixture_uses_the_options_of_its_marker(fake_image_engine):
+async def test_image_engine_fixture_uses_the_options_of_its_marker(fake_image_engine):
     assert fake_image_engine.stats().slots_total == 1
     async with fake_image_engine.generate_image("a cat") as stream:
         seeds = stream.seeds

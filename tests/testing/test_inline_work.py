@@ -44,7 +44,7 @@ async def test_error_of_a_job_reaches_its_caller_and_a_cancelled_caller_leaves()
     assert ran == []
 
 
-async def test_jobs_are_refused_after_the_end():
+async def test_jobs_are_refused_after_inline_texts_are_closed():
     async with InlineTexts() as texts:
         pass
     with pytest.raises(AlreadyEnded):

@@ -97,7 +97,7 @@ def test_plugin_loads_without_pytest_trio(tmp_path):
     assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_former_name_in_the_kit_still_works():
+def test_former_name_of_a_kit_function_still_works():
     import trioserve.testing
 
     assert trioserve.testing.MemoryAnswer is trioserve.testing.MemoryResponse

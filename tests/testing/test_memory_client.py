@@ -44,7 +44,7 @@ async def test_iterating_a_stream_yields_its_events(http):
         await server.assert_all_free()
 
 
-async def test_leaving_the_context_aborts_the_request(http):
+async def test_leaving_the_context_of_a_memory_client_aborts_the_request(http):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with client.ask("/v1/completions", STREAM):
@@ -54,7 +54,7 @@ async def test_leaving_the_context_aborts_the_request(http):
         assert server.connection_count == (0 if http == 1 else 1)  # A reset ends only the stream.
 
 
-async def test_cancelling_the_client_aborts_the_request(http):
+async def test_cancelling_a_memory_client_aborts_the_request(http):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with trio.open_nursery() as nursery:
@@ -66,7 +66,7 @@ async def test_cancelling_the_client_aborts_the_request(http):
 
 
 @pytest.mark.parametrize("way", ["close", "abort", "half_close"])
-async def test_every_way_to_leave_frees_blocks(http, way):
+async def test_every_way_to_disconnect_a_memory_client_frees_blocks(http, way):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with client.ask("/v1/completions", STREAM) as response:

@@ -22,7 +22,7 @@ async def test_memory_connection_keeps_the_contract_of_trio_streams():
     await check_half_closeable_stream(make, make_full)
 
 
-async def test_sender_waits_for_a_slow_reader():
+async def test_memory_stream_sender_waits_for_a_slow_reader():
     ours, theirs = memory_connection(buffer_bytes=10)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ours.send_all, b"x" * 11)
@@ -32,7 +32,7 @@ async def test_sender_waits_for_a_slow_reader():
     assert await theirs.receive_some() == b"x" * 10
 
 
-async def test_after_close_the_other_end_reads_the_bytes_in_flight():
+async def test_other_end_of_a_closed_memory_stream_reads_the_bytes_in_flight():
     ours, theirs = memory_connection()
     ours.send_nowait(b"last words")
     ours.close()
@@ -42,7 +42,7 @@ async def test_after_close_the_other_end_reads_the_bytes_in_flight():
         await theirs.send_all(b"too late")
 
 
-async def test_abort_loses_the_bytes_in_flight():
+async def test_abort_of_a_memory_stream_loses_the_bytes_in_flight():
     ours, theirs = memory_connection()
     ours.send_nowait(b"lost")
     ours.abort()

@@ -111,7 +111,7 @@ def test_token_mask_has_priority_over_the_script() -> None:
     assert said_under(one_of(b'{ "city":"Paris" }'), "Well.", '{"city": "Paris"}') == b'{ "city":"Paris" }'
 
 
-def test_output_outside_of_the_script_ends_soon() -> None:
+def test_scripted_chat_output_ends_soon_if_a_mask_prevents_the_script() -> None:
     def json_prefix(said: bytes, token_id: int) -> bool:
         """Allow any bytes, but the end token only after a JSON object."""
         if token_id != END_TOKEN_ID:

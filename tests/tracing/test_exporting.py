@@ -106,7 +106,7 @@ def test_invalid_trace_context_begins_a_new_trace(otel, collector, traceparent):
     assert collector.one("work").parent_id == ""
 
 
-async def test_error_names_the_missing_package(monkeypatch):
+async def test_error_of_tracing_names_the_missing_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "trioserve.tracing.otel", None)
     with pytest.raises(StartupError, match=r"pip install .*\[otel\]"):
         async with open_tracing(Config(otlp_endpoint="http://127.0.0.1:1"), {}):

@@ -1,4 +1,4 @@
-"""The choice of the connection that ends for a new connection, failing accepts, and the limit of open files."""
+"""Tests which connection ends when a new connection needs its slot, failing accepts, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_address_with_most_connections_loses_its_oldest_connection_first(a
     assert connections.ended == ["a"]
 
 
-async def test_connections_with_a_key_have_reserved_places(autojump_clock, listener):
+async def test_slots_are_reserved_for_connections_with_a_key(autojump_clock, listener):
     connections = Connections(connections_max=4, strangers_max=3)
     known = connections.come("known", may_end_at=0.0)
     connections.places.know(known)
@@ -164,14 +164,14 @@ def test_address_whose_connections_are_all_in_use_gets_no_further_connection(cap
         assert connections.come("e", None) is not None
         connections._end("a")
         assert connections.come("f", "192.0.2.2", may_end_at=None) is not None
-        connections.places.know(connections.open["b"])  # With a key, it no longer counts for its address.
+        connections.places.know(connections.open["b"])  # A connection with a key no longer counts for its address.
         assert connections.come("g", "192.0.2.2", may_end_at=None) is not None
 
     trio.run(main)
     assert len([record for record in caplog.records if "address=192.0.2.2 max=2" in record.getMessage()]) == 1
 
 
-def test_ending_connection_frees_its_place_for_only_one_connection_of_its_address():
+def test_ending_connection_frees_its_slot_for_only_one_connection_of_its_address():
     async def main() -> None:
         connections = Connections(connections_max=100, per_address_max=3)
         for name in "ab":
@@ -192,7 +192,9 @@ async def test_shortage_of_files_ends_an_idle_connection_and_is_logged_once(auto
     made = Listener(*[number] * 50)
     connections = Connections(connections_max=1000)
     for index in range(100):
-        connections.come(f"idle {index}", may_end_at=1e9)  # This connection may be ended only if no other may.
+        connections.come(
+            f"idle {index}", may_end_at=1e9
+        )  # This connection may be ended only if no other connection may be ended.
     with caplog.at_level(logging.ERROR):
         await connections.places.accept(made)
     assert connections.ended[0] == "idle 0"
@@ -202,7 +204,7 @@ async def test_shortage_of_files_ends_an_idle_connection_and_is_logged_once(auto
     made.close()
 
 
-async def test_shortage_without_an_idle_connection_does_not_busy_loop(autojump_clock):
+async def test_shortage_of_files_without_an_idle_connection_does_not_busy_loop(autojump_clock):
     made = Listener(*[errno.EMFILE] * 50)
     connections = Connections(connections_max=1000)
     connections.come("busy", may_end_at=None)
@@ -212,7 +214,7 @@ async def test_shortage_without_an_idle_connection_does_not_busy_loop(autojump_c
     made.close()
 
 
-async def test_one_search_frees_places_for_many_connections(autojump_clock, listener):
+async def test_one_search_frees_slots_for_many_connections(autojump_clock, listener):
     """With 6,400 places, one search through all connections ends a hundred of them."""
     connections = Connections(connections_max=6400, strangers_max=6400, per_address_max=6400)
     looks = 0
@@ -230,7 +232,7 @@ async def test_one_search_frees_places_for_many_connections(autojump_clock, list
     assert looks <= 6400
 
 
-async def test_two_listeners_share_the_places(autojump_clock, nursery):
+async def test_two_listeners_share_the_connection_slots(autojump_clock, nursery):
     connections = Connections(connections_max=10)
     listeners = [Listener(connection_count=20) for _ in range(2)]
 
@@ -258,7 +260,7 @@ async def test_two_listeners_share_the_places(autojump_clock, nursery):
         (socket.AF_UNIX, "", None),
     ],
 )
-def test_address_is_a_host_or_a_network_of_one_customer(family, host, expected):
+def test_connections_are_counted_per_host_or_per_network_of_one_customer(family, host, expected):
     class Socket:
         def __init__(self) -> None:
             self.family = family

@@ -1,4 +1,4 @@
-"""Calls in daemon threads, which continue if their caller is cancelled."""
+"""Tests of calls in daemon threads, which continue if their caller is cancelled."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_cancelling_open_engine_returns_although_the_download_still_runs(d
     assert not [thread for thread in threading.enumerate() if thread.name in ("trioserve-text", "trioserve-compute")]
 
 
-async def test_late_error_of_an_abandoned_call_is_discarded(download):
+async def test_late_error_of_an_abandoned_thread_call_is_discarded(download):
     with trio.CancelScope() as scope:
         scope.cancel()
         await call_abandonable(download, "org/model", thread_name=DOWNLOAD_THREAD)
@@ -77,7 +77,7 @@ async def test_late_error_of_an_abandoned_call_is_discarded(download):
     await trio.testing.wait_all_tasks_blocked()
 
 
-def test_abandoned_call_may_end_after_its_trio_run(download, monkeypatch):
+def test_abandoned_thread_call_may_end_after_its_trio_run(download, monkeypatch):
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
 
@@ -100,7 +100,7 @@ async def test_open_engine_waits_for_the_download(download):
     assert download_threads() == []
 
 
-async def test_call_returns_the_result_or_raises_the_error():
+async def test_daemon_thread_call_returns_the_result_or_raises_the_error():
     assert await call_abandonable(int, "7", thread_name="t") == 7
     with pytest.raises(ValueError, match="invalid literal"):
         await call_abandonable(int, "seven", thread_name="t")

@@ -1,5 +1,5 @@
-"""Callbacks of alarms are called once, at their time, unless the alarm is cancelled. Cancelled alarms do not
-accumulate.
+"""Tests that the callback of an alarm is called once, at its time, unless the alarm is cancelled. Cancelled alarms do
+not accumulate.
 """
 
 from __future__ import annotations

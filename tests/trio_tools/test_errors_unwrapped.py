@@ -1,4 +1,4 @@
-"""Single errors are taken out of groups. Groups with several errors are not changed."""
+"""Tests that a group with a single error becomes this error. Groups with several errors are not changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys take turns at running their jobs, and a cancelled job costs its key no turn."""
+"""Tests that keys take turns at running their jobs, and that a cancelled job costs its key no turn."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_turn_of_a_job_cancelled_while_waiting_goes_to_the_next_job(autoju
     assert stage.begun == ["first", "last"]
 
 
-async def test_position_granted_to_a_cancelled_job_goes_to_another_job(autojump_clock):
+async def test_slot_granted_to_a_cancelled_job_goes_to_another_job(autojump_clock):
     stage = Stage(FairSlots(1, what="texts"))
     for order in (0, 1):
         scope = trio.CancelScope()
@@ -144,7 +144,7 @@ async def test_only_the_key_with_too_many_waiting_jobs_is_refused(autojump_clock
     nursery.cancel_scope.cancel()
 
 
-async def test_functions_in_threads_take_turns():
+async def test_keys_take_turns_at_functions_in_threads():
     places = FairSlots(1, what="forms")
     done: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The client side of HTTP/2, tested against the server side of h2."""
+"""Tests of the client side of HTTP/2, against the server side of the library h2."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_server_settings_limit_the_streams():
     assert client.streams_max == 3
 
 
-def test_body_waits_for_credit(pair):
+def test_http2_request_body_waits_for_flow_control_credit(pair):
     number, _ = pair.ask(b"x" * 100_000)
     assert pair.client.unsent_bytes(number) == 100_000 - 65_535
     assert not pair.heard_of(h2.events.StreamEnded)
@@ -106,7 +106,7 @@ def test_body_waits_for_credit(pair):
     assert sum(len(event.data) for event in pair.heard_of(h2.events.DataReceived)) == 100_000
 
 
-def test_body_may_be_sent_in_parts(pair):
+def test_http2_request_body_may_be_sent_in_parts(pair):
     number = pair.client.begin("POST", "/", [], Heard(), has_body=True)
     for part in (b"a", b"b"):
         pair.client.send_body(number, part, is_last=False)
@@ -160,7 +160,7 @@ def test_streams_before_goaway_continue_and_later_streams_are_unprocessed(pair):
     assert seen_heard.end == ResponseEnd(ResponseResult.COMPLETE)
 
 
-def test_last_of_several_goaways_is_used(pair):
+def test_last_of_several_goaway_frames_counts(pair):
     _, heard = pair.ask()
     pair.client.receive(goaway(2**31 - 1))
     assert heard.end is None
@@ -184,7 +184,7 @@ def test_end_of_the_connection_ends_every_response(pair):
     assert [heard.end for heard in heards] == [ResponseEnd(ResponseResult.DISCONNECTED)] * 2
 
 
-def test_windows_have_the_requested_sizes():
+def test_http2_flow_control_windows_have_the_requested_sizes():
     pair = Pair(window_bytes=100, connection_window_bytes=200_000)
     number, _ = pair.ask()
     assert pair.server.local_flow_control_window(number) == 100

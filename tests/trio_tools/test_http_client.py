@@ -1,4 +1,4 @@
-"""Client side of HTTP/1.1: the bytes that are sent, and the order of responses."""
+"""Tests of the client side of HTTP/1.1: the bytes that are sent, and the order of responses."""
 
 from __future__ import annotations
 

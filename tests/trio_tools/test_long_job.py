@@ -1,4 +1,4 @@
-"""A job ends at its next check after its caller is cancelled."""
+"""Tests that a job ends at its next check after its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trio
 from trioserve.trio_tools.worker_thread import JobCancelled, LongJob, WorkerThread
 
 
-async def test_job_returns_its_result_or_raises_its_error():
+async def test_long_job_returns_its_result_or_raises_its_error():
     async with WorkerThread("test") as thread:
         assert await LongJob().run(thread, divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):

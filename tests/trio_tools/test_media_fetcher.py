@@ -1,4 +1,4 @@
-"""Fetching a file from the web: only from allowed hosts and public addresses, within limits, and cancellable."""
+"""Tests of downloading clients' files: only from allowed hosts and public addresses, within limits, and cancellable."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_file_of_an_allowed_host_is_fetched() -> None:
     assert await world.far.receive_some(1) == b"", "the connection is closed"
 
 
-async def test_body_may_be_chunked_or_end_with_the_connection() -> None:
+async def test_fetched_body_may_be_chunked_or_end_with_the_connection() -> None:
     chunked = World(OK + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
     assert await chunked.fetcher("a.example").fetch("http://a.example", "x") == b"abcde"
     assert chunked.connected == [(PUBLIC, 80, None)]
@@ -176,7 +176,7 @@ async def test_invalid_responses_of_a_host_are_refused(answer: bytes, words: str
     await check_refused(World(answer), "https://a.example/", words)
 
 
-async def test_silent_host_times_out(autojump_clock: Any) -> None:
+async def test_fetch_from_a_silent_host_times_out(autojump_clock: Any) -> None:
     world = World(b"", ends=False)
     before = trio.current_time()
     await check_refused(world, "https://a.example/", "did not come from a.example within 10 s")

@@ -1,4 +1,4 @@
-"""Child processes that run jobs are reused, killed, and shared by owners. None remains after the pool is closed."""
+"""Tests that processes that run jobs are reused, killed, and shared by owners. No process outlives its pool."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_job_runs_again_if_its_idle_process_had_ended() -> None:
         assert pool.started_total == 3
 
 
-async def test_missing_program_raises_oserror() -> None:
+async def test_process_pool_with_a_missing_program_raises_oserror() -> None:
     with pool_of(command=lambda file: ["/no/such/program", str(file)]) as pool, pytest.raises(OSError, match="No such"):
         await ask(pool, b"echo")
 
@@ -150,7 +150,7 @@ async def test_process_does_not_get_api_keys_from_the_environment(monkeypatch: p
     assert b"secret" not in environment
 
 
-async def test_closing_kills_a_busy_process() -> None:
+async def test_closing_the_pool_kills_a_busy_process() -> None:
     async def ask_without_answer() -> None:
         with pytest.raises(AlreadyEnded):
             await ask(pool, b"stay")

@@ -1,4 +1,4 @@
-"""Progress: one line in a terminal, a few lines in a log."""
+"""Tests that progress is shown as one line in a terminal, and as a few lines in a log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_log_gets_a_line_at_once_and_then_every_ten_seconds() -> None:
+def test_log_gets_a_progress_line_at_once_and_then_every_ten_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
     with ProgressBar("fetching it", stream, clock=clock) as bar:
         for second in range(35):
@@ -43,7 +43,7 @@ def test_log_gets_a_line_at_once_and_then_every_ten_seconds() -> None:
     ]
 
 
-def test_short_work_is_one_line_in_a_log() -> None:
+def test_progress_of_short_work_is_one_line_in_a_log() -> None:
     stream, clock = io.StringIO(), Clock()
     with ProgressBar("loading it", stream, clock=clock) as bar:
         for done in range(101):
@@ -52,7 +52,7 @@ def test_short_work_is_one_line_in_a_log() -> None:
     assert stream.getvalue() == "loading it\n"
 
 
-def test_terminal_line_is_overwritten_and_then_cleared() -> None:
+def test_progress_line_in_a_terminal_is_overwritten_and_then_cleared() -> None:
     stream, clock = Terminal(), Clock()
     with ProgressBar("simulating", stream, unit="histories", clock=clock) as bar:
         clock.seconds = 1
@@ -64,7 +64,7 @@ def test_terminal_line_is_overwritten_and_then_cleared() -> None:
     )
 
 
-def test_terminal_is_updated_at_most_ten_times_a_second() -> None:
+def test_progress_in_a_terminal_is_updated_at_most_ten_times_a_second() -> None:
     stream, clock = Terminal(), Clock()
     with ProgressLine(stream, clock=clock) as line:
         for step in range(1_000):
@@ -73,7 +73,7 @@ def test_terminal_is_updated_at_most_ten_times_a_second() -> None:
     assert stream.getvalue().count("step") == 10
 
 
-def test_line_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_line_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     stream = Terminal()
     with ProgressLine(stream, clock=Clock()) as line:
@@ -81,7 +81,7 @@ def test_line_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatc
     assert stream.getvalue().count("x") == 19
 
 
-def test_work_of_unknown_length_shows_its_seconds() -> None:
+def test_progress_of_work_of_unknown_length_shows_seconds() -> None:
     stream, clock = Terminal(), Clock()
     with ProgressBar("loading it", stream, clock=clock) as bar:
         bar.turn_to("compiling")
@@ -90,7 +90,7 @@ def test_work_of_unknown_length_shows_its_seconds() -> None:
     assert stream.getvalue().split("\r\x1b[K")[2:] == ["compiling ...", "compiling ... 3 s", ""]
 
 
-def test_closed_line_shows_nothing_and_may_be_closed_again() -> None:
+def test_closed_progress_line_shows_nothing_and_may_be_closed_again() -> None:
     stream, clock = Terminal(), Clock()
     line = ProgressLine(stream, clock=clock)
     line.show("one")
@@ -109,7 +109,7 @@ def test_dumb_terminal_is_treated_as_a_log(monkeypatch: pytest.MonkeyPatch) -> N
     assert stream.getvalue() == "loading it\n"
 
 
-def test_permanent_line_replaces_the_progress_line() -> None:
+def test_permanent_text_replaces_the_progress_line() -> None:
     stream = Terminal()
     with ProgressLine(stream, clock=Clock()) as line:
         line.show("half")
@@ -124,7 +124,7 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert (captured.out, captured.err) == ("", f"loading it{os.linesep}")
 
 
-def test_loop_shows_its_progress() -> None:
+def test_progress_of_a_loop_is_shown() -> None:
     stream = Terminal()
     assert list(with_progress("abc", "measuring", unit="rounds", stream=stream)) == ["a", "b", "c"]
     assert stream.getvalue().startswith("\r\x1b[Kmeasuring ...")

@@ -1,4 +1,4 @@
-"""The phases of stopping a service: readiness, the queue, running requests, the grace period, the end."""
+"""Tests the phases in which a service stops: readiness, the queue, running requests, the grace period, the end."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_drain_timeout_limits_the_drain_delay(autojump_clock):
         assert trio.current_time() == pytest.approx(4.0, abs=0.01)
 
 
-async def test_front_end_still_answers_until_the_last_request_has_ended(autojump_clock):
+async def test_front_end_answers_during_a_drain_until_the_last_request_has_ended(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
@@ -135,7 +135,7 @@ async def test_front_end_still_answers_until_the_last_request_has_ended(autojump
         assert front_end.drained_at == pytest.approx(10.0, abs=0.3)
 
 
-async def test_sighup_reloads_without_stopping(autojump_clock):
+async def test_sighup_reloads_a_service_without_stopping_it(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, [])
         with trio.move_on_after(100) as patience:
@@ -249,7 +249,7 @@ async def test_blocks_handed_over_at_the_deadline_are_held_until_fetched_or_the_
         assert (fake.stats().blocks_held == 0) == (fetched_after is not None)
 
 
-async def test_stopping_does_not_wait_for_held_blocks_of_a_failed_engine(autojump_clock):
+async def test_stopping_service_does_not_wait_for_held_blocks_of_a_failed_engine(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(connector=ScriptedConnector) as fake:
             asked = KVTransferParams(do_remote_decode=True)

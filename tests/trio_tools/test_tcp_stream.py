@@ -1,4 +1,4 @@
-"""TcpStream keeps the contract of Trio's streams, and reports how much the kernel accepted."""
+"""Tests that TcpStream keeps the contract of Trio's streams, and reports how many bytes the kernel accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def connected() -> tuple[TcpStream, trio.SocketStream]:
         return TcpStream(await listener.accept()), theirs
 
 
-async def test_stream_keeps_the_contract_of_trio():
+async def test_tcp_stream_keeps_the_contract_of_trio_streams():
     async def make():
         ours, theirs = await connected()
         return ours, TcpStream(theirs)
@@ -33,7 +33,7 @@ async def test_stream_keeps_the_contract_of_trio():
     await check_half_closeable_stream(make, make_full)
 
 
-async def test_stream_takes_over_the_socket():
+async def test_tcp_stream_owns_the_socket_that_it_was_created_from():
     ours, theirs = await connected()
     assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
     await ours.aclose()

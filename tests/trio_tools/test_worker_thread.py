@@ -1,4 +1,4 @@
-"""A worker thread: order of jobs, cancellation, and the end of the thread."""
+"""Tests of a worker thread: order of jobs, cancellation, and the end of the thread."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ async def test_error_of_a_job_is_raised_in_its_caller():
         assert await thread.run(lambda: "still works") == "still works"
 
 
-async def test_leaving_the_scope_ends_the_thread():
+async def test_worker_thread_ends_when_its_scope_is_left():
     async with WorkerThread("test") as thread:
         worker = await thread.run(threading.current_thread)
     assert not worker.is_alive()
 
 
-def test_ctrl_c_during_the_start_leaves_no_threads(monkeypatch):
+def test_ctrl_c_during_the_start_of_a_worker_thread_leaves_no_threads(monkeypatch):
     before = set(threading.enumerate())
     start = threading.Thread.start
 
@@ -202,7 +202,7 @@ async def test_job_begins_on_its_callers_cpu_and_may_move(monkeypatch):
             set_affinity(0, allowed)
 
 
-async def test_pinning_is_tried_only_once_if_not_permitted(monkeypatch):
+async def test_thread_pinning_is_tried_only_once_if_not_permitted(monkeypatch):
     asked = []
 
     def refuse(thread_id: int, cpus: set[int]) -> None:
@@ -217,7 +217,7 @@ async def test_pinning_is_tried_only_once_if_not_permitted(monkeypatch):
         assert [thread_id for thread_id in asked if thread_id] == calls
 
 
-async def test_pinning_does_nothing_on_other_systems(monkeypatch):
+async def test_thread_pinning_does_nothing_on_systems_other_than_linux(monkeypatch):
     monkeypatch.setattr(sys, "platform", "elsewhere")
     affinity = CpuAffinity()
     monkeypatch.setattr(os, "sched_setaffinity", pytest.fail, raising=False)

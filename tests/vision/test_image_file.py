@@ -96,7 +96,7 @@ def test_image_is_rotated_by_its_exif_orientation(orientation: int) -> None:
         assert np.array_equal(np.asarray(pixels_of(content, "x")), np.asarray(expected))
 
 
-def test_damaged_orientation_is_ignored() -> None:
+def test_damaged_exif_orientation_is_ignored() -> None:
     content = saved(halves(), exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff")
     assert read_header(content, LIMITS, "x").upright_size == (12, 8)
 
@@ -117,14 +117,14 @@ def test_damaged_orientation_is_ignored() -> None:
         (saved(halves()) + bytes(200_000), "an image may have 200000"),
     ],
 )
-def test_file_is_refused_by_its_header(content: bytes, sentence: str) -> None:
+def test_invalid_image_file_is_refused_by_its_header(content: bytes, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence) as refusal:
         read_header(content, LIMITS, "here")
     assert refusal.value.param == "here"
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_truncated_file_is_refused(format: str) -> None:
+def test_truncated_image_file_is_refused(format: str) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     content = saved(Image.fromarray(noise), format)
     refused = 0

@@ -154,7 +154,7 @@ def test_too_large_webp_canvas_is_refused_before_decoding() -> None:
         read_header(content, LIMITS, "x")
 
 
-def test_size_that_differs_from_the_header_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_size_that_differs_from_the_header_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trioserve.vision.image_file.scan_header", lambda content, place: ImageHeader("PNG", 5, 5))
     with pytest.raises(InvalidRequest, match="it has 16 x 8 pixels, but its header has 5 x 5"):
         pixels_of(saved("PNG"), "x")
@@ -174,7 +174,7 @@ def test_exif_orientation_is_read(content: bytes) -> None:
     assert (header.orientation, header.upright_size) == (6, (8, 16))
 
 
-def test_exif_directory_is_read_up_to_a_bound() -> None:
+def test_exif_directory_is_read_up_to_a_number_of_entries() -> None:
     """The directory has 65,535 entries, and each announces a value as long as the file."""
     entry = struct.pack(">HHII", 1, 2, 2**24, 8)
     content = png_with(png_chunk(b"eXIf", b"MM\0*" + struct.pack(">IH", 8, 65_535) + entry * 65_535))
@@ -182,7 +182,7 @@ def test_exif_directory_is_read_up_to_a_bound() -> None:
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_truncated_file_is_refused_unless_its_header_is_complete(format: str) -> None:
+def test_truncated_header_is_refused_but_truncated_pixels_are_not(format: str) -> None:
     content = saved(format)
     for end in range(len(content)):
         with contextlib.suppress(InvalidRequest):

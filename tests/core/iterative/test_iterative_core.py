@@ -107,7 +107,7 @@ def check(arrivals: str, expect: str, **settings) -> Driven:
     return driven
 
 
-def test_a_request_is_encoded_denoised_and_decoded():
+def test_image_request_is_encoded_denoised_and_decoded():
     check("a2", "ae | a0 | a1 | ad")
 
 
@@ -115,7 +115,7 @@ def test_requests_at_different_timesteps_are_computed_together():
     check("a3 | | b1", "ae | a0 | be | a1 b0 | bd | a2 | ad")
 
 
-def test_encoding_denoising_and_decoding_take_turns():
+def test_encoding_denoising_and_decoding_of_different_requests_take_turns():
     check("a3 | | b3 | c3", "ae | a0 | be | a1 b0 | ce | a2 b1 c0 | ad | b2 c1 | bd | c2 | cd", slots=3)
 
 
@@ -127,7 +127,7 @@ def test_guidance_is_computed_in_the_same_pass_and_doubles_the_work():
     check("a1+ b1 c1", "ae be ce | a0 b0 | ad bd | c0 | cd", slots=3, work=3)
 
 
-def test_a_request_that_does_not_fit_is_first_in_the_next_step():
+def test_request_that_does_not_fit_into_a_step_is_first_in_the_next_step():
     check("a2 b1+", "ae be | a0 | b0 | bd | a1 | ad", work=2)
 
 
@@ -154,7 +154,7 @@ def test_a_request_that_only_needs_decoding_keeps_its_slot():
 
 
 def test_a_resumed_request_is_computed_before_it_is_preempted_again():
-    """A request of better priority arrives each time the large request has a slot again.
+    """Each time the large request has a slot again, a request of better priority arrives.
 
     The arriving request uses two units of the step's work, so the large request is left out once each time.
     """
@@ -295,7 +295,7 @@ def test_failed_request_ends_without_affecting_other_requests():
     assert driven.outputs == {"b": latent_after(request_of("b2"), 2)}
 
 
-def test_results_do_not_depend_on_other_requests():
+def test_result_of_an_iterative_request_does_not_depend_on_other_requests():
     alone, together = Driven(), Driven(slots=3, work=3)
     alone.add("a4+")
     alone.run()
@@ -317,7 +317,7 @@ def test_results_do_not_depend_on_other_requests():
         ("a1", {"decode_work": 9}, "to decode it costs 9"),
     ],
 )
-def test_a_request_beyond_the_limits_is_refused(word, fields, match):
+def test_request_beyond_the_limits_of_the_core_is_refused(word, fields, match):
     driven = Driven()
     request = request_of(word)
     kept = {name: getattr(request, name) for name in request.__struct_fields__}
