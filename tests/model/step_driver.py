@@ -87,7 +87,7 @@ class StepDriver:
         self._tables: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
         self._steps = 0
-        self._launched = 0  # launched steps that are not finished
+        self._launched = 0  # launched steps that have not finished
         self.tokens: dict[str, list[int]] = {}
 
     def add(

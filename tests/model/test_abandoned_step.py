@@ -1,4 +1,4 @@
-"""A step that nobody needs ends between two layers, and the runner then computes the next step."""
+"""Tests that an abandoned step ends between two layers, and that the runner then computes the next step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LoRA adapters: tokens equal those of peft, of merged weights, and of each request alone. Unsupported adapters are
-refused by the name of the field.
+"""Tests of LoRA adapters: tokens equal those of peft, of merged weights, and of each request alone. The refusal of an
+unsupported adapter names the field.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Served:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_tokens_equal_those_of_peft(
+def test_adapter_gives_the_tokens_of_peft(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -115,7 +115,7 @@ def test_tokens_equal_those_of_peft(
         {"r": 8, "target_modules": r".*layers\.0\..*(k|up)_proj"},
     ],
 )
-def test_supported_options_of_peft_give_its_tokens(
+def test_adapter_options_of_peft_give_the_tokens_of_peft(
     config: dict[str, Any],
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
@@ -260,7 +260,7 @@ def read_changed(
         ({"rank_pattern": {"q_proj": 9}}, "says 9"),
     ],
 )
-def test_unsupported_field_is_refused_by_name(
+def test_unsupported_field_of_an_adapter_is_refused_by_name(
     saved: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=words.replace("(", r"\(")):
@@ -302,12 +302,12 @@ def test_adapter_of_another_model_is_refused(
         read_changed(saved, tmp_path / "a", tensors=tensors)
 
 
-def test_rank_above_the_limit_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_with_a_rank_above_the_limit_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"rank of .* is 8, and --max-lora-rank is 7"):
         read_changed(saved, tmp_path / "a", rank_max=7)
 
 
-def test_damage_at_any_byte_is_refused_or_harmless(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_file_with_any_damaged_byte_is_refused_or_works(saved: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, directory = saved
     config = open_checkpoint(checkpoint).config
     shutil.copytree(directory, tmp_path / "a")
@@ -331,7 +331,7 @@ def test_damage_at_any_byte_is_refused_or_harmless(saved: tuple[Path, Path], tmp
         file.write_bytes(whole)
 
 
-def test_digest_depends_on_the_content(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_digest_depends_on_the_content(saved: tuple[Path, Path], tmp_path: Path) -> None:
     plain = read_changed(saved, tmp_path / "a")
     assert read_changed(saved, tmp_path / "b", {"lora_dropout": 0.5}).digest == plain.digest
     assert read_changed(saved, tmp_path / "c", {"lora_alpha": 17}).digest != plain.digest
@@ -343,7 +343,7 @@ def test_digest_depends_on_the_content(saved: tuple[Path, Path], tmp_path: Path)
     assert read_changed(saved, tmp_path / "d", tensors=one_bit).digest != plain.digest
 
 
-def test_directories_that_are_not_allowed_are_reported_as_missing(tmp_path: Path) -> None:
+def test_adapter_directory_that_is_not_allowed_is_reported_as_missing(tmp_path: Path) -> None:
     allowed, outside = tmp_path / "in", tmp_path / "out"
     allowed.mkdir()
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""Grouping of rows for attention changes the speed, and no result."""
+"""Tests that the grouping of rows for attention changes only the speed, and no result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logprobs(path: Path, step_driver: ModuleType) -> list[TokenLogprob]:
 def test_small_and_large_groups_give_equal_logprobs(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, up to the order of sums."""
+    """Results in float32 may differ only by the order of sums."""
     path = tiny_checkpoint(kind)
     large = logprobs(path, step_driver)
     assert len(large) > sum(CONTEXTS.values())
@@ -94,7 +94,7 @@ def test_short_sequences_are_not_padded_to_a_long_ones_length() -> None:
     assert tensors.first_rows == (2, 0, 1, 3, 4)
 
 
-def test_gathered_bytes_of_a_group_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_kv_bytes_of_a_group_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step_tensors.GATHERED_BYTES_MAX, "cpu", 100 * 40 * 2)
     assert table_shapes(tensors_of_decodes([39] * 5, token_kv_bytes=100)) == [(2, 10), (2, 10), (1, 10)]
 

@@ -1,4 +1,4 @@
-"""The executor fills awaited tokens into a step that was planned before the previous step's result was known."""
+"""Tests a step that was planned before the previous step's result was known. The executor fills in awaited tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_awaited_token_follows_the_known_tokens():
     tokens = [1, 2, 3]
     before = begun(plan_of(0, chunk("a", tokens, 0, count=3)), StepResult((7,)))
     plan = plan_of(1, chunk("a", tokens, 3, awaits_token=True), chunk("b", (5, 6), 0, count=2))
-    for _ in range(2):  # first before, then after the core has processed the result
+    for _ in range(2):  # The token is read first before, then after the core has processed the result.
         (place, filled), (other_place, other) = fill_awaited_tokens(plan, before)
         assert (place, other_place, other) == (0, 1, plan.chunks[1])
         assert list(filled.row_tokens) == [7]
@@ -73,7 +73,7 @@ def test_awaited_token_follows_the_known_tokens():
     [None, StepResult((None, 8), errors={RequestId("a"): "broken"}), StepResult((7, 8), errors={RequestId("a"): "x"})],
     ids=["abandoned", "failed", "failed after its token"],
 )
-def test_request_without_a_result_in_the_previous_step_is_left_out(result):
+def test_step_omits_a_request_without_a_result_in_the_previous_step(result):
     before = begun(plan_of(0, chunk("a", [1, 2, 3], 0, count=3), chunk("b", [1, 2, 3], 0, count=3)), result)
     ahead = [chunk(name, [1, 2, 3], 3, awaits_token=True) for name in "ab"]
     filled = fill_awaited_tokens(plan_of(1, *ahead, chunk("c", [4], 0)), before)
@@ -81,7 +81,7 @@ def test_request_without_a_result_in_the_previous_step_is_left_out(result):
     assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
 
-def test_unfinished_prompt_is_left_out_only_if_it_failed():
+def test_step_omits_an_unfinished_prompt_only_if_it_failed():
     for errors, expected in (({}, ["a"]), ({RequestId("a"): "broken"}, [])):
         before = begun(plan_of(0, chunk("a", [1, 2, 3], 0)), StepResult((None,), errors=errors))
         filled = fill_awaited_tokens(plan_of(1, chunk("a", [1, 2, 3], 1)), before)

@@ -1,4 +1,4 @@
-"""With batch_invariant, the logprobs of a request have equal bits alone and in any batch.
+"""Tests that with batch_invariant, the logprobs of a request have equal bits alone and in any batch.
 
 Each example is a history of the real core with a real runner (histories.py), drawn by hypothesis: arrivals and aborts
 of other requests, chunk sizes, prefix hits, preemption and recomputation, responses that began at another engine, draft
@@ -33,11 +33,11 @@ from trioserve_kernels.native import Library, NoNativeKernels
 pytestmark = pytest.mark.slow
 
 LEVELS = supported_levels()
-BLOCK_SIZE = 5  # divides no tile size
+BLOCK_SIZE = 5  # This number divides no tile size.
 BLOCK_COUNT = 200
 VOCAB = range(5, 320)
-TEXT = [random.Random(1).choice(VOCAB) for _ in range(150)]  # common beginning of prompts
-# kind, dtype, and quantization or KV format
+TEXT = [random.Random(1).choice(VOCAB) for _ in range(150)]  # The prompts begin with these tokens.
+# Each entry is a kind of model, its dtype, and its quantization or KV format.
 TORCH = (
     ("llama-biased-64", "float32", "none"),
     ("qwen2-sliding", "bfloat16", "none"),
@@ -142,7 +142,7 @@ def requests(draw: st.DrawFn, histories: ModuleType, name: str) -> Any:
     seed = draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     own = [rng.choice(VOCAB) for _ in range(draw(st.sampled_from((1, 2, 17, 40))))]
-    if draw(st.booleans()):  # repeat some text, so that draft tokens are proposed
+    if draw(st.booleans()):  # The prompt repeats some text, so that draft tokens are proposed.
         own = (own[:4] * 9)[: len(own) + 8]
     return histories.request(
         name,
@@ -220,7 +220,7 @@ def check_drawn(
     @given(drawn_histories(histories), st.sampled_from((1, 1, 2)))
     def run(history: Any, threads: int) -> None:
         if level is None:
-            threads = 1  # torch's thread count applies to the whole process, see below
+            threads = 1  # torch's thread count applies to the whole process.
         check(histories, history, load(*case, level=level, threads=threads), load(*case, level=level), known)
 
     run()
@@ -268,16 +268,16 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 @pytest.mark.parametrize("level", (None, *LEVELS[:1]))
-def test_histories_contain_the_events_that_they_are_made_for(
+def test_random_histories_contain_the_events_that_they_are_made_for(
     way: dict[str, Any], level: str | None, histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
-    """With two threads: blocks are preempted, prefixes are reused, steps overlap, and draft tokens are accepted."""
+    """With two threads, blocks are preempted, prefixes are reused, steps overlap, and draft tokens are accepted."""
     if level is not None:
         library_or_skip(level)
     case = ("llama", "float32", "none")
     lonely = load(*case, level=level)
     history = busy_history(histories, **way)
-    if "draft_tokens_max" in way:  # repeated output of the model is proposed as draft tokens
+    if "draft_tokens_max" in way:  # The core proposes repeated output of the model as draft tokens.
         said = histories.alone(lonely, histories.request("x", TEXT[:9], 60)).token_ids
         again = histories.request("again", (*TEXT[:9], *said[:40], *TEXT[:9], *said[:5]), 12)
         history = histories.History((*history.arrivals, histories.Arrival(again)), step_tokens_max=40, **way)
@@ -336,10 +336,10 @@ def test_output_logprobs_equal_logprobs_of_the_same_text_as_prompt(
         assert again.prompt_logprobs[len(prompt) :] == answer.logprobs
 
 
-def test_comparison_finds_differences_without_batch_invariant(
+def test_comparison_detects_differences_without_batch_invariant(
     histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
-    """In plain torch. Most native kernels are always batch-invariant. For AMX see
+    """This test uses plain torch. Most native kernels are always batch-invariant. AMX is tested in
     tests/kernels/test_batch_invariance.py.
     """
     runner = load("llama", "bfloat16", "none", level=None, batch_invariant=False)
@@ -349,7 +349,7 @@ def test_comparison_finds_differences_without_batch_invariant(
 
 @pytest.mark.skipif(len(LEVELS) < 2, reason="native kernels add in one order only here")
 @pytest.mark.parametrize("case", (("llama", "bfloat16", "none"), ("llama-wide", "bfloat16", "Q4_K")), ids="-".join)
-def test_comparison_finds_other_kernels(
+def test_comparison_detects_kernels_of_another_instruction_level(
     case: tuple[str, str, str], histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
     """Kernels of another level add in another order, like a step that would use other kernels for a large batch."""
@@ -360,7 +360,7 @@ def test_comparison_finds_other_kernels(
         check(histories, busy_history(histories), player, lonely, {})
 
 
-def test_comparison_finds_a_product_that_depends_on_the_batch(
+def test_comparison_detects_a_product_that_depends_on_the_batch(
     histories: ModuleType, load: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The product adds two halves of its depth if it has more than one row."""
@@ -383,7 +383,7 @@ def test_comparison_finds_a_product_that_depends_on_the_batch(
 def test_batch_invariant_is_refused_where_it_is_impossible(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """On a processor whose products depend on a row's place, and with torch's products on a GPU."""
+    """It is refused if a product depends on the row's index, as on some processors and in torch on a GPU."""
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", batch_invariant=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_step_model, "differing_rows", lambda *_: [7])
@@ -400,7 +400,7 @@ def test_batch_invariant_is_refused_where_it_is_impossible(
     runner.close()
 
 
-def test_products_that_depend_on_a_rows_place_are_found() -> None:
+def test_products_that_depend_on_the_row_index_are_detected() -> None:
     def sums(tile: Tensor) -> Tensor:
         found = tile.cumsum(-1)[:, -1]
         found[5] += 1e-3
@@ -410,7 +410,7 @@ def test_products_that_depend_on_a_rows_place_are_found() -> None:
     assert reference_invariant.differing_rows(lambda tile: tile.cumsum(-1), 40, torch.float32) == []
 
 
-def test_attention_that_depends_on_a_rows_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_depends_on_the_row_index_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     product = torch.bmm
 
     def planted(left: Tensor, right: Tensor) -> Tensor:
@@ -438,6 +438,6 @@ def test_kv_is_exchanged_only_between_engines_of_equal_arithmetic(
     assert name_of(batch_invariant=True) not in ("model", name_of(batch_invariant=True, dtype="bfloat16"))
     ours = name_of(batch_invariant=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "VERSION", "0.0.1")  # KV files of such a version may lie in the same folder
+        patch.setattr(runner_module, "VERSION", "0.0.1")  # The folder may contain KV files of such a version.
         assert name_of(batch_invariant=True) != ours
         assert name_of() == "model"

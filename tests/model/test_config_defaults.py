@@ -1,4 +1,4 @@
-"""A missing field of config.json gets transformers' default, or the config is refused."""
+"""Tests that a missing field of config.json gets transformers' default, or that the config is refused."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trioserve.model.model_config import ModelConfig
 
 pytestmark = pytest.mark.slow
 
-# fields of tokens and files, and fields that select the class
+# These fields describe tokens or files, or select the class.
 NOT_COMPARED = ("architectures", "model_type", "transformers_version", "dtype", "vision_config", "text_config")
 NOT_COMPARED += ("bos_token_id", "eos_token_id", "pad_token_id")
-# transformers reads these classes of other authors as Llamas
+# transformers reads these model classes as Llamas.
 OTHERS_CLASSES = ("exaone", "internlm3")
 
 
@@ -98,7 +98,7 @@ def test_missing_field_gets_transformers_default_or_is_refused(tiny_checkpoints:
                 continue  # transformers refuses such a config, with various exceptions
             ours, theirs = _described(fields), _described(filled)
             if isinstance(ours, str):
-                continue  # refused, with a message that names the field
+                continue  # The config is refused with a message that names the field.
             compared += 1
             if ours != theirs:
                 shown = theirs if isinstance(theirs, str) else ""
@@ -113,7 +113,7 @@ def test_configs_of_all_families_cause_no_warning_of_unread_fields(
     warned = []
     for kind in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}:
         whole, config_class = _config_of(kind, tiny_checkpoints)
-        known = {"architectures", *config_class().to_dict()}  # tiny checkpoints have fields of other families, too
+        known = {"architectures", *config_class().to_dict()}  # Tiny checkpoints also have fields of other families.
         model_config_from({name: value for name, value in whole.items() if name in known}, {}, dtype_name="float32")
         warned += [f"{kind}: {message}" for message in caplog.messages]
         caplog.clear()

@@ -1,4 +1,4 @@
-"""Fields of a config with extreme values are computed as in transformers, or refused by name."""
+"""Tests that a model with an extreme value in its config is computed as in transformers, or refused by field."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_extreme_field_is_computed_as_in_transformers(
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
     if fields.get("hidden_activation") == "gelu":
-        cpu_kernels = "auto"  # no native kernel supports it, so torch computes
+        cpu_kernels = "auto"  # No native kernel supports this model, so torch computes it.
     runner = step_driver.load_runner(tmp_path, cpu_kernels=cpu_kernels)
     driver = step_driver.StepDriver(runner)
     driver.add("a", PROMPT, ALL_LOGPROBS)

@@ -1,4 +1,4 @@
-"""Layers with the gated delta rule, and attention with gates (Qwen3-Next, Qwen3.5)."""
+"""Tests of layers with the gated delta rule, and of attention with gates (Qwen3-Next, Qwen3.5)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attends(config: ModelConfig) -> list[int]:
     return [index for index, layer in enumerate(config.layers) if isinstance(layer.attention, AttentionConfig)]
 
 
-def test_every_fourth_layer_is_attention() -> None:
+def test_every_fourth_layer_of_qwen3_next_is_attention() -> None:
     assert attends(read()) == [3, 7]
     assert attends(read(full_attention_interval=2)) == [1, 3, 5, 7]
     assert attends(read(layer_types=["full_attention"] + ["linear_attention"] * 7)) == [0]
@@ -84,9 +84,9 @@ def test_native_kernels_name_unsupported_sizes() -> None:
     assert "linear_num_value_heads is 8, which is no multiple of 16" in str(why_not_native(few, "float32"))
 
 
-def test_piece_equals_its_tokens_one_by_one() -> None:
-    """The reference applies the rule in float64: the state decays, its answer to a key moves towards a value, and it is
-    queried.
+def test_delta_rule_over_a_chunk_equals_the_rule_token_by_token() -> None:
+    """The reference applies the rule in float64. For each token, the state decays, its value for the key moves towards
+    the token's value, and the query reads the state.
     """
     generator = torch.Generator().manual_seed(3)
 

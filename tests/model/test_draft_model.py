@@ -125,7 +125,7 @@ def test_aborts_at_any_step_leave_no_blocks_and_do_not_change_other_requests(
     runner.close()
 
 
-def test_abandoned_step_proposes_nothing(
+def test_draft_model_proposes_nothing_after_an_abandoned_step(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Abort the only request between two passes of the draft model. No further pass runs, and the core ends idle."""

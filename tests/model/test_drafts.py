@@ -30,7 +30,7 @@ SAMPLINGS = {
     "min_tokens": SamplingParams(temperature=0.8, min_tokens=12),
     "logprobs": SamplingParams(temperature=0.8, logprobs=2),
 }
-STOPS = tuple(range(0, 320, 3))  # one third of all tokens, which min_tokens forbids at first
+STOPS = tuple(range(0, 320, 3))  # These are one third of all tokens. min_tokens forbids them at first.
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -120,7 +120,10 @@ def test_sampling_error_after_a_draft_token_ends_the_run_of_accepted_tokens(
     for name, sampling in (("a", SAMPLINGS["greedy"]), ("b", SAMPLINGS["logprobs"])):
         driver.add(name, prompt_of(6, 1), sampling)
     driver.step({"a": 6, "b": 6})
-    bad_rows = (2, 5)  # of request a after its second draft token, of b after its first
+    bad_rows = (
+        2,
+        5,
+    )  # Sampling fails for request a after its second draft token, and for request b after its first draft token.
     result = driver.step({"a": 1, "b": 1}, {"a": (5, 6, 7), "b": (5, 6, 7)})
     assert not result.errors
     assert None not in result.token_ids

@@ -17,7 +17,7 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.testing.invariants import check_idle
 
-TARGET = "smollm3"  # four layers
+TARGET = "smollm3"  # The target model has four layers.
 
 
 @pytest.fixture(scope="module")

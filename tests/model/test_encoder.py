@@ -1,4 +1,4 @@
-"""Encoders give transformers' numbers in any batch, and damaged encoders are refused with one sentence."""
+"""Tests that encoders give the same numbers as transformers in any batch, and that damaged encoders are refused."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_score_has_no_sigmoid_if_the_config_says_so(encoders: Any, tmp_path: Pat
     assert before.pooled["t"].values() == pytest.approx([1 / (1 + np.exp(-score))], abs=1e-6)
 
 
-def test_unusable_text_fails_alone(encoders: Any) -> None:
+def test_text_that_an_encoder_cannot_read_fails_alone(encoders: Any) -> None:
     runner = load(encoders("BertModel"))
     result = run(runner, {"good": ([3, 4], MEAN), "bad": ([3, 64], MEAN)})
     assert result is not None
@@ -210,7 +210,7 @@ def test_unusable_text_fails_alone(encoders: Any) -> None:
     assert (list(result.pooled), result.errors) == (["good"], {"bad": NOT_FINITE})
 
 
-def test_step_is_abandoned_between_two_layers(encoders: Any) -> None:
+def test_encoder_step_is_abandoned_between_two_layers(encoders: Any) -> None:
     runner = load(encoders("BertModel"))
     asked = []
 
@@ -283,7 +283,7 @@ def test_damaged_or_unsupported_modernbert_is_refused_with_a_sentence(
     assert words in str(caught.value)
 
 
-def test_head_with_several_labels_is_refused(encoders: Any) -> None:
+def test_encoder_head_with_several_labels_is_refused(encoders: Any) -> None:
     with pytest.raises(ModelLoadError, match="gives a text 3 labels"):
         opened_encoder(encoders("BertForSequenceClassification", num_labels=3))
 

@@ -108,7 +108,7 @@ def test_gguf_file_and_directory_give_the_same_model(
     ours, theirs = open_checkpoint(path), open_checkpoint(tiny_checkpoint(kind))
     # GGUF files store these as float32, and take the end tokens from the tokenizer.
     numbers = {"norm_eps", "embedding_scale", "logit_scale", "logit_cap", "eos_token_ids", "layers"}
-    numbers |= {"row_factors"}  # GGUF files contain weights that are already multiplied
+    numbers |= {"row_factors"}  # The weights in GGUF files are already multiplied.
     for field in set(ModelConfig.__struct_fields__) - numbers:
         assert getattr(ours.config, field) == getattr(theirs.config, field), field
     for field in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap"):
@@ -153,7 +153,7 @@ def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> Non
     assert replace(own, attention=attention, residual_scale=other.residual_scale) == other
 
 
-def test_every_family_is_named_once() -> None:
+def test_every_model_family_has_one_name() -> None:
     names = [family.name for family in FAMILIES]
     classes = [name for family in FAMILIES for name in family.classes]
     for listed in (names, classes):
@@ -193,7 +193,7 @@ def test_gemma_3_scales_positions_only_in_layers_without_window() -> None:
     assert config.context_tokens_max == 512
 
 
-def test_layers_without_position_embeddings() -> None:
+def test_layers_without_position_embeddings_are_read() -> None:
     def has_positions(config: ModelConfig) -> list[bool]:
         return [layer.attention.rotary is not None for layer in config.layers]
 
@@ -241,7 +241,7 @@ def test_published_config_of_gpt_oss_is_read() -> None:
     assert why_not_native(config, "bfloat16") is None
 
 
-def test_llama_4_layer_kinds() -> None:
+def test_llama_4_layer_kinds_are_read_from_its_config() -> None:
     """Read configs with the fields of Scout and Maverick."""
 
     def kinds(config: ModelConfig) -> list[tuple[bool, int | None, bool, str, str]]:

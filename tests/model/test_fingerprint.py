@@ -1,4 +1,4 @@
-"""Two servers may resume each other's responses only if their fingerprints are equal."""
+"""Tests of fingerprints. Two servers may resume each other's responses only if their fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_everything_that_decides_tokens_changes_the_fingerprint(change: dict[str
     ("dtype", "batch_invariant", "is_exact"),
     [("bfloat16", False, False), ("bfloat16", True, True), ("float32", False, True)],
 )
-def test_fingerprint_says_if_tokens_are_promised(dtype: Any, batch_invariant: bool, is_exact: bool) -> None:
+def test_fingerprint_says_if_equal_tokens_are_guaranteed(dtype: Any, batch_invariant: bool, is_exact: bool) -> None:
     name = fingerprint_of(**{**SAME, "dtype": dtype, "batch_invariant": batch_invariant})
     assert name.endswith(EXACT) == is_exact

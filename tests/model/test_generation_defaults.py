@@ -1,4 +1,4 @@
-"""Sampling defaults of requests, from the checkpoint, a directory and overrides."""
+"""Tests of the sampling defaults of requests, which come from the checkpoint, a directory and overrides."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def directory(path: Path, **fields: object) -> str:
     return str(path)
 
 
-def test_auto_uses_the_checkpoints_recommendation():
+def test_auto_uses_the_sampling_defaults_of_the_checkpoint():
     assert defaults().sampling == SamplingParams(temperature=0.6, top_k=20)
     assert defaults().eos_token_ids == (2,)
 
 
-def test_packaged_model_without_a_recommendation_uses_ours():
+def test_packaged_model_without_sampling_defaults_uses_ours():
     assert defaults(own={}, name="smollm2").sampling == SamplingParams(temperature=0.2, top_p=0.9)
     assert defaults(name="smollm2").sampling == SamplingParams(temperature=0.6, top_k=20)
     assert defaults(own={}).sampling == SamplingParams()
 
 
-def test_vllm_ignores_every_recommendation():
+def test_value_vllm_ignores_all_sampling_defaults_of_models():
     assert defaults("vllm", own={}, name="smollm2").named == {}
     assert defaults("vllm").sampling == SamplingParams(temperature=1.0)
 
@@ -56,7 +56,7 @@ def test_directory_replaces_sampling_and_end_tokens_of_the_checkpoint(tmp_path: 
     assert defaults(directory(tmp_path, top_p=0.5)).eos_token_ids == (2,)
 
 
-def test_override_replaces_single_fields(tmp_path: Path):
+def test_override_replaces_single_sampling_defaults(tmp_path: Path):
     override = '{"temperature": 0.1, "max_new_tokens": 5}'
     assert defaults("auto", override).sampling == SamplingParams(temperature=0.1, top_k=20, max_tokens=5)
     assert defaults("vllm", {"top_p": 0.3}).sampling == SamplingParams(top_p=0.3)
@@ -74,14 +74,14 @@ def test_override_replaces_single_fields(tmp_path: Path):
         ("{", "is no JSON"),
     ],
 )
-def test_wrong_override_is_refused_before_any_file_is_read(override: str, words: str):
+def test_wrong_sampling_override_is_refused_before_any_file_is_read(override: str, words: str):
     with pytest.raises(StartupError) as caught:
         generation_settings("auto", override)
     assert str(caught.value).startswith("--override-generation-config")
     assert words in str(caught.value)
 
 
-def test_wrong_directory_is_refused_with_one_sentence(tmp_path: Path):
+def test_wrong_directory_of_sampling_defaults_is_refused_with_one_sentence(tmp_path: Path):
     with pytest.raises(ModelLoadError, match=r"but there is no file .*: name a directory with a"):
         defaults(str(tmp_path))
     with pytest.raises(ModelLoadError, match="names the end tokens 10, but the model's tokens are 0 to 9"):

@@ -1,5 +1,5 @@
-"""Random numbers equal a slow reference, draws follow the distribution, and small changes of probabilities change few
-draws.
+"""Tests that random numbers equal a slow reference, that draws follow the distribution, and that small changes of
+probabilities change few draws.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def running_sum_draw(weights: torch.Tensor, words: list[int]) -> torch.Tensor:
 # --- the numbers ----------------------------------------------------------------------------------------------------
 
 
-def test_word_of_a_position_is_splitmix64s_output() -> None:
+def test_random_word_of_a_position_is_the_output_of_splitmix64() -> None:
     """Seed 0 hashes to 0xE220A8397B1DCDAF, the first number of splitmix64's published test vector."""
     assert next(stream(0)) == 0xE220A8397B1DCDAF
     words = stream(0xE220A8397B1DCDAF)
     assert [draw_word(0, position) for position in range(5)] == [next(words) for _ in range(5)]
 
 
-def test_words_of_many_requests_equal_single_words() -> None:
+def test_random_words_of_many_requests_equal_single_words() -> None:
     seeds = [0, 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15, 12345]
     positions = [0, 1, 7, 2**31 - 1, 4096, 0]
     words = draw_words(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.int64))
@@ -63,7 +63,7 @@ def test_words_of_many_requests_equal_single_words() -> None:
     assert words.tolist() == signed(expected).tolist()
 
 
-def test_number_of_a_token_is_splitmix64s_output_as_exponential() -> None:
+def test_random_number_of_a_token_is_the_output_of_splitmix64_as_exponential() -> None:
     words = [0, 1, WORD - 1, WORD // 2, *words_of(20)]
     numbers = exponentials(signed(words)[:, None], torch.arange(300)).tolist()
     for word, row in zip(words, numbers, strict=True):
@@ -71,7 +71,7 @@ def test_number_of_a_token_is_splitmix64s_output_as_exponential() -> None:
             assert number == pytest.approx(-math.log(((output >> 12) + 0.5) / 2**52), rel=1e-12)
 
 
-def test_extreme_numbers_are_finite_and_above_zero() -> None:
+def test_extreme_random_numbers_are_finite_and_above_zero() -> None:
     """States whose outputs are 0 and 2**64 - 1: 0 gives 0, and the output function can be inverted."""
 
     def unshifted(word: int, shift: int) -> int:
@@ -91,7 +91,7 @@ def test_extreme_numbers_are_finite_and_above_zero() -> None:
     ]
 
 
-def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
+def test_random_numbers_of_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
     numbers = {(seed, position): draw_word(seed, position) / WORD for seed in range(60) for position in range(60)}
     assert len(set(numbers.values())) == 3600
     neighbours = [
@@ -138,7 +138,7 @@ def test_token_of_weight_zero_is_never_drawn_and_tiny_weight_can_be() -> None:
     assert draw(weights.expand(200, -1), words_of(200)).tolist() == [700] * 200
 
 
-def test_row_draws_the_same_token_in_any_batch() -> None:
+def test_row_draws_an_equal_token_in_any_batch() -> None:
     weights = torch.randn(40, 1000, generator=torch.Generator().manual_seed(1)).exp()
     words = words_of(40)
     together = draw(weights, words).tolist()

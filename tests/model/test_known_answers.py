@@ -1,5 +1,7 @@
-"""Equal results of two computations with the weights of a real model: an adapter and its merged weights, and a mixture
-of equal experts and their MLP.
+"""Tests that an adapter equals its merged weights, and a mixture of equal experts their MLP, with a real model's
+weights.
+
+Each test compares the results of the two computations.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.slow
 PROMPT = [504, 3575, 282, 4649, 314, 260, 2240, 282, 1217, 28, 284, 357, 314, 5248, 327, 624]
 STEPS = 12
 SAMPLING = SamplingParams(temperature=0.0, prompt_logprobs=5)
-NEAR = 3e-4  # tolerance of logprobs in float32: sums have another order in all layers
+NEAR = 3e-4  # Tolerance of logprobs in float32, because sums have another order in all layers.
 RANK, SCALE = 8, 2.0
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -197,7 +199,7 @@ def test_mixture_of_equal_experts_equals_their_mlp(
     assert_same(answer(step_driver, runner_of(upcycled(dense, experts), cpu_kernels)), expected)
 
 
-def test_comparison_finds_weights_that_do_not_sum_to_one(smollm2: Checkpoint, step_driver: ModuleType) -> None:
+def test_comparison_detects_expert_weights_that_do_not_sum_to_one(smollm2: Checkpoint, step_driver: ModuleType) -> None:
     dense = first_layers(smollm2, 4)
     experts = ExpertsConfig(
         expert_count=4,

@@ -1,4 +1,4 @@
-"""--kv-cache-dtype int8 and fp8: logprobs, blocks and capacity, in native kernels and in plain torch."""
+"""Tests of --kv-cache-dtype int8 and fp8: logprobs, blocks and capacity, in native kernels and in plain torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.native import NoNativeKernels, load_library
 
-# root of the mean square error; steps are 1 / 254 of the largest number, or 1 / 16 of a number
+# limits of the root mean square error. Rounding steps are 1 / 254 of the largest number, or 1 / 16 of a number.
 LARGEST_ERROR = {"int8": 0.04, "fp8": 0.12}
 PROMPT = [(7 * index + 11) % 300 + 5 for index in range(70)]
 SHOWN = SamplingParams(temperature=0.0, prompt_logprobs=1)
@@ -79,7 +79,7 @@ def kept(driver: Any, runner: ModelRunner) -> list[bytes]:
 @FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen3", "mistral", "gemma2", "llama-biased-64"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_logprobs_are_close_to_those_without_rounding(
+def test_logprobs_with_eight_bit_kv_are_close_to_those_without_rounding(
     load: Load, step_driver: ModuleType, kind: str, dtype: str, kv_cache_dtype: str, cpu_kernels: str
 ) -> None:
     _, exact = played(step_driver, load(kind, "auto", dtype="float32", cpu_kernels="torch"), [70])
@@ -90,10 +90,10 @@ def test_logprobs_are_close_to_those_without_rounding(
 
 @FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2"))
-def test_native_kernels_and_torch_round_alike(
+def test_native_kernels_and_torch_round_kv_equally(
     load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str
 ) -> None:
-    """In float32. Only a few numbers in the middle between two values may differ."""
+    """Only a few float32 numbers in the middle between two values may be rounded differently."""
     found = [
         np.array(played(step_driver, load(kind, kv_cache_dtype, cpu_kernels=kernels), [70])[1])
         for kernels in ("native", "torch")
@@ -104,11 +104,11 @@ def test_native_kernels_and_torch_round_alike(
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding"))
-def test_blocks_have_equal_bits_for_any_chunks_of_a_prompt(
+def test_eight_bit_kv_blocks_have_equal_bits_for_any_chunks_of_a_prompt(
     load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str, cpu_kernels: str
 ) -> None:
-    """Also in a batch. In 8 bits, a number that differs by one bit before rounding may differ by a whole step
-    after it.
+    """The prompt is also computed in a batch. A number that differs by one bit before it is rounded to 8 bits may
+    differ by a whole step afterwards.
     """
     runner = load(kind, kv_cache_dtype, cpu_kernels=cpu_kernels, batch_invariant=True)
     whole, logprobs = played(step_driver, runner, [70])
@@ -126,7 +126,7 @@ def test_blocks_have_equal_bits_for_any_chunks_of_a_prompt(
 
 @BOTH
 @FORMATS
-def test_copied_block_works_in_another_engine(
+def test_copied_eight_bit_kv_block_works_in_another_engine(
     load: Load, step_driver: ModuleType, kv_cache_dtype: str, cpu_kernels: str
 ) -> None:
     """Copy a block with its scales as bytes into another engine's cache, as connectors do."""
@@ -146,7 +146,9 @@ def test_copied_block_works_in_another_engine(
 
 
 @FORMATS
-def test_almost_twice_as_many_blocks_fit(tiny_checkpoint: Callable[..., Path], kv_cache_dtype: Any) -> None:
+def test_almost_twice_as_many_eight_bit_kv_blocks_fit_into_memory(
+    tiny_checkpoint: Callable[..., Path], kv_cache_dtype: Any
+) -> None:
     config = open_checkpoint(tiny_checkpoint("llama")).config
     wide, narrow = (kv_block_bytes(config, 16, "bfloat16", kind) for kind in ("plain", kv_cache_dtype))
     head_dim = config.heads.head_dim
@@ -158,7 +160,9 @@ def test_almost_twice_as_many_blocks_fit(tiny_checkpoint: Callable[..., Path], k
 def test_kv_format_is_reported(load: Load, kv_cache_dtype: str, cpu_kernels: str) -> None:
     runner, plain = (load("llama", kind, cpu_kernels=cpu_kernels) for kind in (kv_cache_dtype, "auto"))
     assert f"KV kept as {kv_cache_dtype}" in runner.computed_by
-    assert runner.arithmetic != plain.arithmetic  # so that no stream resumes with another format
+    assert (
+        runner.arithmetic != plain.arithmetic
+    )  # The fingerprint contains the format, so no stream resumes with another format.
     assert (runner.kv_dtype, plain.kv_dtype) == (kv_cache_dtype, "float32")
     assert runner.kv_cache_bytes < plain.kv_cache_bytes / 2
     storage = runner.storage
@@ -166,7 +170,7 @@ def test_kv_format_is_reported(load: Load, kv_cache_dtype: str, cpu_kernels: str
     assert sum(pages.nbytes for pages in storage.pages) == runner.kv_cache_bytes
 
 
-def test_nan_fails_only_its_request(load: Load, step_driver: ModuleType) -> None:
+def test_nan_in_eight_bit_kv_fails_only_its_request(load: Load, step_driver: ModuleType) -> None:
     runner = load("llama", "int8", cpu_kernels="native")
     driver = step_driver.StepDriver(runner)
     driver.add("a", PROMPT)

@@ -1,4 +1,4 @@
-"""KV pages read and write blocks in the model's own arrays."""
+"""Tests that KV pages read and write blocks in the model's own arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shape:
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "device"])
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_pages_read_and_write_the_arrays(kind, entry):
+def test_kv_pages_read_and_write_the_arrays_of_the_model(kind, entry):
     layout = msgspec.structs.replace(
         LAYOUT, part_count=entry.part_count, kv_head_count=entry.head_count, head_dim=entry.head_dim
     )
@@ -40,7 +40,7 @@ def test_pages_read_and_write_the_arrays(kind, entry):
     config: ModelConfig = Shape(entry)  # type: ignore[assignment]
     storage = KVStorage(config, block_count=5, block_size=4, make=make, has_spare=True)
     pages = CudaPages(layout, storage) if kind == "device" else make_kv_pages(layout, storage, "cpu")
-    assert pages.block_count == 5  # without the spare block, which no request owns
+    assert pages.block_count == 5  # The count excludes the spare block, which no request owns.
     block_bytes = layout.block_size * layout.token_bytes
     assert block_bytes == 4 * 2 * 3 * 8 * 2
 
@@ -49,7 +49,7 @@ def test_pages_read_and_write_the_arrays(kind, entry):
     assert bytes(pages.read(1, BlockIndex(3)))[layout.token_bytes : 2 * layout.token_bytes] == content[:96]
     raw = storage.pages[1] if kind == "numpy" else storage.pages[1].view(torch.uint16).numpy()
     assert raw[3, 1].tobytes() == content[:96]
-    assert raw.any(axis=(2, 3, 4)).sum() == 1  # only this token changed
+    assert raw.any(axis=(2, 3, 4)).sum() == 1  # Only this token has changed.
     assert not any(pages.read(0, BlockIndex(3)))
     assert len(pages.read(0, BlockIndex(0))) == block_bytes
     with pytest.raises(TypeError):

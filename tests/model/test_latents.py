@@ -1,4 +1,4 @@
-"""Latent attention (MLA): its KV cache, known answers, and its formats in files."""
+"""Tests of latent attention (MLA): its KV cache, known results, and its formats in files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def answer(step_driver: ModuleType, path: Path, **options: Any) -> tuple[list[fl
 # --- KV cache ---------------------------------------------------------------------------------------------------------
 
 
-def test_cache_keeps_a_latent_and_one_rotated_key() -> None:
+def test_kv_cache_of_latent_attention_keeps_a_latent_and_one_rotated_key() -> None:
     """DeepSeek-V2-Lite keeps 576 numbers per token and layer. Keys and values of its 16 heads would be 5,120."""
     config = read()
     assert config.kv_attention.kv_entry == KVEntry(part_count=1, head_count=1, head_dim=512 + 64)
@@ -106,7 +106,7 @@ def test_scale_of_scores_includes_yarns_temperature() -> None:
 
 
 @pytest.mark.parametrize("computed_by", ("torch", "native"))
-def test_pages_hold_only_latents(
+def test_kv_pages_of_latent_attention_contain_only_latents(
     computed_by: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     if computed_by == "native":
@@ -247,7 +247,7 @@ def test_grouped_queries_written_as_latents_give_equal_logprobs(
 
 @pytest.mark.parametrize("quant_type", ("Q8_0", "Q4_0"))
 @pytest.mark.parametrize("has_halves", (False, True), ids=("kv_b", "k_b and v_b"))
-def test_quantized_gguf_files_of_both_forms_are_computed_as_in_torch(
+def test_quantized_gguf_files_with_joint_or_split_latents_are_computed_as_in_torch(
     has_halves: bool,
     quant_type: str,
     tiny_checkpoints: ModuleType,

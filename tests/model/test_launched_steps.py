@@ -1,7 +1,7 @@
-"""Launched steps: the next step begins before the host has read the tokens of the last one.
+"""Tests of launched steps: the next step begins before the host has read the tokens of the previous step.
 
-Tests run on the CPU, where plain kernels act as fused kernels. A launched step ends at once there. So tests read
-results late, or not at all, to hide from the host what it cannot know yet.
+The tests run on the CPU, where plain kernels replace fused kernels and a launched step ends at once. So the tests read
+results late or not at all, as if a GPU had not finished the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ASKING = (
     SamplingParams(temperature=0.0, logit_bias={7: 3.0}, prompt_logprobs=1),
     SamplingParams(temperature=0.8, min_tokens=6),
 )
-OUTSIDE = 100_000  # not in the vocabulary
+OUTSIDE = 100_000  # This token id is not in the vocabulary.
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def add_prompts(driver: Any, count: int) -> list[str]:
 
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 @pytest.mark.usefixtures("fused")
-def test_token_is_passed_between_steps_of_any_shape(
+def test_token_is_passed_between_launched_steps_of_any_shape(
     enforce_eager: bool, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """Prompts and decodes in one step, then decodes alone in changing rows, then a prompt again. The result of a step
@@ -336,16 +336,16 @@ def test_step_with_too_many_sampled_rows_is_computed_instead_of_launched(
 
 
 @pytest.mark.slow
-def test_finished_step_frees_the_previous_step(
+def test_finished_launched_step_frees_the_previous_step(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """For computed and launched steps: a thousand steps do not keep a thousand results."""
+    """A thousand computed or launched steps must not keep a thousand results in memory."""
 
     def begun_steps() -> int:
         gc.collect()
         return sum(type(found) is BegunStep for found in gc.get_objects())
 
-    others = begun_steps()  # steps that an earlier test's traceback may still hold
+    others = begun_steps()  # steps that an earlier test's traceback may still refer to
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
     driver = step_driver.StepDriver(runner)
     driver.add("a", [5, 6, 7])

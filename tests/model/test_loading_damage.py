@@ -1,4 +1,4 @@
-"""Loading a damaged file gives a model or ModelLoadError, never another exception."""
+"""Tests that loading a damaged file gives a model or raises ModelLoadError, and never raises another exception."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.checkpoint import open_checkpoint
 
-# size of the header of the tiny GGUF; damaged weights only change numbers, so most damage is done here
+# Size of the header of the tiny GGUF file. Damaged weights only change numbers, so most damage is in the header.
 HEADER_BYTES = 7_300
 INTERESTING = st.sampled_from([0, 1, 0x7F, 0x80, 0xFF])
 

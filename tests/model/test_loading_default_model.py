@@ -46,11 +46,11 @@ def test_packaged_model_is_found_without_importing_its_package(smollm2_package: 
     assert resolve_model("smollm2") == smollm2_package / "SmolLM2.gguf"
 
 
-def test_other_names_are_not_packaged_models() -> None:
+def test_names_of_other_models_are_not_packaged_models() -> None:
     assert find_default_model("llama") is None
 
 
-def test_existing_path_is_returned_unchanged(
+def test_existing_model_path_is_returned_unchanged(
     tmp_path: Path, hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_download_patterns_work_with_the_real_package(
 
 
 @pytest.mark.parametrize("error", [OSError("network unreachable\nmany\nlines"), RuntimeError("network unreachable")])
-def test_failed_download_is_reported_with_one_sentence(hub: SimpleNamespace, error: Exception) -> None:
+def test_failed_hub_download_is_reported_with_one_sentence(hub: SimpleNamespace, error: Exception) -> None:
     hub.response = error
     with pytest.raises(ModelLoadError) as caught:
         resolve_model("org/name")
@@ -111,7 +111,7 @@ def test_hub_name_without_the_hub_package_says_what_to_install(monkeypatch: pyte
 @pytest.mark.parametrize(
     "name", ["nothing", "./org/name", "/no/such/path", "org/name.gguf", "a/b/c", "x" * 5000, "a\0b"]
 )
-def test_unknown_name_is_refused_with_the_allowed_kinds(name: str, hub: SimpleNamespace) -> None:
+def test_unknown_model_name_is_refused_with_the_allowed_kinds(name: str, hub: SimpleNamespace) -> None:
     with pytest.raises(ModelLoadError, match="name a directory with safetensors"):
         resolve_model(name)
     assert hub.calls == []
@@ -122,7 +122,7 @@ def test_revision_is_refused_for_local_models(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), revision="main")
 
 
-def test_download_reports_its_bytes(tmp_path: Path, hub: SimpleNamespace) -> None:
+def test_hub_download_reports_its_bytes(tmp_path: Path, hub: SimpleNamespace) -> None:
     pytest.importorskip("tqdm")
     reported: list[tuple[int, int]] = []
     hub.response = tmp_path
@@ -138,7 +138,9 @@ def test_download_reports_its_bytes(tmp_path: Path, hub: SimpleNamespace) -> Non
         one.refresh()
     written.update(400)
     written.refresh()
-    network.set_description_str("Download complete")  # fewer bytes than the other bar: not reported
+    network.set_description_str(
+        "Download complete"
+    )  # This bar has fewer bytes than the other bar, so it is not reported.
     assert list(files) == [1, 2, 3]
     written.update(600)
     written.refresh()

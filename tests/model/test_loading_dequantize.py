@@ -55,12 +55,12 @@ def test_every_tensor_equals_the_gguf_packages_result(
 
 
 @pytest.mark.parametrize("quant_type", ["Q8_0", "F16"])
-def test_values_do_not_depend_on_the_slice_size(
+def test_dequantized_values_do_not_depend_on_the_slice_size(
     tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, quant_type: str
 ) -> None:
     checkpoint = open_checkpoint(tiny_gguf("llama", quant_type))
     at_once = {tensor.name: tensor.read("bfloat16") for tensor in checkpoint.tensors()}
-    # no tensor is a multiple of this
+    # No tensor's size is a multiple of this slice size.
     monkeypatch.setattr("trioserve.model.loading.stored_tensor.SLICE_VALUES", 39 * 32)
     for tensor in checkpoint.tensors():
         assert np.array_equal(tensor.read("bfloat16"), at_once[tensor.name]), tensor.name

@@ -52,7 +52,9 @@ def check_same_as_the_gguf_package(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, quant_type", [("llama3-rope", "F16"), ("qwen2", "Q4_1"), ("llama-wide", "Q6_K")])
-def test_header_equals_the_gguf_packages_result(tiny_gguf: Callable[..., Path], kind: str, quant_type: str) -> None:
+def test_gguf_header_equals_the_gguf_packages_result(
+    tiny_gguf: Callable[..., Path], kind: str, quant_type: str
+) -> None:
     check_same_as_the_gguf_package(tiny_gguf(kind, quant_type))
 
 
@@ -73,7 +75,7 @@ def test_default_model_opens_in_a_fraction_of_a_second(default_model: Path) -> N
     start = time.process_time()
     checkpoint = open_checkpoint(default_model)
     seconds = time.process_time() - start
-    assert seconds < 1.0  # 0.1 on an idle core; the gguf package needs two seconds
+    assert seconds < 1.0  # seconds. An idle core needs 0.1 s, and the gguf package needs 2 s.
     config = checkpoint.config
     assert (config.family, config.vocab_size, config.hidden_size, config.layer_count) == ("llama", 49152, 576, 30)
     assert (config.heads.head_count, config.heads.kv_head_count, config.heads.head_dim, config.tie_word_embeddings) == (
@@ -133,7 +135,7 @@ def test_config_of_all_families_equals_that_of_the_directory(
         assert set(given.eos_token_ids) == set(expected.eos_token_ids)
 
 
-def test_linear_rope_scaling(tiny_gguf: Callable[..., Path]) -> None:
+def test_linear_rope_scaling_of_a_gguf_file_is_read(tiny_gguf: Callable[..., Path]) -> None:
     config = open_checkpoint(tiny_gguf("llama-linear-rope")).config
     assert scaling_of(config).factor == 2.0
     assert scaling_of(config).kind == "linear"
@@ -156,13 +158,15 @@ def test_llama3_factors_give_transformers_frequencies(
 
 
 @pytest.mark.parametrize("quant_type, dtype_name", [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
-def test_plain_types_keep_their_dtype(tiny_gguf: Callable[..., Path], quant_type: str, dtype_name: str) -> None:
+def test_unquantized_gguf_tensors_keep_their_dtype(
+    tiny_gguf: Callable[..., Path], quant_type: str, dtype_name: str
+) -> None:
     checkpoint = open_checkpoint(tiny_gguf("qwen2", quant_type))
     assert checkpoint.config.dtype_name == dtype_name
     assert {tensor.dtype for tensor in checkpoint.tensors() if len(tensor.shape) == 2} == {dtype_name}
 
 
-def test_tokenizer_and_template_are_plain_values(tiny_gguf: Callable[..., Path]) -> None:
+def test_gguf_tokenizer_and_template_become_plain_values(tiny_gguf: Callable[..., Path]) -> None:
     checkpoint = open_checkpoint(tiny_gguf("llama"))
     assert checkpoint.tokenizer_directory is None
     metadata = checkpoint.gguf_metadata
@@ -215,7 +219,7 @@ def write(
     return file
 
 
-def test_every_kind_of_metadata_value_is_read(tmp_path: Path) -> None:
+def test_every_kind_of_gguf_metadata_value_is_read(tmp_path: Path) -> None:
     numbers = {0: ("B", 200), 1: ("b", -3), 2: ("H", 60_000), 3: ("h", -300), 4: ("I", 2**32 - 1), 5: ("i", -(2**31))}
     numbers |= {6: ("f", 0.5), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 0.1)}
     entries = [entry(f"n{kind}", kind, struct.pack("<" + fmt, value)) for kind, (fmt, value) in numbers.items()]
@@ -281,7 +285,9 @@ DEEP = b"".join(struct.pack("<IQ", ARRAY, 1) for _ in range(50)) + struct.pack("
         (lambda at: write(at, rest=b""), "not named in the file; supported are llama, mistral3, qwen2"),
     ],
 )
-def test_damaged_file_is_refused_with_one_sentence(tmp_path: Path, made: Callable[[Path], Path], said: str) -> None:
+def test_damaged_gguf_file_is_refused_with_one_sentence(
+    tmp_path: Path, made: Callable[[Path], Path], said: str
+) -> None:
     path = made(tmp_path)
     with pytest.raises(ModelLoadError) as caught:
         open_checkpoint(path)
@@ -322,13 +328,13 @@ def array_of(kind: int, count: int, content: bytes) -> bytes:
         "keys",
     ],
 )
-def test_memory_of_a_header_is_bounded_by_ten_times_its_size(
+def test_memory_for_a_gguf_header_is_bounded_by_ten_times_its_size(
     tmp_path: Path, made: Callable[[int], list[bytes]]
 ) -> None:
     path = write(tmp_path, *made(400_000))
     tracemalloc.start()
     try:
-        # the file contains no model, and the message says so
+        # The error message says that the file contains no model.
         with pytest.raises(ModelLoadError):
             open_checkpoint(path)
         peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -338,7 +344,7 @@ def test_memory_of_a_header_is_bounded_by_ten_times_its_size(
 
 
 @pytest.mark.parametrize("size", [0, 3, 23])
-def test_file_shorter_than_a_header_is_refused(tmp_path: Path, size: int) -> None:
+def test_file_shorter_than_a_gguf_header_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "short.gguf"
     path.write_bytes(b"GGUF\3\0\0\0".ljust(size, b"\0")[:size])
     with pytest.raises(ModelLoadError, match=f"has {size} bytes"):
@@ -395,7 +401,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
         ({"tokenizer.ggml.eos_token_id": 5000}, "special token id is 5000"),
     ],
 )
-def test_unsupported_metadata_is_refused_by_name(
+def test_unsupported_gguf_metadata_is_refused_by_name(
     tiny_gguf: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
@@ -416,7 +422,7 @@ def test_unsupported_metadata_is_refused_by_name(
         ({"llama.rope.scale_linear": 2.0}, "context_tokens_max", 1024),
     ],
 )
-def test_alternative_metadata_keys_are_read(
+def test_alternative_gguf_metadata_keys_are_read(
     tiny_gguf: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], field: str, expected: object
 ) -> None:
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
@@ -455,7 +461,7 @@ def test_both_attention_factors_of_yarn_are_multiplied(tiny_gguf: Callable[..., 
     assert found == pytest.approx(1.5 * (0.1 * np.log(4.0) + 1.0))
 
 
-def test_unread_keys_are_named_in_the_log(
+def test_log_names_unread_keys_of_gguf_metadata(
     tiny_gguf: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_checkpoint(tiny_gguf("qwen2-yarn"))
@@ -467,7 +473,7 @@ def test_unread_keys_are_named_in_the_log(
     assert "general.made_up" not in caplog.text
 
 
-def test_sampling_defaults_are_read_from_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_gguf_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
     assert open_checkpoint(path).sampling_defaults == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
@@ -485,7 +491,9 @@ def read_all(checkpoint: Checkpoint) -> None:
         tensor.read("bfloat16")
 
 
-def test_file_that_shrinks_while_it_is_read_gives_one_error(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_gguf_file_that_shrinks_while_it_is_read_gives_one_error(
+    tiny_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
     path = tmp_path / "shrinking.gguf"
     path.write_bytes(tiny_gguf("llama", "Q4_0").read_bytes())
     checkpoint = open_checkpoint(path)

@@ -82,18 +82,18 @@ def test_rope_parameters_of_transformers_5_are_equivalent() -> None:
     assert read({"rope_parameters": rope, "rope_scaling": "absent", "rope_theta": "absent"}) == read({})
 
 
-def test_old_name_of_the_scaling_type_is_read() -> None:
+def test_old_name_of_the_rope_scaling_type_is_read() -> None:
     assert rotary(read({"rope_scaling": {"type": "linear", "factor": 2}})).scaling == RopeScaling(
         kind="linear", factor=2.0, original_context_tokens=131072
     )
 
 
-def test_default_rope_is_no_scaling() -> None:
+def test_rope_of_type_default_has_no_scaling() -> None:
     assert rotary(read({"rope_scaling": {"rope_type": "default"}})).scaling is None
     assert rotary(read({"rope_scaling": None, "rope_theta": "absent"})).theta == 10_000.0
 
 
-def test_yarn_with_defaults_and_with_all_fields() -> None:
+def test_yarn_config_is_read_with_defaults_and_with_all_fields() -> None:
     original = {"original_max_position_embeddings": 32768}
     config = read({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0, **original}})
     assert config.context_tokens_max == 131072
@@ -112,7 +112,7 @@ def test_yarn_scale_of_values_and_of_all_dimensions_become_one_attention_factor(
     assert scaling.attention_factor == pytest.approx((0.05 * math.log(8) + 1) / (0.1 * math.log(8) + 1))
 
 
-def test_families_have_their_own_biases() -> None:
+def test_each_family_has_its_own_biases() -> None:
     def biases(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
         layer = read(changes).layers[0]
         return layer.attention.has_bias, layer.attention.has_output_bias, layer.mlp.has_bias
@@ -144,7 +144,7 @@ def test_qwen_has_windows_only_if_enabled_and_after_the_first_layers() -> None:
     assert windows(read({**qwen, "use_sliding_window": True, "layer_types": types})) == (4096,) + (None,) * 31
 
 
-def test_end_tokens_of_both_files_count_once_each() -> None:
+def test_end_tokens_in_both_config_files_count_once() -> None:
     assert read({"eos_token_id": 2}, {"eos_token_id": [4, 2]}).eos_token_ids == (4, 2)
     assert read({"eos_token_id": None}).eos_token_ids == ()
 
@@ -213,7 +213,7 @@ def test_max_new_tokens_becomes_max_tokens() -> None:
         (b"[" * 99_999, "not valid JSON"),
     ],
 )
-def test_broken_json_is_refused_with_one_sentence(tmp_path: Path, content: bytes, said: str) -> None:
+def test_broken_config_json_is_refused_with_one_sentence(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelLoadError, match=said):
         read_json_object(tmp_path / "config.json")

@@ -1,5 +1,6 @@
-"""gpt-oss with experts in MXFP4, as its authors publish it and as llama.cpp writes it: numbers, blocks of the native
-kernels, and refusals.
+"""Tests of gpt-oss with experts in MXFP4, in the formats of its authors and of llama.cpp.
+
+The tests compare numbers and blocks of the native kernels, and cover refusals.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def test_numbers_equal_those_of_the_format(
         assert torch.equal(found[name], tensor), name
 
 
-def test_blocks_encode_equal_numbers_in_both_file_formats(
+def test_mxfp4_blocks_encode_equal_numbers_in_both_file_formats(
     written: tuple[Path, Path], tiny_checkpoints: ModuleType, tmp_path: Path
 ) -> None:
     quantized, dense = written
@@ -101,7 +102,9 @@ def logprobs_of(step_driver: ModuleType, path: Path, **options: Any) -> torch.Te
     return torch.tensor([entry.logprob for entry in entries])
 
 
-def test_logprobs_equal_transformers(written: tuple[Path, Path], cpu_kernels: str, step_driver: ModuleType) -> None:
+def test_mxfp4_logprobs_equal_those_of_transformers(
+    written: tuple[Path, Path], cpu_kernels: str, step_driver: ModuleType
+) -> None:
     import transformers
 
     quantized, dense = written
@@ -113,7 +116,7 @@ def test_logprobs_equal_transformers(written: tuple[Path, Path], cpu_kernels: st
     torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
-def test_native_kernels_keep_4_bits(written: tuple[Path, Path], step_driver: ModuleType) -> None:
+def test_native_kernels_keep_mxfp4_weights_in_4_bits(written: tuple[Path, Path], step_driver: ModuleType) -> None:
     """The weights are exact. Inputs of products are rounded to 8 bits."""
     try:
         load_library()
@@ -131,11 +134,13 @@ def test_native_kernels_keep_4_bits(written: tuple[Path, Path], step_driver: Mod
         errors[quantization] = float((logprobs_of(step_driver, path, **options) - exact).square().mean().sqrt())
     # The router's choice between nearly equal experts causes the largest errors, and most of them.
     assert errors["auto"] < 1.5 * errors["int8"] < 8 * errors["none"]
-    experts = 4 * 3 * 3 * 64 * 96  # numbers of the experts that a token chooses
+    experts = 4 * 3 * 3 * 64 * 96  # counts of experts that a token chooses
     assert read_bytes["none"] - read_bytes["auto"] == experts * 2 - experts * 4.5 / 8
 
 
-def test_row_in_a_batch_has_the_bits_of_a_decode(written: tuple[Path, Path], step_driver: ModuleType) -> None:
+def test_row_with_mxfp4_experts_has_equal_bits_in_a_batch_and_alone(
+    written: tuple[Path, Path], step_driver: ModuleType
+) -> None:
     try:
         load_library()
     except NoNativeKernels as error:
@@ -185,7 +190,7 @@ FIRST = "model.layers.0.mlp.experts.down_proj"
         ),
     ),
 )
-def test_parts_that_do_not_match_are_refused(
+def test_mxfp4_tensors_that_do_not_match_each_other_are_refused(
     change: Callable[[dict[str, torch.Tensor]], object], said: str, written: tuple[Path, Path], tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(written[0], tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""A wrong number in any file of a model gives a model or one clear error, and takes little memory."""
+"""Tests that loading a model file with a wrong number gives a model or one clear error, and takes little memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trioserve.model.loading.safetensors import tensors_in_file
 
 WRONG = (0, -1, 10**9, 10**12, 1.5, True, None, "8")
 HEADER_WRONG = (0, 10**9, 10**12, 2**63, 2**64 - 1)
-BYTES_MAX = 4 * 2**20  # the tiny files have 0.4 MB, and the digest of an adapter reads them completely
+BYTES_MAX = 4 * 2**20  # The tiny files have 0.4 MB, and the digest of an adapter reads all of them.
 
 
 def changed(value: Any) -> Iterator[Any]:

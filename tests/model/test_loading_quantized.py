@@ -1,4 +1,4 @@
-"""Quantized safetensors: numbers of each format, blocks of the native kernels, and refusals."""
+"""Tests of quantized safetensors files: numbers of each format, blocks of the native kernels, and refusals."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def test_numbers_equal_those_of_the_format(variant: str, written: Callable[..., 
         assert torch.equal(as_tensor(tensor.read("bfloat16")), exact.to(torch.bfloat16)), tensor.name
 
 
-def test_all_variants_are_tested(tiny_quantized: ModuleType) -> None:
+def test_all_variants_of_quantized_checkpoints_are_tested(tiny_quantized: ModuleType) -> None:
     assert set(ALL) == set(tiny_quantized.VARIANTS)
 
 
 @pytest.mark.parametrize("variant", ALL)
-def test_blocks_encode_equal_numbers(variant: str, written: Callable[..., Written]) -> None:
+def test_blocks_of_native_kernels_encode_the_numbers_of_the_file(variant: str, written: Callable[..., Written]) -> None:
     directory, meant = written(variant)
     expected = meant_by_name(directory, meant)
     kept = {}
@@ -162,7 +162,7 @@ def test_quantized_text_part_of_a_model_that_reads_images(
 
 
 @pytest.mark.parametrize("variant", ("awq-64", "gptq-8-asym", "packed-4", "int8"))
-def test_kernels_keep_blocks_without_loss(variant: str, written: Callable[..., Written]) -> None:
+def test_native_kernels_keep_quantized_blocks_without_loss(variant: str, written: Callable[..., Written]) -> None:
     try:
         library = load_library()
     except NoNativeKernels as error:
@@ -186,7 +186,7 @@ def test_each_matrix_is_kept_with_the_expected_bits() -> None:
         assert weight_format(quantization, "layers.0.q_proj.weight", "Q8_F32") == WeightFormat.Q8_WIDE
 
 
-def test_only_equal_weights_have_equal_names(
+def test_only_equal_quantized_weights_have_equal_names(
     written: Callable[..., Written], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     checkpoints = [open_checkpoint(written(variant)[0]) for variant in ("awq-32", "awq-32", "awq-64", "fp8-block")]
@@ -209,7 +209,7 @@ def logprobs_of(step_driver: ModuleType, path: Path, **options: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("variant", ("awq-128", "gptq-4-order", "packed-8-asym", "fp8-block"))
-def test_model_equals_the_plain_model_with_these_numbers(
+def test_quantized_model_equals_the_plain_model_with_the_encoded_numbers(
     variant: str,
     cpu_kernels: str,
     written: Callable[..., Written],
@@ -333,7 +333,7 @@ GROUP = "config_groups.group_0"
         ("fp8-block", {"weight_block_size": [128]}, "weight_block_size in quantization_config of config.json is [128]"),
     ),
 )
-def test_unsupported_field_is_refused_by_name(
+def test_unsupported_field_of_a_quantized_checkpoint_is_refused_by_name(
     variant: str, changes: dict[str, Any], said: str, copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
     def change(config: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ def test_unsupported_field_is_refused_by_name(
     assert said in str(caught.value)
 
 
-def test_different_schemes_in_one_checkpoint_are_refused(
+def test_different_quantization_schemes_in_one_checkpoint_are_refused(
     copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
     directory = copied("packed-4")
@@ -389,7 +389,7 @@ QUERIES = "model.layers.0.self_attn.q_proj"
         ("fp8-block", "weight", "storage"),
     ),
 )
-def test_damaged_part_is_named(
+def test_error_names_the_damaged_tensor_of_a_quantized_matrix(
     variant: str, part: str, shown: str, copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
     name = f"{QUERIES}.{part}"
@@ -426,7 +426,9 @@ def test_matrix_both_plain_and_quantized_is_refused(copied: Callable[[str], Path
         open_checkpoint(directory)
 
 
-def test_codes_without_a_matrix_are_refused(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
+def test_quantized_codes_without_a_matrix_are_refused(
+    copied: Callable[[str], Path], tiny_quantized: ModuleType
+) -> None:
     directory = copied("gptq-4")
     name = "model.norm.weight"
     tiny_quantized.change_files(directory, tensors=lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
@@ -434,10 +436,10 @@ def test_codes_without_a_matrix_are_refused(copied: Callable[[str], Path], tiny_
         open_checkpoint(directory)
 
 
-def test_single_matrices_may_be_plain(
+def test_single_matrices_of_a_quantized_checkpoint_may_be_plain(
     written: Callable[..., Written], copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
-    """modules_to_not_convert names such matrices."""
+    """The field modules_to_not_convert names the plain matrices."""
     directory, meant = copied("awq-32"), written("awq-32")[1]
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -486,7 +488,7 @@ def test_damage_outside_of_headers_is_refused_when_read(
         ("gptq-4-asym", {"sym": True}, "qzeros are not symmetric, but sym is true"),
     ),
 )
-def test_config_that_contradicts_the_numbers(
+def test_config_that_contradicts_the_quantized_numbers_is_reported(
     variant: str,
     change: dict[str, Any],
     said: str,

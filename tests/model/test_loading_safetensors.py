@@ -61,7 +61,9 @@ def test_tensors_of_all_families_equal_transformers(
         assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in ours.values())
 
 
-def test_shards_give_the_same_tensors_as_one_file(tiny_checkpoint: Callable[..., Path], tensors_of: Any) -> None:
+def test_files_of_a_divided_checkpoint_give_the_same_tensors_as_one_file(
+    tiny_checkpoint: Callable[..., Path], tensors_of: Any
+) -> None:
     whole = tensors_of(open_checkpoint(tiny_checkpoint("qwen3")))
     sharded = open_checkpoint(tiny_checkpoint("qwen3", sharded=True))
     assert len(sharded.files) > 1
@@ -71,13 +73,13 @@ def test_shards_give_the_same_tensors_as_one_file(tiny_checkpoint: Callable[...,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_stored_dtype_is_kept_and_reported(tiny_checkpoint: Callable[..., Path], dtype: str) -> None:
+def test_stored_dtype_of_a_tensor_is_kept_and_reported(tiny_checkpoint: Callable[..., Path], dtype: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama", dtype=dtype))
     assert checkpoint.config.dtype_name == dtype
     assert {tensor.dtype for tensor in checkpoint.tensors()} == {dtype}
 
 
-def test_opening_does_not_import_torch(
+def test_opening_a_checkpoint_does_not_import_torch(
     tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], tmp_path: Path
 ) -> None:
     program = (
@@ -134,7 +136,7 @@ def test_more_layers_than_the_config_has_are_refused(copied: Callable[..., Path]
     check_refused(directory, "and 6 more tensors")
 
 
-def test_wrong_shape_is_reported_with_the_right_one(copied: Callable[..., Path]) -> None:
+def test_error_of_a_wrong_tensor_shape_has_the_expected_shape(copied: Callable[..., Path]) -> None:
     directory = copied("llama")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
@@ -176,7 +178,7 @@ def change_index(directory: Path, change: Callable[[dict[str, Any]], object]) ->
         ),
     ],
 )
-def test_wrong_index_is_refused(
+def test_wrong_safetensors_index_is_refused(
     copied: Callable[..., Path], change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     directory = copied("llama", sharded=True)
@@ -196,7 +198,7 @@ def test_shards_without_an_index_are_refused(copied: Callable[..., Path]) -> Non
     check_refused(directory, "but no model.safetensors.index.json")
 
 
-def test_truncated_image_file_is_refused(copied: Callable[..., Path]) -> None:
+def test_truncated_safetensors_file_is_refused(copied: Callable[..., Path]) -> None:
     directory = copied("llama")
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -270,7 +272,7 @@ def test_path_without_a_model_is_refused_with_the_allowed_kinds(tmp_path: Path) 
 
 
 def test_decoder_saved_without_its_head_is_read(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Models that were trained to make vectors are saved so."""
+    """Models that were trained to compute vectors are saved without a head."""
     from safetensors.numpy import load_file, save_file
 
     whole = tiny_checkpoint("llama-tied")

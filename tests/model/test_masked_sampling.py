@@ -1,6 +1,6 @@
-"""Token masks: the chosen token equals the token that would be chosen if forbidden tokens were almost impossible.
+"""Tests that a token mask has the same effect as logits that make the forbidden tokens almost impossible.
 
-Tested in torch, in the native kernels at every available instruction level, and through whole steps.
+The tests use torch, the native kernels at every available instruction level, and whole steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk], TokenMasks], Samples]
 HAS_NATIVE = bool(supported_levels())
 VOCAB_SIZE = 1_500
 IMPOSSIBLE = -1e6
-# shares of allowed tokens; the kernels check single tokens up to a share of a quarter
+# Fractions of allowed tokens. The kernels check single tokens up to a fraction of a quarter.
 SHARES = (0.0007, 0.01, 0.1, 0.24, 0.26, 0.5, 0.98, 1.0)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -129,7 +129,7 @@ def wanted_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk], allowe
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_forbidden_tokens_are_as_good_as_impossible(sample: Sample, name: str) -> None:
+def test_token_mask_acts_like_logits_that_make_forbidden_tokens_impossible(sample: Sample, name: str) -> None:
     count = 3 * len(SHARES)
     logits, allowed = random_logits(count, seed=1), random_allowed(count, seed=2)
     chunks = []
@@ -145,8 +145,8 @@ def test_forbidden_tokens_are_as_good_as_impossible(sample: Sample, name: str) -
 
 
 @pytest.mark.parametrize("vocab_size", (1, 15, 31, 32, 33, 64, 512, 50_001))
-def test_masks_of_any_vocabulary_size(sample: Sample, vocab_size: int) -> None:
-    """With rows without a mask, and with mask rows that no row of the step uses."""
+def test_token_masks_work_for_any_vocabulary_size(sample: Sample, vocab_size: int) -> None:
+    """The step also has rows without a mask, and masks that no row of the step uses."""
     logits, allowed = random_logits(16, vocab_size, seed=3), random_allowed(16, vocab_size, seed=4)
     samplings = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, top_k=40)]
     order = random.Random(5).sample(range(16), 16)
@@ -158,14 +158,14 @@ def test_masks_of_any_vocabulary_size(sample: Sample, vocab_size: int) -> None:
     assert samples.token_ids == wanted_tokens(logits, chunks, tokens)
 
 
-def test_lowest_allowed_id_wins_among_equal_logits(sample: Sample) -> None:
+def test_lowest_allowed_token_id_is_chosen_among_equal_logits(sample: Sample) -> None:
     logits = torch.zeros(3, VOCAB_SIZE)
     chunks = [row(SamplingParams(temperature=0.0), mask_row=index) for index in range(3)]
     masks = FilledMasks(([900, 70, 1_499], range(5, VOCAB_SIZE), range(VOCAB_SIZE)), VOCAB_SIZE)
     assert sample(logits, chunks, masks).token_ids == [70, 5, 0]
 
 
-def test_logprobs_ignore_masks(sample: Sample) -> None:
+def test_logprobs_ignore_token_masks(sample: Sample) -> None:
     logits = random_logits(2, seed=6)
     chunks = [row(SamplingParams(logprobs=4, temperature=temperature), mask_row=0) for temperature in (0.0, 1.0)]
     samples = sample(logits, chunks, FilledMasks(([3, 800],), VOCAB_SIZE))
@@ -182,7 +182,7 @@ def test_row_without_allowed_tokens_fails_alone(sample: Sample, parameters: dict
     logits[3, 5] = math.nan
     chunks = [row(SamplingParams(**parameters), seed=index, mask_row=index, stops=(9,)) for index in range(4)]
     if sample.__name__ == "sample_natively":
-        logits[3, 5] = 0.0  # whole steps check for finite numbers, see test_runner
+        logits[3, 5] = 0.0  # Whole steps also check for finite numbers, which test_runner.py tests.
     samples = sample(logits, chunks, FilledMasks(([4, 5], (), range(VOCAB_SIZE), ()), VOCAB_SIZE))
     assert samples.errors.pop(3) in (NOT_FINITE, NOTHING_ALLOWED)
     assert samples.errors == {1: NOTHING_ALLOWED}
@@ -321,8 +321,8 @@ def test_chunks_of_draft_tokens_keep_their_mask_rows() -> None:
 def test_masked_steps_of_all_kernels_agree(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain torch, fused kernels in steps of fixed and of other shapes, and native kernels: rows with and without
-    masks, until each request ends.
+    """The kernels are plain torch, fused kernels in steps of fixed and of other shapes, and native kernels. Rows with
+    and without masks are computed until each request ends.
     """
     static: list[int] = []
     launch = StaticDecode.launch
@@ -345,7 +345,7 @@ def test_masked_steps_of_all_kernels_agree(
             driver.add(name, [5 + index, 6, 7], sampling, seed=index)
         found = []
         for number in range(12):
-            here = names[: 2 + number % 4]  # the number of rows changes, and some steps have no masks
+            here = names[: 2 + number % 4]  # The number of rows changes, and some steps have no masks.
             chunks = [driver.chunk(name, driver.left(name)) for name in here]
             if number % 3 != 2:
                 chunks = [

@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_consistent_dimensions_are_accepted() -> None:
+def test_consistent_model_dimensions_are_accepted() -> None:
     config = ModelConfig(**GOOD)
     assert (config.layer_count, config.windows, config.rotaries) == (3, (None, 8), (ATTENTION["rotary"],))
 

@@ -128,7 +128,7 @@ def test_accepted_draft_tokens_save_steps(
         ("input_layernorm.weight", None, "the weights lack model.layers.0.input_layernorm"),
     ],
 )
-def test_damaged_prediction_layer_is_refused(
+def test_damaged_mtp_layer_is_refused(
     name: str,
     tensor: torch.Tensor | None,
     sentence: str,

@@ -1,5 +1,5 @@
-"""Native steps compared with steps in torch: equal tokens for every kind of step, and cases in which torch replaces the
-native kernels.
+"""Tests that native steps compute the same tokens as steps in torch, for every kind of step. Other tests cover the
+cases in which torch replaces the native kernels.
 
 In float32 only the order of sums differs (about 1e-5 for logits of size 1 to 10). In bfloat16 both round at different
 places. Each is within a few hundredths of the float32 model, so both are compared with that.
@@ -169,7 +169,7 @@ SAMPLINGS = (
 def test_every_kind_of_sampling_gives_the_tokens_of_torch(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """All kinds in one batch, with prompts in chunks next to decodes."""
+    """One batch has all kinds of sampling, and prompts in chunks next to decodes."""
     both = drivers(step_driver, tiny_checkpoint("llama-tied"))
     outputs = {}
     for name, driver in both.items():
@@ -210,11 +210,11 @@ def test_number_of_threads_changes_no_token(tiny_checkpoint: Callable[..., Path]
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_closing_ends_the_threads(
+def test_closing_the_runner_ends_its_threads(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NativeModel, "loading_threads", 1)  # loading threads may still be ending
-    path = tiny_checkpoint("llama")  # torch writes the checkpoint, so it has already started its own threads
+    monkeypatch.setattr(NativeModel, "loading_threads", 1)  # Threads of the loader may still be ending.
+    path = tiny_checkpoint("llama")  # torch has written the checkpoint, so it has already started its own threads.
     before = len(os.listdir("/proc/self/task"))
     runner = step_driver.load_runner(path, cpu_kernels="native", threads=4)
     assert len(os.listdir("/proc/self/task")) == before + 3
@@ -266,7 +266,7 @@ def test_padding_of_rows_has_nothing_of_an_earlier_step(
     """
 
     def spoil(values: Values) -> None:
-        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # bits of a bfloat16 NaN
+        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # These are the bits of a bfloat16 NaN.
 
     damaged = with_changed(tiny_checkpoint("llama-padded"), "embed.weight", spoil)
     runner = ModelRunner.load(damaged, ModelSettings(device="cpu", dtype=dtype, block_size=4, cpu_kernels="native"))
@@ -369,7 +369,7 @@ def test_kv_cache_is_freed_before_the_next_one_is_made(
         runner.close()
 
 
-def test_start_reports_the_kernels(
+def test_log_of_the_start_names_the_kernels(
     tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def computed_by(**settings: Any) -> str:
@@ -391,7 +391,7 @@ def test_start_reports_the_kernels(
         load(path, cpu_kernels="native")
 
 
-def test_torch_computes_without_a_compiler(
+def test_torch_computes_if_there_is_no_compiler_for_native_kernels(
     tiny_checkpoint: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

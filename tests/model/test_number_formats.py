@@ -1,5 +1,5 @@
-"""Conversions of number formats compared with torch: every number of the 16-bit formats, and float32 numbers of every
-exponent.
+"""Tests that conversions of number formats equal those of torch, for every number of the 16-bit formats and for float32
+numbers of every exponent.
 """
 
 from __future__ import annotations

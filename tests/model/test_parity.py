@@ -1,4 +1,4 @@
-"""Logits and tokens equal those of transformers, for any chunks of a prompt and in any batch.
+"""Tests that logits and tokens equal those of transformers, for any chunks of a prompt and in any batch.
 
 Everything is float32, so only the order of sums differs. Logits of the tiny models have a size of 1 to 10, and the
 observed difference is about 1e-5. The tolerance allows for sums on other machines.
@@ -116,7 +116,7 @@ class Expected:
         sees_images = "text_config" in config
         auto: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        if config["model_type"] == "llama4":  # transformers' whole Llama 4 fails for texts without images
+        if config["model_type"] == "llama4":  # The complete Llama 4 of transformers fails for texts without images.
             self._model = self._model.language_model
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
@@ -298,7 +298,7 @@ def test_decoding_token_by_token_gives_the_prompts_logprobs(
 
 
 @pytest.mark.slow
-def test_contexts_longer_than_an_attention_part_and_a_group(
+def test_contexts_longer_than_an_attention_part_equal_transformers(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """The attention of a chunk is computed in parts of 256 rows. Decodes of different lengths form several groups."""
@@ -317,7 +317,7 @@ def test_contexts_longer_than_an_attention_part_and_a_group(
 
 
 @pytest.mark.slow
-def test_chunk_across_several_sections(
+def test_prompt_chunk_across_several_sections_equals_transformers(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     """Sections are longer than one packed piece. A chunk begins in one section and ends two sections later, and decodes

@@ -1,4 +1,4 @@
-"""Vectors of decoder models equal those from transformers' hidden states, in any batch."""
+"""Tests that vectors of decoder models equal vectors computed from transformers' hidden states, in any batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_vector(found: PoolingResult, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_vectors_equal_transformers_hidden_states(
+def test_pooled_vectors_equal_hidden_states_of_transformers(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -58,7 +58,7 @@ def test_vectors_equal_transformers_hidden_states(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "qwen3-moe"])
-def test_model_saved_without_a_head_makes_vectors(
+def test_model_saved_without_a_head_computes_vectors(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     from transformers import AutoModel
@@ -77,7 +77,7 @@ def test_model_saved_without_a_head_makes_vectors(
     check_vector(result.pooled["mean"], hidden_states(tmp_path, PROMPT[:20]).mean(axis=0))
 
 
-def test_step_with_only_pooling_chunks(
+def test_step_with_only_pooling_chunks_returns_vectors(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint("llama")
@@ -87,7 +87,7 @@ def test_step_with_only_pooling_chunks(
     result = driver.step({"one": 1, "half": 37})
     state = hidden_states(path, PROMPT[:1])[0]
     check_vector(result.pooled["one"], state / np.linalg.norm(state))
-    state = hidden_states(path, PROMPT)[-1, :16]  # truncated first, then normalized
+    state = hidden_states(path, PROMPT)[-1, :16]  # The vector is truncated first, and then normalized.
     check_vector(result.pooled["half"], state / np.linalg.norm(state))
 
 
@@ -98,13 +98,13 @@ def test_vector_that_is_not_finite_fails_alone(
     driver = step_driver.StepDriver(runner)
     driver.add("broken", PROMPT, pooling=LAST)
     driver.add("whole", PROMPT, pooling=LAST)
-    driver.skip("broken", 10)  # its KV is the content of a new pool: NaN
+    driver.skip("broken", 10)  # The KV cache of a new pool contains NaN.
     result = driver.step({"broken": 27, "whole": 37})
     assert result.errors == {"broken": NOT_FINITE}
     assert list(result.pooled) == ["whole"]
 
 
-def test_pooling_methods() -> None:
+def test_each_pooling_method_gives_its_defined_vector() -> None:
     rows = np.array([[3.0, 4.0, 0.0], [1.0, 0.0, 2.0]], dtype=np.float32)
     cls = Pooling(task="embed", method="cls", normalize=False)
     assert pooled_vector(rows, cls).values() == [3, 4, 0]

@@ -1,5 +1,5 @@
-"""Models with quantized weights compared with torch in float32 from the same file, and refusals before anything is
-read.
+"""Tests that models with quantized weights are close to torch in float32 from the same file, and that refusals come
+before any weight is read.
 
 The blocks of a file are kept exactly. Differences come from activations and KV in bfloat16, and from rounding of inputs
 to 8 bits: at most 0.4 % of the largest of 32 numbers. For tiny random models, whose logprobs spread over several units,
@@ -61,7 +61,7 @@ def error_against(exact: torch.Tensor, given: torch.Tensor) -> float:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("block_type", BLOCK_TYPES)
-def test_files_own_blocks_are_close_to_float32(
+def test_kept_quantized_blocks_give_logprobs_close_to_float32(
     block_type: str, tiny_gguf: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_gguf("llama-wide", block_type)
@@ -111,7 +111,7 @@ def test_tokens_do_not_depend_on_the_batch(tiny_gguf: Callable[..., Path], step_
 
 
 @pytest.mark.usefixtures("library")
-def test_file_with_mixed_types(
+def test_file_with_mixed_quantization_types_is_close_to_float32(
     tmp_path: Path,
     tiny_checkpoints: ModuleType,
     tiny_checkpoint: Callable[..., Path],
@@ -150,7 +150,7 @@ def test_step_weight_bytes_count_quantized_weights(tiny_gguf: Callable[..., Path
 # --- accepted and refused settings ------------------------------------------------------------------------------------
 
 
-def test_blocks_with_few_enough_bits_are_kept() -> None:
+def test_quantized_blocks_with_few_enough_bits_are_kept() -> None:
     assert {name: weight_format("int4", "layers.0.q_proj.weight", name) for name in BLOCK_FORMATS} == {
         name: format if format.bits <= 4 else WeightFormat.Q4_MIN for name, (_, format) in BLOCK_FORMATS.items()
     }
@@ -180,7 +180,7 @@ def load(path: Path, **options: Any) -> ModelRunner:
 
 
 @pytest.mark.usefixtures("library")
-def test_start_reports_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> None:
+def test_log_of_the_start_says_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> None:
     path = tiny_gguf("llama", "Q4_0")
     for options, said in (
         ({}, "weights kept as file"),
@@ -205,7 +205,9 @@ def test_start_reports_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> N
     ),
 )
 @pytest.mark.parametrize("quantization", ("file", "int8", "int4"))
-def test_contradicting_settings_are_refused(options: dict[str, Any], words: str, quantization: str) -> None:
+def test_contradicting_quantization_settings_are_refused(
+    options: dict[str, Any], words: str, quantization: str
+) -> None:
     with pytest.raises(StartupError, match=f"quantization is {quantization} and {words}.*or quantization none"):
         ModelSettings(quantization=quantization, **options)
     ModelSettings(quantization="none", **options)

@@ -1,4 +1,4 @@
-"""transformers reads checkpoints with random weights, and computes equal numbers."""
+"""Tests that transformers reads our checkpoints with random weights, and computes equal numbers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def test_greedy_tokens_equal_transformers(
     assert len(responses) > 3
 
 
-def test_seed_gives_equal_weights_for_any_file_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_of_a_random_checkpoint_gives_equal_weights_for_any_file_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(random_checkpoint, "PIECE_VALUES", 1_000)
     write(TINY, tmp_path / "a")
     write(TINY, tmp_path / "other", seed=1)
@@ -109,7 +111,7 @@ def test_seed_gives_equal_weights_for_any_file_size(tmp_path: Path, monkeypatch:
     assert a["norm.weight"] == [0x3F80] * TINY.hidden_size
 
 
-def test_weights_have_the_documented_deviation(tmp_path: Path) -> None:
+def test_random_weights_have_the_documented_standard_deviation(tmp_path: Path) -> None:
     write(TINY, tmp_path)
     (embedding,) = (tensor for tensor in open_checkpoint(tmp_path).tensors() if tensor.name == "embed.weight")
     values = (embedding.read("bfloat16").astype(np.uint32) << 16).view(np.float32)

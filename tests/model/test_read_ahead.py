@@ -1,4 +1,4 @@
-"""Selection of files to read ahead, and silence about files that cannot be read."""
+"""Tests which files are read ahead, and that files that cannot be read cause no message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def check(directory: Path, files: tuple[str, ...], expected: tuple[str, ...]) ->
     ),
     ids=("one", "several", "one of several", "gguf", "none"),
 )
-def test_files_of_a_directory(tmp_path: Path, files: tuple[str, ...], expected: tuple[str, ...]) -> None:
+def test_weight_files_of_a_directory_are_read_ahead(
+    tmp_path: Path, files: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
     check(tmp_path, files, expected)
 
 
@@ -39,14 +41,14 @@ def test_gguf_file_is_its_own_weight_file(tmp_path: Path) -> None:
     assert weight_files(tmp_path / "a.bin") == weight_files(tmp_path / "absent") == []
 
 
-def test_thread_ends_by_itself(tmp_path: Path) -> None:
+def test_read_ahead_thread_ends_by_itself(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
     thread = start_reading_ahead(str(tmp_path))
     assert thread is not None
     thread.join()
 
 
-def test_name_that_is_no_path_has_no_files(tmp_path: Path) -> None:
+def test_model_name_that_is_no_path_has_no_files_to_read_ahead(tmp_path: Path) -> None:
     assert start_reading_ahead("org/name") is None
     assert start_reading_ahead(str(tmp_path)) is None
 
@@ -57,7 +59,7 @@ def test_files_above_half_of_the_memory_are_not_read_ahead(tmp_path: Path, monke
     assert start_reading_ahead(str(tmp_path)) is None
 
 
-def test_missing_file_is_ignored_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_to_read_ahead_is_ignored_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.safetensors").write_bytes(bytes(10))
     monkeypatch.setattr(read_ahead, "weight_files", lambda path: [tmp_path / "a.safetensors", tmp_path])
     thread = start_reading_ahead(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Files from llama.cpp's own converter are read like the tiny checkpoints that they come from.
+"""Tests that files of llama.cpp's own converter are read like the tiny checkpoints that were converted.
 
 TRIOSERVE_LLAMA_CPP names a checkout of llama.cpp. Without it all tests are skipped: the converter is not on PyPI, and
 changes often.

@@ -1,4 +1,4 @@
-"""Rotary angles from the table equal computed angles."""
+"""Tests that rotary angles from the table equal computed angles."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("kind", ("llama", "llama3-rope", "qwen3"))
-def test_table_equals_computed_angles(
+def test_rotary_table_equals_computed_angles(
     kind: str, dtype: torch.dtype, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any positions in a step: in any order, some of them repeated, including the first and the last one."""
+    """The positions of a step are in any order, some are repeated, and the first and the last position are included."""
     config = msgspec.structs.replace(open_checkpoint(tiny_checkpoint(kind)).config, context_tokens_max=3_001)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     looked_up = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
     monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.heads.head_dim * dtype.itemsize - 1)
     computed = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
-    if device.type == "cpu":  # one has a table that ends with the longest context, the other has none
+    if (
+        device.type == "cpu"
+    ):  # One object has a table that ends with the longest context. The other object has no table.
         with pytest.raises(IndexError):
             looked_up.cos_sin(torch.tensor([3_001]))
         computed.cos_sin(torch.tensor([3_001]))

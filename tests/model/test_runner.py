@@ -1,4 +1,4 @@
-"""Guarantees of the runner besides numbers: a fault of one request does not affect others, and loading is checked."""
+"""Tests guarantees of the runner apart from numbers: a fault affects only its request, and loading is checked."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[Stored
 
 
 def check_fails_alone(driver: Any, bad: dict[str, Any], sentence: str) -> None:
-    """Run a bad request (arguments of add) with two good ones. It must get an error, and they must get the tokens that
-    they get without it.
+    """Run a bad request (arguments of add) with two good requests. The bad request must get an error. The good requests
+    must get the same tokens as without the bad request.
     """
     driver.add("a", [5, 6, 7], GREEDY)
     driver.add("b", [8, 9], GREEDY)
@@ -129,7 +129,7 @@ def test_chunk_before_the_last_token_samples_nothing(driver: Any) -> None:
 
 
 def test_prompt_logprobs_cover_the_prompt_without_gaps_or_overlap(driver: Any) -> None:
-    """Also after a preemption, when output tokens are recomputed in a chunk like a prompt's."""
+    """This also holds after a preemption, when output tokens are recomputed in a chunk like prompt tokens."""
     prompt = [5, 6, 7, 8, 9, 10]
     driver.add("a", prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
     first = driver.step({"a": 2}).prompt_logprobs["a"]
@@ -157,7 +157,7 @@ def test_seed_gives_equal_tokens_in_any_batch_and_after_preemption(driver: Any) 
     assert len({tuple(driver.tokens[name][-8:]) for name in crowd}) == 6
 
 
-def test_warm_up_and_close(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_runner_can_be_closed_after_a_warm_up(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
     runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("qwen3")), SETTINGS)
     fits = runner.block_count
     assert runner.kv_cache_bytes <= 2**20 < runner.kv_cache_bytes // fits * (fits + 1)
@@ -178,7 +178,10 @@ def test_warm_up_computes_only_the_steps_that_the_kernels_need(
     step_driver: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt and a decode, each greedy and drawn, or a single token if no kernel is chosen by a step's shape."""
+    """The warm-up computes a prompt and a decode, each greedy and drawn.
+
+    It computes only one token if no kernel depends on the step's shape.
+    """
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
     computed: list[list[tuple[int, int]]] = []
     execute = ModelRunner.execute
@@ -238,7 +241,7 @@ def test_checkpoint_with_wrong_tensors_is_refused(
 
 
 @pytest.mark.parametrize("kind", ("llama", "llama-tied", "qwen2", "qwen3"))
-def test_the_order_of_tensors_does_not_matter(
+def test_order_of_tensors_in_a_checkpoint_has_no_effect(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint(kind))

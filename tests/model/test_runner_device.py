@@ -1,4 +1,4 @@
-"""Choice of number format and device, and number of KV blocks that fit."""
+"""Tests the choice of number format and device, and the number of KV blocks that fit into memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
-def test_block_holds_keys_and_values_of_every_layer() -> None:
+def test_kv_block_contains_keys_and_values_of_every_layer() -> None:
     assert kv_block_bytes(config(), 16, "bfloat16") == 2 * 3 * 2 * 8 * 16 * 2
 
 
@@ -118,7 +118,7 @@ def test_default_thread_count_is_the_core_count_or_omp_num_threads(
         assert default_thread_count(tmp_path) == count
 
 
-def test_step_takes_every_cpu_if_it_has_a_thread_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uses_every_cpu_if_it_has_a_thread_for_each_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0, 1, 2, 3})
     for threads, takes_every in ((3, False), (4, True), (5, True)):
         assert takes_every_cpu(ModelSettings(threads=threads), "cpu") is takes_every
@@ -173,12 +173,12 @@ def test_auto_dtype_is_the_checkpoints_except_float16_on_a_cpu() -> None:
         ("context_tokens_max", 0),
     ),
 )
-def test_settings_out_of_range_are_named(field: str, value: Any) -> None:
+def test_error_names_the_model_setting_out_of_range(field: str, value: Any) -> None:
     with pytest.raises(StartupError, match=field):
         ModelSettings(**{field: value})
 
 
-def test_settings_do_not_import_torch() -> None:
+def test_model_settings_do_not_import_torch() -> None:
     code = "import sys, trioserve.model.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,6 +1,6 @@
-"""Every sampling parameter compared with a slow reference in plain Python, and randomness by its distribution.
+"""Tests every sampling parameter against a slow reference in plain Python, and randomness by its distribution.
 
-Tested in torch and in the native kernels at every available instruction level.
+The tests use torch and the native kernels at every available instruction level.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trioserve.model.step_model import Samples
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
 
-VOCAB_SIZE = 700  # several tokens per tile of the draw, and more than are sorted at first
+VOCAB_SIZE = 700  # Each tile of the draw has several tokens, and not all tokens are sorted at first.
 
 
 Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk]], Samples]
@@ -169,7 +169,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_each_parameter_gives_the_tokens_of_the_slow_reference(sample: Sample, name: str) -> None:
+def test_each_sampling_parameter_gives_the_tokens_of_the_slow_reference(sample: Sample, name: str) -> None:
     sampling = SamplingParams(**PARAMETERS[name])
     logits = random_logits(40, seed=1)
     best = logits.topk(6, -1).indices.tolist()
@@ -193,7 +193,7 @@ def test_each_parameter_gives_the_tokens_of_the_slow_reference(sample: Sample, n
     ]
 
 
-def test_rows_with_different_parameters_are_independent(sample: Sample) -> None:
+def test_rows_with_different_sampling_parameters_are_independent(sample: Sample) -> None:
     names = list(PARAMETERS)
     logits = random_logits(len(names), seed=3)
     best = logits.topk(4, -1).indices.tolist()
@@ -206,7 +206,7 @@ def test_rows_with_different_parameters_are_independent(sample: Sample) -> None:
     assert together == [expected_token(values, chunk) for values, chunk in zip(logits.tolist(), chunks, strict=True)]
 
 
-def test_logits_are_not_changed() -> None:
+def test_sampling_does_not_change_the_logits() -> None:
     logits = random_logits(2)
     before = logits.clone()
     sampling = SamplingParams(**PARAMETERS["everything"])
@@ -224,7 +224,7 @@ def test_filters_treat_equal_logits_alike_and_greedy_chooses_the_lowest_id(sampl
 
 @pytest.mark.parametrize("vocab_size", (1, 15, 512, 513, 49_152, 50_001))
 def test_any_vocabulary_size_gives_torchs_tokens(sample: Sample, vocab_size: int) -> None:
-    """All parameters in one batch. Both implementations round weights at 1e-7, and no row is that close to a border."""
+    """One batch has all parameters. Both implementations round weights at 1e-7, and no row is that close to a limit."""
     parameters = [PARAMETERS[name] for name in PARAMETERS if "bias" not in name and name != "everything"]
     logits = random_logits(3 * len(parameters), seed=vocab_size, spread=2.0, vocab_size=vocab_size)
     chunks = [
@@ -234,7 +234,7 @@ def test_any_vocabulary_size_gives_torchs_tokens(sample: Sample, vocab_size: int
     assert sample(logits, chunks).token_ids == sampler.sample(logits, chunks).token_ids
 
 
-def test_nucleus_of_weights_that_differ_in_their_last_bits(sample: Sample) -> None:
+def test_nucleus_is_exact_for_weights_that_differ_in_their_last_bits(sample: Sample) -> None:
     """The selection must compare every bit of a weight, here of neighbouring float32 numbers."""
     logits = torch.full((1, VOCAB_SIZE), -50.0)
     logits[0, 100:108] = 1 + torch.arange(8) * 2.0**-23
@@ -299,7 +299,7 @@ def test_rounding_of_logits_rarely_changes_a_token(sample: Sample, parameters: d
     """
     sampling = SamplingParams(**parameters)
     exact = random_logits(2000, seed=12, spread=2.5) + 10
-    exact[:, 100:] -= 4  # as in a vocabulary ordered by frequency, where probable tokens are neighbours
+    exact[:, 100:] -= 4  # Probable tokens are neighbours, as in a vocabulary ordered by frequency.
     chunks = [row(sampling, seed=seed) for seed in range(2000)]
     tokens, rounded = sample(exact, chunks).token_ids, sample(exact.bfloat16(), chunks).token_ids
     agreeing = sum(token == other for token, other in zip(tokens, rounded, strict=True))
@@ -327,7 +327,7 @@ def test_logprobs_are_computed_from_unchanged_logits(sample: Sample) -> None:
     assert samples.logprobs[2].top == ()
 
 
-def test_logprobs_of_a_vocabulary_smaller_than_requested(sample: Sample) -> None:
+def test_more_logprobs_than_the_vocabulary_has_are_cut_to_the_vocabulary(sample: Sample) -> None:
     (entry,) = sample(torch.zeros(1, 4), [row(SamplingParams(temperature=0.0, logprobs=20))]).logprobs.values()
     assert sorted(token for token, _ in entry.top) == [0, 1, 2, 3]
     assert [logprob for _, logprob in entry.top] == pytest.approx([math.log(0.25)] * 4)
@@ -369,7 +369,7 @@ def test_large_finite_float16_logits_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_row_with_no_token_left_gets_an_error(sample: Sample, temperature: float) -> None:
+def test_row_in_which_no_token_may_be_sampled_gets_an_error(sample: Sample, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, min_tokens=1)
     chunk = row(sampling, stop_token_ids=range(VOCAB_SIZE))
     samples = sample(random_logits(2), [chunk, row(SamplingParams(temperature=0.0))])

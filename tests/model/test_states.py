@@ -1,4 +1,4 @@
-"""Layers that keep a state: their configs, their memory, and options that are refused with them."""
+"""Tests of layers that keep a state: their configs, their memory, and options that such models refuse."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_falcon_h1_multipliers_are_applied_to_its_weights(
     assert torch.equal(found["layers.0.up_proj.weight"], stored["model.layers.0.feed_forward.up_proj.weight"])
 
 
-def test_infinity_as_transformers_writes_it_is_read() -> None:
+def test_infinity_in_a_config_of_transformers_is_read() -> None:
     limited = read(time_step_limit=[0.0, {"__float__": "Infinity"}])
     assert limited == read()
     assert read(time_step_limit=[0.1, 0.5]) != limited
@@ -244,7 +244,7 @@ def test_draft_tokens_are_refused_for_models_with_states() -> None:
 
 
 @pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
-def test_step_with_many_kinds_of_chunks_equals_single_chunks(
+def test_state_layers_give_equal_results_for_mixed_chunks_and_single_chunks(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """One chunk is longer than a piece of the scan, others are decodes, and one request gets a used state slot."""
@@ -268,7 +268,7 @@ def test_step_with_many_kinds_of_chunks_equals_single_chunks(
         assert together.tokens[name][: len(tokens)] == tokens[: len(together.tokens[name])], name
 
 
-def test_rates_are_read_from_their_logarithms(
+def test_decay_rates_are_read_from_their_logarithms(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     """A checkpoint with other logarithms is another model."""

@@ -1,4 +1,4 @@
-"""Decode steps of fixed shape give the results of other steps, for any padding and any arrivals and ends of requests.
+"""Tests that decode steps of fixed shape give the results of other steps, for any padding, arrivals and ends.
 
 Tests run on the CPU, where plain kernels act as fused kernels. Reads and writes are those of a device, and only the
 recording is missing. tests/kernels/triton tests the recording.
@@ -88,7 +88,7 @@ def test_steps_of_fixed_shape_give_the_responses_of_other_steps(
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In float32, where only the order of sums differs, with a cache full of NaN."""
+    """The steps use float32, where only the order of sums differs. The cache is full of NaN."""
     path = tiny_checkpoint(kind)
     got = conversation(step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels="torch")))
     assert set(static_sizes) == {1, 2, 4, 8, 9}
@@ -112,7 +112,7 @@ def test_padding_rows_write_only_into_the_spare_block(
     for old, new in zip(before, runner.storage.pages, strict=True):
         changed = (old.view(torch.int32) != new.view(torch.int32)).flatten(2).any(-1)
         assert changed[:40].sum() == 5
-        assert changed[40].sum() == 1  # three padding rows share one slot of the spare block
+        assert changed[40].sum() == 1  # Three padding rows share one slot of the spare block.
         assert changed.shape[0] == 41
 
 
@@ -129,7 +129,7 @@ def test_padding_rows_write_only_into_the_spare_block(
     ),
     ids=lambda changes: next(iter(changes)),
 )
-def test_rows_that_need_more_than_a_token_use_other_steps(
+def test_rows_that_need_more_than_a_token_use_no_step_of_fixed_shape(
     changes: dict[str, Any], tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
@@ -144,13 +144,13 @@ def test_rows_that_need_more_than_a_token_use_other_steps(
     assert static_sizes == [1]
 
 
-def test_prompts_and_draft_tokens_use_other_steps(
+def test_prompts_and_draft_tokens_use_no_step_of_fixed_shape(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
     driver.add("a", [5, 6, 7])
     driver.add("b", [5, 6, 7])
-    driver.step({"a": 3, "b": 1})  # one row, but it samples nothing
+    driver.step({"a": 3, "b": 1})  # The step has one row, but samples no token.
     driver.step({"a": 1, "b": 1})
     driver.step({"a": 1}, {"a": (5,)})
     assert static_sizes == []
@@ -158,7 +158,7 @@ def test_prompts_and_draft_tokens_use_other_steps(
     assert static_sizes == [2]
 
 
-def test_more_rows_or_longer_contexts_than_prepared_use_other_steps(
+def test_more_rows_or_longer_contexts_than_prepared_use_no_step_of_fixed_shape(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     settings = ModelSettings(
@@ -181,7 +181,7 @@ def test_more_rows_or_longer_contexts_than_prepared_use_other_steps(
     assert static_sizes == []
     for _ in range(3):
         driver.step(dict.fromkeys(names[:2], 1))
-    assert static_sizes == [2, 2, 2]  # contexts up to 6 tokens
+    assert static_sizes == [2, 2, 2]  # Contexts have up to 6 tokens.
     driver.step(dict.fromkeys(names[:2], 1))
     assert static_sizes == [2, 2, 2]
     driver.step({"c": 1})
@@ -249,13 +249,13 @@ def test_enforce_eager_disables_steps_of_fixed_shape(
     assert static_sizes == []
 
 
-def test_every_size_is_recorded_largest_first_and_replayed(
+def test_every_size_of_a_fixed_step_is_recorded_largest_first_and_replayed(
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Here a replay computes again. Recording writes only the spare block."""
+    """A replay in this test computes the step again. Recording writes only the spare block."""
     recorded, replayed = [], []
 
     class Recorder:
@@ -345,7 +345,7 @@ def test_warm_up_stays_within_the_limits_and_reads_nothing_unwritten(
         (160, (1, 2, 4, *range(8, 129, 8), 144, 160)),
     ),
 )
-def test_ladder_of_sizes_ends_with_the_largest_row_count(rows_max: int, sizes: tuple[int, ...]) -> None:
+def test_sizes_of_fixed_steps_end_with_the_largest_row_count(rows_max: int, sizes: tuple[int, ...]) -> None:
     assert row_sizes(rows_max) == sizes
 
 
@@ -366,7 +366,7 @@ def chunk(seed: int, start: int, table: list[int]) -> ScheduledChunk:
     return ScheduledChunk(request(seed), [1] * start + [100 + seed], start, 1, table, True)
 
 
-def test_sent_inputs_equal_the_step() -> None:
+def test_inputs_sent_to_the_device_equal_the_step() -> None:
     """Fields of rows, padding and block tables, while requests grow, change rows and blocks, and the number of rows
     changes.
     """
@@ -397,7 +397,9 @@ def test_sent_inputs_equal_the_step() -> None:
         assert sent.slots[count:].tolist() == [77 * 4] * len(padding)
         parameters = [draw_parameters(each.request.sampling) for each in chunks]
         assert sent.parameters[:count].tolist() == [list(map(float, row)) for row in parameters]
-        assert sent.parameters[count:, 0].tolist() == padding  # greedy, so that nothing is drawn for padding rows
+        assert (
+            sent.parameters[count:, 0].tolist() == padding
+        )  # The rows are greedy, so nothing is drawn for padding rows.
         words = [signed(draw_word(each.request.seed, each.start + 1)) for each in chunks]
         assert sent.words.tolist() == words + padding
 
@@ -414,7 +416,7 @@ def test_only_the_needed_width_of_block_tables_is_sent() -> None:
     assert inputs.tensors[2].positions.tolist() == [19, 19]
 
 
-def test_every_field_is_aligned_for_the_kernels() -> None:
+def test_every_input_field_is_aligned_for_the_kernels() -> None:
     inputs = StaticInputs(
         (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
     )

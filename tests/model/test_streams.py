@@ -1,4 +1,4 @@
-"""Hidden states of several streams, layers that share keys and values, and gates with a cutoff (Gemma 3n)."""
+"""Tests of hidden states of several streams, layers that share keys and values, and gates with a cutoff (Gemma 3n)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any
 
 
 @pytest.mark.parametrize("field", ("altup_num_inputs", "hidden_size_per_layer_input", "laurel_rank"))
-def test_other_families_have_no_streams(field: str) -> None:
+def test_families_other_than_gemma_3n_have_no_streams(field: str) -> None:
     with pytest.raises(ModelLoadError, match=f"{field} in config.json is 4, which gemma3 with this config"):
         neutral = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
         read(architectures=["Gemma3ForCausalLM"], **{**neutral, field: 4})
@@ -177,7 +177,7 @@ async def test_engine_answers_and_frees_every_block(tiny_checkpoint: Callable[..
                 said.append([token_id async for delta in stream for token_id in delta.token_ids])
         async with engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=200)) as stream:
             async for _delta in stream:
-                break  # the rest is not needed
+                break  # The test needs no more output.
         await trio.testing.wait_all_tasks_blocked()
         stats = engine.stats()
     assert said[0] == said[1]
@@ -199,7 +199,7 @@ async def test_blocks_of_a_sharing_model_are_offloaded_and_loaded(tiny_checkpoin
         kv_cache_memory=0.0003,
         kv_transfer_config=transfer,
     ) as engine:
-        assert engine.stats().blocks_total * 16 < len(prompt) + len(other)  # the other prompt evicts the first one
+        assert engine.stats().blocks_total * 16 < len(prompt) + len(other)  # The other prompt evicts the first prompt.
         for tokens in (prompt, other, prompt):
             async with engine.generate(tokens, SamplingParams(temperature=0.0, max_tokens=16)) as stream:
                 answers.append([token_id async for delta in stream for token_id in delta.token_ids])

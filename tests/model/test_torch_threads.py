@@ -1,6 +1,4 @@
-"""torch uses the requested number of threads, also for its work besides native kernels, which have their own
-threads.
-"""
+"""Tests that torch uses the requested number of threads, also beside native kernels, which have their own threads."""
 
 from __future__ import annotations
 

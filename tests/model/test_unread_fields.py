@@ -1,4 +1,4 @@
-"""A warning names a field of config.json that no code reads, unless the field is known to change nothing."""
+"""Tests that a warning names a field of config.json that no code reads, unless the field is known to change nothing."""
 
 from __future__ import annotations
 
@@ -62,14 +62,16 @@ def read(config: dict[str, Any]) -> None:
     ],
     ids=["misspelled", "two", "in a group", "bias", "line break", "many", "beside its successor"],
 )
-def test_unread_field_is_named(fields: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_an_unread_config_field(
+    fields: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
     read(LLAMA | fields)
     (message,) = caplog.messages
     assert message.startswith("config.json has ")
     assert re.search(named, message), message
 
 
-def test_text_and_image_parts_are_both_checked(caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_fields_of_text_and_image_parts_are_named(caplog: pytest.LogCaptureFixture) -> None:
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": {**GEMMA, "model_type": "gemma3_text", "layer_tipes": []},
@@ -97,7 +99,7 @@ def test_text_and_image_parts_are_both_checked(caplog: pytest.LogCaptureFixture)
     ],
     ids=["usual", "SmolLM2", "training", "further layers", "dynamic", "windows off", "Gemma 2"],
 )
-def test_harmless_fields_are_not_named(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_does_not_name_harmless_config_fields(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     read(config)
     assert not caplog.messages
 

@@ -1,4 +1,4 @@
-"""Number format of the image encoder."""
+"""Tests of the number format of the image encoder."""
 
 from __future__ import annotations
 

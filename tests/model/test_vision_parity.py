@@ -1,5 +1,5 @@
-"""Pixels, prompts, rows, logits and greedy tokens of images equal those of transformers, natively and in torch, for any
-chunks of a prompt.
+"""Tests that pixels, prompts, rows, logits and greedy tokens of images equal those of transformers, natively and in
+torch, for any chunks of a prompt.
 
 Everything is float32, so only the order of sums differs.
 """
@@ -164,7 +164,7 @@ def test_images_prompts_and_tokens_equal_transformers(
             assert entry.logprob == pytest.approx(float(wanted[row, entry.token_id]), abs=LOGPROB_TOLERANCE)
             for token, logprob in entry.top:
                 assert logprob == pytest.approx(float(wanted[row, token]), abs=LOGPROB_TOLERANCE)
-    # in a batch with a text without given embeddings
+    # The batch also has a text without image embeddings.
     driver.add("text", prompt[:20])
     driver.step({"text": 20, "whole": 1, "chunks": 1})
     for _ in range(6):

@@ -1,5 +1,5 @@
-"""A tiny checkpoint that reads images, served by an engine: decoding, encoding between steps, and the decoder's own
-kernels.
+"""Tests of a tiny checkpoint that reads images, served by an engine: decoding, encoding between steps, and the
+decoder's own kernels.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def test_response_equals_transformers(
     async with open_engine(
         str(seeing), dtype="float32", cpu_kernels=cpu_kernels, max_num_batched_tokens=64, **options
     ) as engine:
-        for _ in range(2):  # the second request hits the prefix cache and encodes nothing
+        for _ in range(2):  # The second request hits the prefix cache, so no image is encoded.
             tokens: list[int] = []
             async with engine.generate(chat(file), GREEDY) as stream:
                 async for delta in stream:
@@ -102,7 +102,9 @@ async def test_texts_continue_while_an_image_is_encoded(seeing: Path, tiny_visio
                 pass
 
 
-def test_missing_files_are_named(tiny_vision: ModuleType, tmp_path: Path, seeing: Path) -> None:
+def test_error_names_missing_files_of_a_model_that_reads_images(
+    tiny_vision: ModuleType, tmp_path: Path, seeing: Path
+) -> None:
     import json
     import shutil
 

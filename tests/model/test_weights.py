@@ -1,5 +1,5 @@
-"""Filling of slots, as a whole or in parts, through Python or by the library's own reading. Each number must reach its
-place.
+"""Tests that weights are filled correctly, as a whole or in parts, through Python or by the library's own reading. Each
+number must reach its position.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def logprobs_of(step_driver: ModuleType, checkpoint: Any, settings: ModelSetting
 @pytest.mark.parametrize("threads", (1, 2))
 @pytest.mark.parametrize("options", ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}), ids=str)
 @pytest.mark.parametrize("kind", ("llama", "llama-tied", "llama-biased-64", "qwen2-moe", "deepseek-v3", "gemma3"))
-def test_parts_give_the_whole_tensor(
+def test_weight_filled_in_parts_equals_the_whole_tensor(
     kind: str,
     options: dict[str, Any],
     threads: int,
@@ -71,7 +71,7 @@ def test_parts_give_the_whole_tensor(
 
 @pytest.mark.parametrize("quantization", ("auto", "none", "int8"))
 @pytest.mark.parametrize("storage", ("Q4_0", "Q6_K", "F32"))
-def test_parts_of_a_gguf_file_give_the_whole_tensor(
+def test_weight_filled_in_parts_from_a_gguf_file_equals_the_whole_tensor(
     storage: str,
     quantization: Any,
     tiny_gguf: Callable[..., Path],
@@ -84,7 +84,7 @@ def test_parts_of_a_gguf_file_give_the_whole_tensor(
     assert logprobs_of(step_driver, open_checkpoint(path), settings) == expected
 
 
-def test_library_reads_tensors_that_need_no_conversion(
+def test_native_library_reads_tensors_that_need_no_conversion(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama"))
@@ -101,7 +101,7 @@ def test_library_reads_tensors_that_need_no_conversion(
 
 
 @pytest.mark.parametrize("threads", (1, 2))
-def test_file_that_has_become_shorter_is_reported(
+def test_weight_file_that_has_become_shorter_is_reported(
     threads: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     whole = tiny_checkpoint("llama")

@@ -1,5 +1,5 @@
-"""After a replacement of its weights, a running engine computes the bits of an engine that was opened with the new
-weights.
+"""Tests that after a replacement of its weights, a running engine computes the same bits as an engine that was opened
+with the new weights.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", BAD)
-async def test_wrong_directory_changes_nothing(
+async def test_wrong_directory_of_new_weights_changes_nothing(
     case: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     change, named = BAD[case]
@@ -211,7 +211,7 @@ async def test_wrong_directory_changes_nothing(
         assert await said(engine) == before
 
 
-async def test_file_that_ends_during_replacement_stops_the_engine(
+async def test_weight_file_that_ends_during_replacement_stops_the_engine(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -251,10 +251,10 @@ ELSEWISE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", ELSEWISE)
-async def test_file_changed_before_replacement_changes_nothing(
+async def test_weight_file_changed_before_replacement_changes_nothing(
     how: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place of each tensor was read from a header that no longer exists."""
+    """The offset of each tensor was read from a header that no longer exists."""
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
     replace = StoredWeights.replace
@@ -295,7 +295,7 @@ async def test_shared_memory_freed_too_early_changes_nothing(
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-async def test_file_changed_during_replacement_leaves_half_weights(
+async def test_weight_file_changed_during_replacement_leaves_half_of_the_weights(
     kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -345,13 +345,17 @@ async def test_recomputed_stream_continues_as_with_the_new_model(
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-async def test_weights_in_shared_memory(kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+async def test_weights_are_replaced_from_shared_memory(
+    kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     old = tiny_checkpoint("llama-tied")
     options = {"dtype": "float32", "cpu_kernels": kernels}
     async with open_engine(str(old), **OPTIONS, **options) as engine:
         first, second = (changed(old, tmp_path / str(seed), seed=seed) for seed in (1, 2))
         tensors = load_file(first / "model.safetensors")
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # a state_dict of a tied model contains both
+        tensors["lm_head.weight"] = tensors[
+            "model.embed_tokens.weight"
+        ]  # A state_dict of a model with tied weights contains both names.
         with publish_weights(tensors) as published:
             await engine.update_weights(SharedWeights(published.name), version="first")
             assert await said(engine) == await said_when_opened(first, **options)

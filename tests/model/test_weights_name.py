@@ -1,4 +1,4 @@
-"""The name of weights distinguishes models of equal shapes, and does not depend on the location of the files."""
+"""Tests that the name of weights distinguishes models of equal shapes, and does not depend on the files' location."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def changed(directory: Path, tensor: str, copy: Path) -> Path:
     return copy
 
 
-def test_copy_has_an_equal_name_and_fine_tuned_model_another(tiny_checkpoint, tmp_path):
+def test_copied_weights_have_an_equal_name_and_fine_tuned_weights_another(tiny_checkpoint, tmp_path):
     directory = tiny_checkpoint("llama")
     name = weights_name(open_checkpoint(directory))
     assert name.startswith("llama-")
@@ -49,9 +49,11 @@ def test_model_with_one_trained_matrix_has_another_name(matrix, tiny_checkpoint,
     assert weights_name(open_checkpoint(directory)) != weights_name(open_checkpoint(copy))
 
 
-def test_sample_covers_the_whole_tensor(tmp_path):
+def test_sample_for_the_weights_name_covers_the_whole_tensor(tmp_path):
     path = tmp_path / "tensor"
-    content = np.arange(512 + 15 * 6_000, dtype="<u4").tobytes()  # every piece begins with a whole number
+    content = np.arange(
+        512 + 15 * 6_000, dtype="<u4"
+    ).tobytes()  # Every piece of the sample begins with a whole number.
     path.write_bytes(b"head" + content)
     sample = read_sample(path, 4, len(content))
     numbers = np.frombuffer(sample, "<u4")
@@ -65,7 +67,7 @@ def test_sample_covers_the_whole_tensor(tmp_path):
 @pytest.mark.parametrize(
     "tensor", ["vision_model.encoder.layers.1.mlp.fc1.weight", "connector.modality_projection.proj.weight"]
 )
-def test_image_encoder_changes_the_name(tensor, tiny_vision, tmp_path):
+def test_image_encoder_changes_the_weights_name(tensor, tiny_vision, tmp_path):
     directory = tmp_path / "model"
     tiny_vision.write_checkpoint(directory, "smolvlm")
     name = weights_name(open_checkpoint(directory))

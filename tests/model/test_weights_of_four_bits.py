@@ -1,6 +1,6 @@
-"""Weights of 4 bits that torch keeps if its kernels can multiply with them: Triton's kernels on a GPU.
+"""Tests of 4-bit weights that torch keeps if its kernels can multiply with them, as Triton's kernels on a GPU can.
 
-Here plain kernels act as these. Results equal those of the dequantized weights, to the last bit.
+In these tests, plain kernels replace Triton's kernels. Results equal those of the dequantized weights in every bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def tokens_of(step_driver: ModuleType, runner: ModelRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("variant", (*KEPT, *NOT_KEPT))
-def test_model_gives_the_tokens_of_dequantized_weights(
+def test_four_bit_weights_give_the_tokens_of_dequantized_weights(
     variant: str, load: Callable[..., ModelRunner], step_driver: Any
 ) -> None:
     kept, dense = (load("llama-wide", variant, quantization) for quantization in ("auto", "none"))

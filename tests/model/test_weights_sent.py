@@ -1,5 +1,5 @@
-"""Weights that another process sends through torch.distributed. If it sends only some of them, no task waits for
-ever.
+"""Tests of weights that another process sends through torch.distributed. If the process sends only some of the weights,
+no task waits forever.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if count < len(tensors):
 
 @asynccontextmanager
 async def sender(path: Path, engine: Engine, *, count: int = 1000, seconds_max: float = 20.0) -> AsyncIterator[Any]:
-    """Run a trainer in a group with the engine, which sends some tensors of a directory. If tensors are left, it waits
-    until it must end.
+    """Run a trainer that is in a group with the engine and sends some tensors of a directory. If tensors remain, the
+    trainer waits until it must end.
     """
     port = free_port()
     command = [sys.executable, "-c", TRAINER, str(path / "model.safetensors"), str(port), str(count)]
@@ -114,7 +114,7 @@ async def test_engine_computes_with_sent_weights(
         assert await said(engine) == await said_when_opened(new, **options)
 
 
-async def test_wrong_description_is_refused_before_anything_is_sent(
+async def test_wrong_description_of_tensors_is_refused_before_any_is_sent(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     new = changed(tiny_checkpoint("llama"), tmp_path / "new")
@@ -156,7 +156,7 @@ async def test_trainer_that_stops_does_not_block_the_engine(
             async def kill_it() -> None:
                 await trainer.stdout.receive_some()
                 if count:
-                    await has_begun.wait()  # data in its socket may be lost when it dies
+                    await has_begun.wait()  # Data in the trainer's socket may be lost when the trainer dies.
                 trainer.kill()
 
             if way == "dies":
@@ -172,12 +172,12 @@ async def test_trainer_that_stops_does_not_block_the_engine(
             await engine.update_weights(old)
         assert engine.ready
         assert await said(engine) == before
-        async with sender(new, engine):  # a new trainer with the same group name
+        async with sender(new, engine):  # A new trainer uses the same group name.
             await engine.update_weights(of(new))
         assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 
-async def test_cancelled_update_leaves_half_weights(
+async def test_cancelled_weight_update_leaves_half_of_the_weights(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, has_begun: trio.Event
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -199,10 +199,10 @@ async def test_cancelled_update_leaves_half_weights(
         assert await said(engine) == before
 
 
-async def test_update_cancelled_before_the_first_tensor_changes_nothing(
+async def test_weight_update_cancelled_before_the_first_tensor_changes_nothing(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread still waits for that trainer. Another trainer need not wait, and may use the group name."""
+    """A thread still waits for the first trainer. Another trainer need not wait, and may use the same group name."""
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
     is_waiting = event_of_call(monkeypatch, torch.distributed, "broadcast", after=False)
@@ -220,7 +220,7 @@ async def test_update_cancelled_before_the_first_tensor_changes_nothing(
         assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 
-async def test_group_without_a_trainer_can_be_left(
+async def test_engine_can_leave_a_group_without_a_trainer(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted trainer can join the group under its name at once."""
@@ -245,7 +245,7 @@ async def test_group_without_a_trainer_can_be_left(
             await engine.destroy_weights_update_group()
             async with sender(new, engine):
                 await engine.update_weights(of(new), version="sent")
-                await is_refused.wait()  # the abandoned attempt ends later, and has no effect
+                await is_refused.wait()  # The abandoned attempt ends later and has no effect.
                 await engine.destroy_weights_update_group()
         assert engine.weight_version == "sent"
 

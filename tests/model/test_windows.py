@@ -1,5 +1,5 @@
-"""Blocks that have left every layer's window are freed while a request runs. Tokens equal those of transformers, in a
-pool that could not hold the context.
+"""Tests that blocks outside of every layer's window are freed while a request runs. Tokens equal those of transformers,
+although the pool could not hold the whole context.
 
 Free blocks are filled with NaN before each step, so a request that still reads one gets no tokens.
 """

@@ -1,4 +1,4 @@
-"""torch is optional: features that need it name it, and the command that installs it."""
+"""Tests that torch is optional. The error of a feature that needs torch names the command that installs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_required_cuda_device_needs_torch() -> None:
         gpu.pick_device(ModelSettings(device="cuda"))
 
 
-def test_gpu_is_not_used_without_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_is_ignored_without_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(gpu, "has_cuda_driver", lambda: True)
     assert gpu.pick_device(ModelSettings()) == "cpu"
     assert install_command("gpu") in caplog.text

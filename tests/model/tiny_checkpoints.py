@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # K quants need rows of 256 or 512.
     "llama-wide": ("llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}),
-    # multiples of 16, but not of 32
+    # These sizes are multiples of 16, but not of 32.
     "llama-padded": (
         "llama",
         {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1},
@@ -506,7 +506,7 @@ FAMILY_KINDS |= {
             "attention_multiplier": 0.1,
         },
     ),
-    # llama.cpp's defaults
+    # These are llama.cpp's defaults.
     "granite-hybrid-unturned-moe": (
         "granitemoehybrid",
         {
@@ -613,7 +613,7 @@ FAMILY_KINDS |= {
             "image_token_index": VOCAB_SIZE - 1,
         },
     ),
-    # assumed by llama.cpp
+    # llama.cpp assumes this value.
     "llama4-long": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": True}),
 }
 # transformers computes these as Llamas and names that class. The authors' configs have their own class names.
@@ -657,7 +657,9 @@ def write_checkpoint(
             if "norm" in name:
                 parameter.add_(1.0)
             if name.endswith(("gate_up_proj_bias", "sinks")):
-                parameter.mul_(40.0)  # large enough that some numbers are clamped, and that some heads attend sharply
+                parameter.mul_(
+                    40.0
+                )  # The weights are so large that some numbers are clamped, and that some heads attend sharply.
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)

@@ -100,7 +100,7 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[Setup]:
         nursery.cancel_scope.cancel()
 
 
-async def test_two_routers_share_the_lease_limit_of_an_endpoint(autojump_clock):
+async def test_two_routers_learn_of_each_other_and_share_the_lease_limit(autojump_clock):
     async with opened() as setup:
         assert setup.share("one") == setup.share("two") == 1  # The endpoint has not reported the routers yet.
         await trio.sleep(3)

@@ -37,7 +37,7 @@ def changed(checkpoint, tmp_path):
     return change
 
 
-def test_description_of_a_class_conditional_model(checkpoint):
+def test_class_conditional_model_is_described(checkpoint):
     found = describe_at(checkpoint("dit"))
     assert (found.family, found.width, found.height, found.side_min, found.side_max) == ("dit", 8, 8, 8, 8)
     assert (found.steps, found.guidance) == (50, 4.0)
@@ -48,7 +48,7 @@ def test_description_of_a_class_conditional_model(checkpoint):
     assert not found.takes_images
 
 
-def test_description_of_a_text_conditional_model(checkpoint):
+def test_text_conditional_model_is_described(checkpoint):
     found = describe_at(checkpoint("stable-diffusion"))
     assert (found.family, found.width, found.height, found.side_multiple) == ("stable-diffusion", 16, 16, 2)
     assert (found.steps, found.guidance, found.classes) == (50, 7.5, None)
@@ -61,7 +61,7 @@ def test_class_without_a_name_is_named_by_its_number(changed):
     assert describe_at(path).classes[:4] == ("0", "1", "owl", "3")
 
 
-def test_classes_after_the_named_ones_do_not_exist(changed):
+def test_classes_after_the_last_named_class_do_not_exist(changed):
     path = changed("dit", "model_index.json", id2label={"1": "owl", "0": "cat"})
     assert describe_at(path).classes == ("cat", "owl")
 
@@ -99,7 +99,7 @@ def test_pndm_is_offered_without_runge_kutta_steps(changed, pipeline, fields, sa
     assert ("pndm" in found) == (fields.get("prediction_type") != "sample")
 
 
-def test_own_scheduler_is_the_default_sampler(changed):
+def test_scheduler_of_the_directory_is_the_default_sampler(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
     assert describe_at(path).samplers == ("euler", "ddim", "dpm++", "euler-ancestral", "pndm")
 
@@ -149,7 +149,7 @@ def test_pickled_weights_are_refused(changed):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
-def test_dtype_is_that_of_the_loaded_variant(changed):
+def test_image_model_has_the_dtype_of_the_loaded_variant(changed):
     """Store two variants side by side, as hubs do. The "fp16" file name sorts first."""
     path = changed("dit", "model_index.json")
     weights = path / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -375,7 +375,7 @@ def test_too_large_tokenizer_file_is_refused(changed, monkeypatch):
         load(changed("stable-diffusion", "tokenizer/tokenizer_config.json"))
 
 
-def test_progress_callback_can_end_the_loading(checkpoint):
+def test_progress_callback_can_end_the_loading_of_an_image_model(checkpoint):
     class Enough(Exception):
         """Raised by the callback."""
 

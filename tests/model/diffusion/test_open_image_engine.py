@@ -47,7 +47,7 @@ async def test_images_alone_and_together_are_equal(checkpoint):
         assert (stats.slots_used, stats.kept_used, stats.running_count) == (0, 0, 0)
 
 
-async def test_class_by_name_with_partial_images(checkpoint):
+async def test_class_chosen_by_name_gives_an_image_and_partial_images(checkpoint):
     async with trioserve.open_image_engine(checkpoint("dit"), served_model_name=("digits",)) as engine:
         assert engine.model.name == "digits"
         assert engine.model.fingerprint is not None
@@ -62,7 +62,7 @@ async def test_class_by_name_with_partial_images(checkpoint):
             await engine.generate_image("a cat", params)
 
 
-async def test_leaving_a_request_releases_its_slot(checkpoint):
+async def test_image_request_that_is_left_releases_its_slot(checkpoint):
     async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=2) as engine:
         with trio.move_on_after(30):
             async with engine.generate_image("a cat", ImageParams(steps=200)) as stream:
@@ -70,7 +70,7 @@ async def test_leaving_a_request_releases_its_slot(checkpoint):
                     assert engine.stats().slots_used == 1
                     if delta.steps_done >= 2:
                         break
-        await engine.generate_image("b", ImageParams(steps=1))  # after it, the step in flight is over
+        await engine.generate_image("b", ImageParams(steps=1))  # After this test step, the step in flight has ended.
         assert engine.stats().slots_used == 0
 
 
@@ -88,7 +88,7 @@ async def test_request_that_spans_a_sleep_gives_the_same_image(checkpoint, level
         assert engine.stats().slots_used == 0
 
 
-async def test_request_survives_an_engine_restart(checkpoint, monkeypatch):
+async def test_image_request_survives_an_engine_restart(checkpoint, monkeypatch):
     async with open_image_engine(checkpoint("dit"), engine_restarts=1, dtype="float32") as engine:
         params = ImageParams(steps=6, seed=3)
         (expected,) = await engine.generate_image("1", params)
@@ -105,7 +105,7 @@ async def test_request_survives_an_engine_restart(checkpoint, monkeypatch):
         assert breaks[0] < 0
 
 
-async def test_restart_fails_if_the_weights_have_changed(checkpoint, tiny, tmp_path, monkeypatch):
+async def test_image_engine_restart_fails_if_the_weights_have_changed(checkpoint, tiny, tmp_path, monkeypatch):
     path = tmp_path / "model"
     shutil.copytree(checkpoint("dit"), path)
     with pytest.raises(trioserve.EngineFault) as raised:
@@ -120,7 +120,7 @@ async def test_restart_fails_if_the_weights_have_changed(checkpoint, tiny, tmp_p
     assert "has changed since the engine was opened" in str(raised.value.__cause__ or raised.value)
 
 
-async def test_cancelling_ends_the_loading(checkpoint):
+async def test_cancelled_loading_of_an_image_model_ends(checkpoint):
     loaded = []
     with trio.CancelScope() as scope:
         token = trio.lowlevel.current_trio_token()
@@ -146,13 +146,13 @@ async def test_cancelling_ends_the_loading(checkpoint):
     ],
     ids=["slots", "kept", "device", "deadline"],
 )
-async def test_option_out_of_range_is_named(checkpoint, options, says):
+async def test_error_names_the_image_option_out_of_range(checkpoint, options, says):
     with pytest.raises(StartupError, match=says):
         async with open_image_engine(checkpoint("dit"), **options):
             pytest.fail("it was opened")
 
 
-async def test_missing_model_and_missing_extra_are_reported(tmp_path, monkeypatch):
+async def test_missing_image_model_and_missing_extra_are_reported(tmp_path, monkeypatch):
     with pytest.raises(ModelLoadError, match="save_pretrained"):
         async with open_image_engine(tmp_path):
             pytest.fail("it was opened")

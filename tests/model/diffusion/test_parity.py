@@ -45,7 +45,8 @@ class Case:
         self.config = dict(self.pipeline.scheduler.config)
 
     def use(self, sampler: str) -> None:
-        # Created from another scheduler's config, DDIM would clamp clean latents. No model here was trained for that.
+        # DDIM that is created from another scheduler's config would clamp clean latents. No model here was trained for
+        # that.
         config = {"clip_sample": False, **self.config, "skip_prk_steps": True}
         self.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
 
@@ -98,11 +99,11 @@ def other(request, checkpoint: Callable[[str], Path], driver: ModuleType, runner
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("steps", [2, 5])
-def test_other_families_give_the_latents_of_their_pipelines(other, steps, guidance):
+def test_each_image_family_gives_the_latents_of_its_pipeline(other, steps, guidance):
     name, case = other
     for sampler in case.description.samplers:
         if sampler == "euler-ancestral":
-            continue  # pipelines draw other noise in a step; a test below replaces it
+            continue  # Pipelines draw other noise in a step. A test below replaces this noise.
         case.use(sampler)
         theirs = case.theirs(
             "a cat", guidance_scale=guidance, num_inference_steps=steps, width=24, height=16, **ARGUMENTS[name]

@@ -60,7 +60,7 @@ def outcome(driver, runner, requests, batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_request_alone_and_among_others_gives_the_same_bytes(driver, tiny, runner, family):
+def test_image_request_gives_the_same_bytes_alone_and_beside_others(driver, tiny, runner, family):
     made = runner(family)
     requests = different_requests(driver, tiny, family, made)
     for first in range(len(requests)):
@@ -97,7 +97,7 @@ def test_matrix_product_is_computed_for_each_row():
         )
 
 
-def test_unknown_function_is_refused():
+def test_unknown_torch_function_is_refused():
     with RowByRow(2), pytest.raises(UnknownFunction, match="logsumexp"):
         torch.logsumexp(torch.ones(2, 3), 1)
 
@@ -127,7 +127,7 @@ def test_moved_request_continues_with_its_state(driver, tiny, runner):
     moving = driver.Driver(made, [one, other])
     moving.run(IterativePhase.ENCODE, [one, other])
     moving.run(DENOISE, [one, other])
-    moving.slots[one.id] = 6  # moved to a slot for keeping
+    moving.slots[one.id] = 6  # The request is moved to a slot for kept latents.
     moving.run(DENOISE, [other], moves=(LatentMove(0, 6),))
     assert made.slots[0] is None
     moving.slots[one.id] = 0

@@ -108,7 +108,7 @@ def looks(driver, dit, requests, phase) -> int:
 
 
 @pytest.mark.parametrize("phase", [ENCODE, DENOISE, DECODE], ids=["encode", "denoise", "decode"])
-def test_abandoned_step_ends_between_two_blocks(driver, dit, phase):
+def test_abandoned_image_step_ends_between_two_network_blocks(driver, dit, phase):
     requests = pictures(driver, 2, steps=1)
 
     def ready():
@@ -121,16 +121,20 @@ def test_abandoned_step_ends_between_two_blocks(driver, dit, phase):
     counting = LeftAt(10**6)
     assert ready().run(phase, requests, is_abandoned=counting) is not None
     asked = 10**6 - counting.count
-    assert asked >= 2 + (phase is not ENCODE) * 2  # once per request or group, and at the blocks of a network
+    assert (
+        asked >= 2 + (phase is not ENCODE) * 2
+    )  # The step checks once per request or group, and at each block of a network.
     for count in range(asked):
         assert ready().run(phase, requests, is_abandoned=LeftAt(count)) is None
-    (expected,) = driver.latents(dit, requests[:1])  # the next requests are computed as usual
+    (expected,) = driver.latents(dit, requests[:1])  # The next requests are computed as usual.
     assert torch.isfinite(expected).all()
 
 
-def test_missing_block_gets_no_hook():
+def test_missing_network_block_gets_no_hook():
     network = torch.nn.Module()
-    network.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1), None])  # like an autoencoder without attention
+    network.blocks = torch.nn.ModuleList(
+        [torch.nn.Linear(1, 1), None]
+    )  # This network is like an autoencoder without attention.
     abandoning = Abandoning([network])
     network.blocks[0](torch.ones(1))
     abandoning.begin(LeftAt(0))
@@ -138,7 +142,7 @@ def test_missing_block_gets_no_hook():
         network.blocks[0](torch.ones(1))
 
 
-def test_moves_are_applied_in_an_abandoned_step(driver, dit):
+def test_latents_are_moved_even_in_an_abandoned_step(driver, dit):
     (one,) = pictures(driver, 1)
     running = driver.Driver(dit, [one])
     running.run(ENCODE, [one])
@@ -148,7 +152,7 @@ def test_moves_are_applied_in_an_abandoned_step(driver, dit):
     assert dit.slots[0] is None
 
 
-def test_freed_and_abandoned_slots_are_emptied(driver, dit):
+def test_freed_and_abandoned_image_slots_are_emptied(driver, dit):
     one, other, gone = pictures(driver, 3)
     running = driver.Driver(dit, [one, other, gone])
     running.run(ENCODE, [one, other, gone])
@@ -167,7 +171,7 @@ def test_request_becomes_an_image_and_releases_its_slot(driver, dit):
     assert [list(found) for found in partials] == [[], [one.id], [], [one.id]]
     image = running.run(DECODE, [one]).outputs[one.id]
     assert (image.width, image.height, len(image.rgb)) == (8, 8, 192)
-    assert partials[3][one.id] == image  # the clean latent of the last step is the final latent
+    assert partials[3][one.id] == image  # The clean latent of the last step is the final latent.
     assert partials[1][one.id] != image
     assert dit.slots[0] is None
 
@@ -189,7 +193,7 @@ def test_image_converts_to_a_tensor_and_back():
     assert (resized.width, resized.height) == (8, 4)
 
 
-def test_mask_is_where_the_mean_colour_is_bright():
+def test_inpainting_mask_contains_the_bright_pixels():
     mask = RGBImage(4, 1, bytes((128, 128, 128, 127, 127, 127, 255, 129, 0, 255, 128, 0)))
     assert mask_tensor(mask, 4, 1, 1).flatten().tolist() == [1, 0, 1, 0]
 

@@ -9,7 +9,7 @@ import diffusers
 import torch
 import transformers
 
-transformers.utils.logging.disable_progress_bar()  # it starts a thread
+transformers.utils.logging.disable_progress_bar()  # tqdm would start a thread
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -1,7 +1,7 @@
 """Tests of ranks with native kernels and shared memory.
 
-They compute the tokens of one process. Logprobs differ only by the order of float32 sums. test_ranks.py tests every
-model family, with collectives in Python.
+The ranks compute the same tokens as one process. Logprobs differ only by the order of float32 sums. test_ranks.py tests
+every model family, with collectives in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 SECONDS_MAX = 120.0
-# For sums of some hundred products of about 1 in another order, and logprobs between 1 and 10.
+# Tolerance for sums of some hundred products of about 1 in another order, and for logprobs between 1 and 10.
 TOLERANCE = 2e-4
 
 KINDS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -131,7 +131,7 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     ("kind", "size", "options"),
     (*KINDS, *(pytest.param(*further, marks=pytest.mark.slow) for further in FURTHER_KINDS)),
 )
-def test_ranks_compute_what_one_process_computes(
+def test_ranks_compute_the_same_tokens_as_one_process(
     kind: str,
     size: int,
     options: dict[str, Any],
@@ -149,7 +149,7 @@ def test_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.slow
-def test_ranks_in_processes_compute_what_one_process_computes(
+def test_ranks_in_processes_compute_the_same_tokens_as_one_process(
     tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, group: Callable[..., list[Any]]
 ) -> None:
     path = tiny_checkpoint("llama")
@@ -161,7 +161,7 @@ def test_ranks_in_processes_compute_what_one_process_computes(
     check_equal(first, wanted)
 
 
-def test_step_abandoned_by_one_rank_ends_in_all(
+def test_step_abandoned_by_one_rank_ends_in_all_ranks(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, grouped: Callable[..., Group]
 ) -> None:
     """The next step is computed again."""
@@ -177,7 +177,7 @@ def test_step_abandoned_by_one_rank_ends_in_all(
     assert runners.each(work) == [[False, True, True, True, False]] * 2
 
 
-def test_step_abandoned_during_the_wait_for_masks_ends_in_all(
+def test_step_abandoned_during_the_wait_for_masks_ends_in_all_ranks(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, grouped: Callable[..., Group]
 ) -> None:
     """The masks of rank 1 are never filled. It abandons the step while rank 0 waits only for it."""
@@ -199,7 +199,9 @@ def test_step_abandoned_during_the_wait_for_masks_ends_in_all(
     for _ in range(2):
         assert group.each(lambda runner, rank: work(runner, rank, False)) == [(4,)] * 2
         meetings.append(group.arrivals.counts()[0])
-    vote = 2 * meetings[1] - meetings[0] - 1  # the vote after the masks. Only the exchange of sampled tokens follows it
+    vote = (
+        2 * meetings[1] - meetings[0] - 1
+    )  # This is the vote after the masks. Only the exchange of sampled tokens follows.
     runs = group.begin(lambda runner, rank: work(runner, rank, True))
     give_up_at = time.monotonic() + SECONDS_MAX
     while group.arrivals.counts() != (vote, vote - 1) and time.monotonic() < give_up_at:
@@ -239,7 +241,7 @@ class Distant:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere2", "qwen2-moe", "falcon-h1"])
-def test_collectives_in_python_give_the_same_results(
+def test_collectives_in_python_give_the_same_results_as_shared_memory(
     kind: str, tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, grouped: Callable[..., Group]
 ) -> None:
     """NativeCallbacks provide no separate buffer for a rank's own part."""

@@ -41,7 +41,7 @@ def numbers(tensor: StoredTensor) -> Float32Array:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_tensors_of_every_family_have_the_shapes_of_the_share(
+def test_tensors_of_every_family_have_the_shapes_of_the_ranks_part(
     tiny_checkpoint: Checkpoints, tiny_checkpoints: ModuleType, size: int, expert_parallel: bool
 ) -> None:
     for kind in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}:
@@ -59,7 +59,7 @@ def test_tensors_of_every_family_have_the_shapes_of_the_share(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_shards_of_all_ranks_make_up_the_whole(tiny_checkpoint: Checkpoints, size: int) -> None:
+def test_shards_of_all_ranks_together_are_the_whole_tensor(tiny_checkpoint: Checkpoints, size: int) -> None:
     whole = open_checkpoint(tiny_checkpoint("llama-wide"))
     parts = [named(rank) for rank in ranks_of(whole, size)]
     for name, tensor in named(whole).items():
@@ -95,7 +95,7 @@ def test_bias_of_whole_experts_is_in_their_rank(tiny_checkpoint: Checkpoints) ->
             assert values_of(own[name]).any()
 
 
-def test_consecutive_rows_are_read_in_place(tiny_checkpoint: Checkpoints) -> None:
+def test_consecutive_rows_of_a_shard_are_read_without_a_copy(tiny_checkpoint: Checkpoints) -> None:
     whole = open_checkpoint(tiny_checkpoint("llama"))
     second = named(RankCheckpoint(whole, 1, 2))
     for name, first_row in (("layers.0.gate_proj.weight", 48), ("embed.weight", 160), ("layers.1.v_proj.weight", 16)):
@@ -109,7 +109,9 @@ def test_consecutive_rows_are_read_in_place(tiny_checkpoint: Checkpoints) -> Non
 
 
 @pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_blocks_are_kept_unless_a_cut_goes_through_one(tiny_gguf: Checkpoints, quant_type: str) -> None:
+def test_quantized_blocks_are_kept_unless_a_shard_border_divides_a_block(
+    tiny_gguf: Checkpoints, quant_type: str
+) -> None:
     whole = open_checkpoint(tiny_gguf("llama-wide", quant_type))
     has_large_blocks = quant_type not in ("Q8_0", "Q4_0")
     for rank in ranks_of(whole, 2):
@@ -129,7 +131,7 @@ def test_blocks_are_kept_unless_a_cut_goes_through_one(tiny_gguf: Checkpoints, q
 
 
 @pytest.mark.parametrize("variant", ["awq-32", "gptq-4", "fp8-block"])
-def test_quantized_matrices_of_safetensors_are_cut_too(
+def test_quantized_matrices_of_safetensors_are_divided_among_ranks(
     tiny_checkpoint: Checkpoints, tiny_quantized: ModuleType, tmp_path: Path, variant: str
 ) -> None:
     tiny_quantized.write_quantized(tiny_checkpoint("llama-wide"), tmp_path, variant)

@@ -75,7 +75,7 @@ def settings(kernels: str = "torch", dtype: str = "float32", quantization: str =
 def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
     """Return a function that computes a few dozen steps with a runner and returns their results.
 
-    They have prompt chunks, all sampling options, masks, logprobs, requests that hit the prefix cache, and finally
+    The steps have prompt chunks, all sampling options, masks, logprobs, requests that hit the prefix cache, and finally
     greedy requests alone.
     """
 
@@ -92,7 +92,7 @@ def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
             driver.add(f"{name} again", [*prompt, 9, 8, 7], replace(sampling, prompt_logprobs=None), tokens=6)
         driver.run()
         assert driver.core.stats().prefix_hit_tokens_total > hit_tokens
-        for number in (1, 2):  # greedy alone, so that no rank needs all logits
+        for number in (1, 2):  # These requests are all greedy, so no rank needs all logits.
             driver.add(f"plain {number}", draft_driver.prompt_of(9, number), SamplingParams(temperature=0.0), tokens=12)
         driver.run()
         assert len(driver.results) > 48
@@ -157,14 +157,14 @@ def check(
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_every_family_gives_the_same_tokens(
+def test_ranks_give_the_same_tokens_as_one_process_for_every_family(
     tiny_checkpoint: Checkpoints, check: Callable[..., None], cpu_kernels: str, kind: str, size: int
 ) -> None:
     check(tiny_checkpoint(kind), size, cpu_kernels)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_whole_experts_in_each_rank_give_the_same_tokens(
+def test_ranks_with_whole_experts_give_the_same_tokens(
     tiny_checkpoint: Checkpoints, check: Callable[..., None], cpu_kernels: str, kind: str
 ) -> None:
     check(tiny_checkpoint(kind), 3, cpu_kernels, expert_parallel=True)
@@ -172,7 +172,7 @@ def test_whole_experts_in_each_rank_give_the_same_tokens(
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-moe", "deepseek-v3", "falcon-h1-unnormed", "lfm2"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_other_numbers_of_ranks_give_the_same_tokens(
+def test_any_number_of_ranks_gives_the_same_tokens(
     tiny_checkpoint: Checkpoints, check: Callable[..., None], cpu_kernels: str, kind: str, size: int
 ) -> None:
     check(tiny_checkpoint(kind), size, cpu_kernels)
@@ -207,7 +207,7 @@ def test_divided_delta_rules_give_the_same_tokens(
     tiny_checkpoints: ModuleType, check: Callable[..., None], cpu_kernels: str, tmp_path: Path
 ) -> None:
     (tmp_path / "wide").mkdir()
-    # Enough heads to give each of two ranks 16.
+    # The heads suffice to give each of two ranks 16.
     wide = written(tiny_checkpoints, tmp_path / "wide", "qwen3.5", linear_num_value_heads=32)
     in_turn = tmp_path / "in-turn.gguf"  # llama.cpp's converter interleaves the value heads
     tiny_checkpoints.write_family_gguf(wide, in_turn)
@@ -219,7 +219,7 @@ def test_divided_delta_rules_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_quantized_files_give_the_same_tokens(
+def test_ranks_give_the_same_tokens_for_quantized_files(
     tiny_gguf: Checkpoints, check: Callable[..., None], cpu_kernels: str, quant_type: str
 ) -> None:
     check(tiny_gguf("llama-wide", quant_type), 3, cpu_kernels)
@@ -227,7 +227,7 @@ def test_quantized_files_give_the_same_tokens(
 
 @pytest.mark.parametrize("cpu_kernels", ["native"], indirect=True)  # torch dequantizes blocks on a CPU
 @pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_kept_blocks_give_the_same_results(
+def test_ranks_with_kept_quantized_blocks_give_the_same_results(
     tiny_checkpoints: ModuleType,
     thread_ranks: ModuleType,
     step_driver: ModuleType,
@@ -275,7 +275,7 @@ def llama_group(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, cpu_kern
     group.close()
 
 
-def test_pooling_gives_the_same_results(
+def test_ranks_give_the_same_pooling_results_as_one_process(
     llama_group: Any, step_driver: ModuleType, tiny_checkpoint: Checkpoints
 ) -> None:
     runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings())
@@ -290,8 +290,10 @@ def test_pooling_gives_the_same_results(
     runner.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "olmo2"])  # ranks divide attention of llama, and have all of it for olmo2
-def test_adapters_are_divided_as_their_matrices_are(
+@pytest.mark.parametrize(
+    "kind", ["llama", "olmo2"]
+)  # Ranks divide the attention of llama. Each rank has the whole attention of olmo2.
+def test_ranks_divide_adapters_like_their_matrices(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, kind: str
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -328,11 +330,13 @@ def test_step_abandoned_by_one_rank_is_abandoned_by_all(llama_group: Any, step_d
     votes = [IsAbandoned(0 if rank == leaver else 1) for rank in range(2)]
     sums = llama_group.collectives[0].calls["sum"]
     assert llama_group.execute_with_votes(plan, votes) is None
-    assert llama_group.collectives[0].calls["sum"] == sums + 1  # only the sum of the embedding: all ranks stopped there
+    assert (
+        llama_group.collectives[0].calls["sum"] == sums + 1
+    )  # Only the embedding was summed, because all ranks stopped after its sum.
     assert llama_group.execute_with_votes(plan, [IsAbandoned(1)] * 2) is not None
 
 
-def test_launched_steps_give_the_same_tokens(
+def test_launched_steps_of_ranks_give_the_same_tokens(
     tiny_checkpoint: Checkpoints,
     thread_ranks: ModuleType,
     step_driver: ModuleType,
@@ -355,7 +359,7 @@ def test_launched_steps_give_the_same_tokens(
     group.close()
 
 
-def test_the_largest_logit_is_found_without_gathering_all(
+def test_ranks_find_the_largest_logit_without_gathering_all_logits(
     llama_group: Any, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []  # bytes
@@ -380,7 +384,7 @@ def test_first_token_of_equal_logits_is_chosen_across_ranks(
     group.close()
 
 
-def test_nan_in_one_rank_is_an_error_in_all(
+def test_nan_in_one_rank_is_an_error_in_all_ranks(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
 ) -> None:
     path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head[300].fill_(float("nan")))
@@ -403,7 +407,7 @@ def _changed_head(checkpoint: Path, directory: Path, change: Callable[[torch.Ten
     return directory
 
 
-def test_ranks_have_their_share_of_weights_and_kv(
+def test_each_rank_has_only_its_part_of_weights_and_kv(
     llama_group: Any, tiny_checkpoint: Checkpoints, cpu_kernels: str
 ) -> None:
     whole = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings(cpu_kernels))

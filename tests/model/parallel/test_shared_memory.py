@@ -49,7 +49,7 @@ def drawn(rank: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (16, 576), (2, 65536), (3, 70001)])
-def test_sum_uses_rank_order_and_is_equal_everywhere(
+def test_shared_memory_sum_uses_rank_order_and_is_equal_in_all_ranks(
     ranks: list[SharedMemoryCollectives], shape: tuple[int, ...]
 ) -> None:
     """Sizes are smaller than a SIMD vector and larger than a slot."""
@@ -66,7 +66,7 @@ def test_sum_uses_rank_order_and_is_equal_everywhere(
         assert values.tobytes() == wanted.tobytes()
 
 
-def test_sum_writes_only_its_values(ranks: list[SharedMemoryCollectives]) -> None:
+def test_shared_memory_sum_writes_only_its_values(ranks: list[SharedMemoryCollectives]) -> None:
     def work(rank: SharedMemoryCollectives) -> np.ndarray:
         memory = np.ones(40, dtype=np.float32)
         rank.sum_(memory[:19])
@@ -103,7 +103,7 @@ def test_uint16_arrays_contain_bfloat16(ranks: list[SharedMemoryCollectives]) ->
     assert together(ranks, work) == [{2: 0x4000, 3: 0x4040}[len(ranks)]] * len(ranks)
 
 
-def test_vote_of_one_rank_counts_for_all(ranks: list[SharedMemoryCollectives]) -> None:
+def test_abandonment_by_one_rank_reaches_all_ranks(ranks: list[SharedMemoryCollectives]) -> None:
     """A vote is valid for one sum only, and may come with an empty array."""
 
     def work(rank: SharedMemoryCollectives) -> list[bool]:
@@ -115,7 +115,7 @@ def test_vote_of_one_rank_counts_for_all(ranks: list[SharedMemoryCollectives]) -
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 @pytest.mark.parametrize("count", [0, 1, 100_000])
-def test_gather_has_the_values_of_all_ranks(ranks: list[SharedMemoryCollectives], make: Any, count: int) -> None:
+def test_gather_returns_the_values_of_all_ranks(ranks: list[SharedMemoryCollectives], make: Any, count: int) -> None:
     def work(rank: SharedMemoryCollectives) -> list[list[int]]:
         found: list[list[int]] = rank.gather(make([rank.rank * 7 - 1] * count)).tolist()
         return found
@@ -148,7 +148,7 @@ def test_arrivals_show_the_missing_ranks(library: Library) -> None:
 
 
 @pytest.mark.slow
-def test_processes_get_the_results_of_threads(group: Callable[..., list[Any]]) -> None:
+def test_collectives_of_processes_equal_those_of_threads(group: Callable[..., list[Any]]) -> None:
     """The processes start at different times, and make a hundred sums of different sizes with gathers between."""
     shapes = [(16, 576), (1, 1), (5, 30_000), (0, 3)]
     first, second, third = group("sums", 3, shapes, 25)
@@ -160,7 +160,7 @@ def test_processes_get_the_results_of_threads(group: Callable[..., list[Any]]) -
     assert first == pytest.approx([expect, 25 * (0 + 1 + 2)], rel=1e-4)
 
 
-def test_kernels_call_collectives_in_python(ranks: list[SharedMemoryCollectives]) -> None:
+def test_native_kernels_call_collectives_in_python(ranks: list[SharedMemoryCollectives]) -> None:
     callbacks = [NativeCallbacks(rank) for rank in ranks]
 
     def work(mine: NativeCallbacks) -> tuple[bool, list[float], list[int]]:

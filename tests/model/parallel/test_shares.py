@@ -66,7 +66,7 @@ def test_query_heads_follow_kv_heads_which_may_be_copied(heads: int, groups: int
     assert " ".join(shown) == expect
 
 
-def test_more_ranks_than_heads_are_impossible() -> None:
+def test_more_ranks_than_heads_are_refused() -> None:
     assert head_runs(9, 3, 0, 10) is None
 
 
@@ -74,8 +74,8 @@ def test_more_ranks_than_heads_are_impossible() -> None:
     ("middle", "size", "counts"),
     [
         (1536, 2, (768, 768)),  # multiples of 256
-        (4864, 2, (2560, 2304)),  # uneven, to keep the blocks of K quants whole
-        (1536, 4, (384, 384, 384, 384)),  # in multiples of 256, two ranks would have a third more than the average
+        (4864, 2, (2560, 2304)),  # The parts are uneven, to keep the blocks of K quants whole.
+        (1536, 4, (384, 384, 384, 384)),  # In multiples of 256, two ranks would have a third more than the average.
         (2880, 2, (1440, 1440)),  # multiples of 32
         (80, 3, (32, 32, 16)),
         (50, 3, (17, 17, 16)),
@@ -91,13 +91,13 @@ def test_mlp_widths_are_divided_in_blocks_if_nearly_even(
 
 @pytest.mark.parametrize("count", [1, 7, 320, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_even_runs_cover_all_and_none_exceeds_the_first(count: int, size: int) -> None:
+def test_even_division_covers_all_items_and_no_part_exceeds_the_first(count: int, size: int) -> None:
     runs = even_runs(count, size, 16)
     assert [index for first, length in runs for index in range(first, first + length)] == list(range(count))
     assert max(length for _, length in runs) == runs[0][1]
 
 
-def test_the_default_models_shape_is_divided_unevenly() -> None:
+def test_heads_of_the_default_model_are_divided_unevenly() -> None:
     config = model_config_from(SMOLLM2, {}, dtype_name="bfloat16")
     first, second = shares(config, 2)
     assert [(share.heads.head_count, share.heads.kv_head_count) for share in (first, second)] == [(6, 2), (3, 1)]
@@ -114,7 +114,7 @@ def test_the_default_models_shape_is_divided_unevenly() -> None:
     assert (second.part.rank, second.part.size, second.part.vocab_first) == (1, 2, 24_576)
 
 
-def test_single_rank_has_the_whole_and_sums_nothing() -> None:
+def test_single_rank_has_the_whole_model_and_sums_nothing() -> None:
     config = model_config_from(SMOLLM2, {}, dtype_name="bfloat16")
     share = share_of(config, 0, 1)
     assert replace(share, part=None) == config
@@ -122,7 +122,7 @@ def test_single_rank_has_the_whole_and_sums_nothing() -> None:
     assert not any(part.sums_attention or part.sums_mlp for part in share.part.layers)
 
 
-def test_latents_are_in_every_rank_and_heads_are_divided(tiny_checkpoint: Checkpoints) -> None:
+def test_ranks_divide_heads_but_each_rank_has_the_latents(tiny_checkpoint: Checkpoints) -> None:
     config = config_of(tiny_checkpoint, "deepseek-v3")
     for share, heads in zip(shares(config, 3), (2, 1, 1), strict=True):
         attention = share.kv_attention
@@ -131,7 +131,7 @@ def test_latents_are_in_every_rank_and_heads_are_divided(tiny_checkpoint: Checkp
         assert share.kv_entries == config.kv_entries
 
 
-def test_rank_has_parts_of_experts_or_whole_experts(tiny_checkpoint: Checkpoints) -> None:
+def test_rank_has_parts_of_all_experts_or_some_whole_experts(tiny_checkpoint: Checkpoints) -> None:
     config = config_of(tiny_checkpoint, "mixtral")
     for share in shares(config, 2):
         mlp = share.layers[0].mlp
@@ -159,7 +159,7 @@ def test_shared_experts_may_be_in_some_ranks_only(tiny_checkpoint: Checkpoints) 
 @pytest.mark.parametrize(
     ("kind", "size", "expect"),
     [
-        ("olmo2", 2, "mlp mlp"),  # norms over all heads of a row
+        ("olmo2", 2, "mlp mlp"),  # models with norms over all heads of a row
         ("gemma3n", 2, "attention attention attention+mlp attention+mlp attention attention+mlp"),  # gate cutoff
         ("falcon-h1", 3, "mlp mlp"),  # norms over two groups, and attention is in the same sum
         ("falcon-h1-unnormed", 3, "attention+mlp attention+mlp"),
@@ -169,7 +169,7 @@ def test_shared_experts_may_be_in_some_ranks_only(tiny_checkpoint: Checkpoints) 
         ("qwen3.5", 2, "mlp attention+mlp mlp"),  # each rank would have 8 of 16 heads
     ],
 )
-def test_layers_that_cannot_be_divided_are_whole_in_each_rank(
+def test_each_rank_has_the_whole_of_layers_that_cannot_be_divided(
     tiny_checkpoint: Checkpoints, kind: str, size: int, expect: str
 ) -> None:
     for share in shares(config_of(tiny_checkpoint, kind), size):
@@ -224,7 +224,7 @@ def test_state_spaces_are_divided_by_groups(tiny_checkpoint: Checkpoints) -> Non
         ),
     ],
 )
-def test_too_many_ranks_are_refused(
+def test_too_many_ranks_for_a_model_are_refused(
     tiny_checkpoint: Checkpoints, kind: str, size: int, options: dict[str, bool], sentence: str
 ) -> None:
     with pytest.raises(StartupError, match=sentence):
@@ -240,7 +240,7 @@ def test_narrow_mlp_beside_attention_is_refused(tiny_checkpoint: Checkpoints) ->
         share_of(replace(config, layers=(narrow, *config.layers[1:])), 0, 3)
 
 
-def test_heads_have_one_shape_in_all_layers(tiny_checkpoint: Checkpoints) -> None:
+def test_model_whose_layers_have_different_head_shapes_is_refused_by_ranks(tiny_checkpoint: Checkpoints) -> None:
     for kind in ("gemma3n", "llama4", "falcon-h1", "minimax-m2"):
         for share in shares(config_of(tiny_checkpoint, kind), 3):
             mixers = [layer.attention for layer in share.layers]

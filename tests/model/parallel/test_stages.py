@@ -105,7 +105,7 @@ KINDS = (
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_compute_what_one_process_computes(
+def test_stages_compute_the_same_bits_as_one_process(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[[str], Path], rank_program: ModuleType
 ) -> None:
     path = tiny_checkpoint(kind)

@@ -64,7 +64,7 @@ def in_processes(size: int, checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-def test_gloo_ranks_compute_what_one_process_computes(tiny_checkpoint: Checkpoints, gloo_rank: ModuleType) -> None:
+def test_gloo_ranks_compute_the_same_tokens_as_one_process(tiny_checkpoint: Checkpoints, gloo_rank: ModuleType) -> None:
     path = tiny_checkpoint("llama")
     first, second = in_processes(2, path)
     runner = ModelRunner.load(open_checkpoint(path), gloo_rank.settings())
@@ -82,13 +82,13 @@ def test_gloo_ranks_compute_what_one_process_computes(tiny_checkpoint: Checkpoin
     assert first["halves"] == [3.0, 1.0]
 
 
-def test_sum_uses_rank_order(tiny_checkpoint: Checkpoints) -> None:
+def test_gloo_sum_uses_rank_order(tiny_checkpoint: Checkpoints) -> None:
     found = in_processes(3, tiny_checkpoint("llama"))
     # 1e8 + 1 is 1e8 in float32. Another order would leave 1.
     assert [rank["sum"] for rank in found] == [[0.0, 3.0]] * 3
 
 
-def test_connection_error_names_the_address() -> None:
+def test_connection_error_of_ranks_names_the_address() -> None:
     port = free_port()
     with pytest.raises(StartupError, match=f"rank 1 of 2 cannot connect to the others at 127.0.0.1:{port} within"):
         TorchCollectives(master_addr="127.0.0.1", master_port=port, rank=1, size=2, timeout_seconds=0.2)

@@ -24,7 +24,7 @@ from trioserve.model.settings import ModelSettings
 __all__ = ["RankGroup", "ThreadCollectives", "thread_group"]
 
 Result = TypeVar("Result")
-WAIT_SECONDS_MAX = 60.0  # then a rank has failed, or made another call than the others
+WAIT_SECONDS_MAX = 60.0  # After this time, a rank has failed, or made another call than the other ranks.
 
 
 class _Meeting:
