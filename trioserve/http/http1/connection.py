@@ -103,7 +103,11 @@ class H11Connection:
             with self._scope:
                 async with trio.open_nursery() as self._nursery:
                     self._nursery.start_soon(self._read)
-                    await self._serve_requests()
+                    is_open = True
+                    while is_open:
+                        head = await self._next_request()
+                        is_open = head is not None and await self._respond(head)
+                        is_open = is_open and not self._is_last and self.protocol.next_cycle()
                     self._scope.cancel()
         except BaseException:
             await self._close(wait=False)
@@ -189,29 +193,15 @@ class H11Connection:
     def unix_seconds(self) -> int:
         return self._setup.clock_and_ids.unix_seconds()
 
-    async def write(self, data: bytes) -> None:
-        self.write_count += 1
-        while self._inserted is not None:
-            await self._inserted.wait()
-        if data and not (self._client_gone or self._write_broken):
-            await self._write(data)
-        else:
+    async def write(self, data: bytes, *, is_inserted: bool = False) -> None:
+        # This is one method for all writes, because Python re-enters each frame above a wait for every event.
+        if not is_inserted:
+            self.write_count += 1
+            while self._inserted is not None:
+                await self._inserted.wait()
+        if not data or self._client_gone or self._write_broken:
             await trio.lowlevel.checkpoint()
-
-    def insert(self, data: bytes) -> None:
-        if self._client_gone or self._write_broken or self._inserted is not None or self._nursery is None:
             return
-        self._inserted = trio.Event()
-        self._nursery.start_soon(self._insert, data, self._inserted)
-
-    async def _insert(self, data: bytes, inserted: trio.Event) -> None:
-        try:
-            await self._write(data)
-        finally:
-            self._inserted = None
-            inserted.set()
-
-    async def _write(self, data: bytes) -> None:
         self._write_broken = True  # The value is True until this write is complete.
         try:
             if self._tcp is not None and len(data) <= UNSCHEDULED_BYTES_MAX:
@@ -239,6 +229,19 @@ class H11Connection:
             await trio.lowlevel.checkpoint()
         self._write_broken = False
         self._writing_bytes = 0
+
+    def insert(self, data: bytes) -> None:
+        if self._client_gone or self._write_broken or self._inserted is not None or self._nursery is None:
+            return
+        self._inserted = trio.Event()
+        self._nursery.start_soon(self._insert, data, self._inserted)
+
+    async def _insert(self, data: bytes, inserted: trio.Event) -> None:
+        try:
+            await self.write(data, is_inserted=True)
+        finally:
+            self._inserted = None
+            inserted.set()
 
     # --- reading ---
 
@@ -273,12 +276,6 @@ class H11Connection:
         return True
 
     # --- serving requests ---
-
-    async def _serve_requests(self) -> None:
-        while True:
-            head = await self._next_request()
-            if head is None or not await self._respond(head) or self._is_last or not self.protocol.next_cycle():
-                return
 
     async def _next_request(self) -> RequestHead | None:
         """Wait for the head of the next request.
