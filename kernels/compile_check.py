@@ -95,6 +95,21 @@ def _four_bits(kernels: Any, dtype: torch.dtype) -> None:
             four_bit_product(torch.zeros(rows, 4096, dtype=dtype), weight, torch.zeros(6144, dtype=dtype))
 
 
+def _mixtures(kernels: Any, dtype: torch.dtype) -> None:
+    from trioserve_kernels.four_bits import FourBitWeight
+    from trioserve_kernels.triton.product import grouped_product
+
+    ends = torch.zeros(128, dtype=torch.int32)
+    weight, bias = torch.zeros(128, 1536, 2048, dtype=dtype), torch.zeros(128, 1536, dtype=dtype)
+    codes, scales = torch.zeros(128 * 1536, 1024, dtype=torch.uint8), torch.zeros(128 * 1536, 16)
+    for rows in (8, 8_192):
+        values = torch.zeros(rows, 2048, dtype=dtype)
+        grouped_product(values, weight, ends, None)
+        kernels.grouped_linear(values, weight, ends, bias)
+        kernels.grouped_linear(values, FourBitWeight(codes, scales, scales), ends, None)
+    kernels.weighted_sum(torch.zeros(5, 8, 2048, dtype=dtype), torch.zeros(5, 8))
+
+
 def _rows(kernels: Any, dtype: torch.dtype) -> None:
     hidden = torch.zeros(5, 4096, dtype=dtype)
     kernels.add_rms_norm_(hidden, hidden.clone(), hidden[0], 1e-5)
@@ -144,6 +159,7 @@ def main() -> None:
         check(str(dtype), _rows, dtype)
         check(str(dtype), _products, dtype)
         check(f"4 bits, {dtype}", _four_bits, dtype)
+        check(f"128 experts, {dtype}", _mixtures, dtype)
     for vocab_size in VOCAB_SIZES:
         for dtype in (torch.bfloat16, torch.float32):
             check(f"{vocab_size} tokens, {dtype}", _sampling, dtype, vocab_size)

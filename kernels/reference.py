@@ -51,7 +51,10 @@ __all__ = [
     "decode_mask",
     "four_bit_linear",
     "gather_context",
+    "grouped_linear",
+    "has_grouped_mm",
     "linear",
+    "linear_by_group",
     "linear_by_head",
     "multiplier",
     "paged_chunks_",
@@ -64,6 +67,7 @@ __all__ = [
     "rotary_and_store_kv_",
     "activate_and_mul",
     "store_kv_",
+    "weighted_sum",
 ]
 
 NAME = "torch"
@@ -126,6 +130,83 @@ def four_bit_linear(values: Tensor, weight: FourBitWeight, bias: Tensor | None) 
         [n, out].
     """
     return functional.linear(values, weight.numbers(values.dtype), bias)
+
+
+def grouped_linear(values: Tensor, weight: Tensor | FourBitWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply each group of consecutive rows by its own transposed weight and add its bias.
+
+    Where torch has no grouped product, this implementation loops over the groups and reads their ends back to the host.
+
+    Args:
+        values: [n, in], rows in the order of their groups.
+        weight: [groups, out, in], or [groups * out, in] in 4 bits, see `four_bit_linear`.
+        ends: int32 [groups], the row after the last row of each group. A group may be empty.
+        bias: [groups, out], or None.
+
+    Returns:
+        [n, out]. Rows after the last group are undefined.
+    """
+    if isinstance(weight, Tensor) and has_grouped_mm(values, weight):
+        product = functional.grouped_mm(values, weight.transpose(1, 2), offs=ends)
+        if bias is None:
+            return product
+        rows = torch.arange(values.shape[0], device=values.device, dtype=ends.dtype)
+        groups = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
+        return product.add_(bias.index_select(0, groups))
+    return linear_by_group(values, weight, ends, bias, functional.linear)
+
+
+def linear_by_group(
+    values: Tensor, weight: Tensor | FourBitWeight, ends: Tensor, bias: Tensor | None, product: Product
+) -> Tensor:
+    """Multiply the groups one after the other, see `grouped_linear`.
+
+    Args:
+        product: function that multiplies the rows of one group.
+    """
+    if isinstance(weight, FourBitWeight):
+        weight = weight.numbers(values.dtype).view(len(ends), -1, weight.inputs)
+    result = values.new_zeros(values.shape[0], weight.shape[1])
+    first = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > first:
+            result[first:end] = product(values[first:end], weight[group], None if bias is None else bias[group])
+        first = end
+    return result
+
+
+def has_grouped_mm(values: Tensor, weight: Tensor) -> bool:
+    """Return True if torch's grouped product computes these tensors on the device without a read by the host.
+
+    torch has this kernel for bfloat16 on compute capability 9 and 10. Elsewhere, it loops and waits for the device.
+
+    Args:
+        values: [n, in].
+        weight: [groups, out, in].
+    """
+    if values.device.type != "cuda" or values.dtype != torch.bfloat16:
+        return False
+    # Each row of both tensors must begin at a multiple of 16 bytes.
+    if weight.shape[1] % 8 or weight.shape[2] % 8:
+        return False
+    return torch.cuda.get_device_capability(values.device)[0] in (9, 10)
+
+
+def weighted_sum(products: Tensor, weights: Tensor) -> Tensor:
+    """Add up the weighted results of each row's experts, in float32 and in their order.
+
+    Args:
+        products: [n, k, N].
+        weights: float32 [n, k]. A product with the weight 0 is left out and may be undefined.
+
+    Returns:
+        [n, N] in the dtype of `products`.
+    """
+    total = torch.zeros_like(products[:, 0], dtype=torch.float32)
+    for place in range(products.shape[1]):
+        weight = weights[:, place, None]
+        total += torch.where(weight == 0, 0.0, products[:, place].float()) * weight
+    return total.to(products.dtype)
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:

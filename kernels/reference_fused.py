@@ -13,6 +13,7 @@ from trioserve_kernels.reference import (
     clear_slots_,
     four_bit_linear,
     gather_context,
+    grouped_linear,
     linear,
     linear_by_head,
     paged_attention_decode,
@@ -23,6 +24,7 @@ from trioserve_kernels.reference import (
     rotary_,
     rotary_and_store_kv_,
     store_kv_,
+    weighted_sum,
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "clear_slots_",
     "four_bit_linear",
     "gather_context",
+    "grouped_linear",
     "linear",
     "linear_by_head",
     "paged_attention_decode",
@@ -47,6 +50,7 @@ __all__ = [
     "rotary_and_store_kv_",
     "activate_and_mul",
     "store_kv_",
+    "weighted_sum",
 ]
 
 NAME = "torch, fused"

@@ -20,8 +20,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trioserve_kernels import reference
+from trioserve_kernels.four_bits import FourBitWeight
 from trioserve_kernels.kv_format import head_dim_of
 from trioserve_kernels.paged import DecodeWork
 from trioserve_kernels.reference import (
@@ -32,6 +34,7 @@ from trioserve_kernels.reference import (
     gather_context,
     paged_attention_decode,
     store_kv_,
+    weighted_sum,
 )
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "differing_rows",
     "four_bit_linear",
     "gather_context",
+    "grouped_linear",
     "linear",
     "linear_by_head",
     "paged_attention_decode",
@@ -60,6 +64,7 @@ __all__ = [
     "rotary_and_store_kv_",
     "activate_and_mul",
     "store_kv_",
+    "weighted_sum",
 ]
 
 NAME = "torch, batch-invariant"
@@ -74,6 +79,13 @@ FLAT_NUMBERS = 2_048  # For more numbers, torch uses a second thread.
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: reference.Product) -> Tensor:
     return _in_row_tiles(lambda tile: product(tile, weight, bias), values)
+
+
+def grouped_linear(values: Tensor, weight: Tensor | FourBitWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
+    def product(rows: Tensor, factors: Tensor, added: Tensor | None) -> Tensor:
+        return linear(rows, factors, added, functional.linear)
+
+    return reference.linear_by_group(values, weight, ends, bias, product)
 
 
 def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from trioserve_kernels.triton.activation import activate_and_mul
 from trioserve_kernels.triton.attention_chunks import paged_chunks_
 from trioserve_kernels.triton.attention_decode import paged_decode_
 from trioserve_kernels.triton.four_bit_product import four_bit_product as four_bit_linear
+from trioserve_kernels.triton.mixture import grouped_linear, weighted_sum
 from trioserve_kernels.triton.norm import add_rms_norm_, rms_norm
 from trioserve_kernels.triton.rotary import rotary_and_store_kv_
 from trioserve_kernels.triton.sampling import choose_tokens
@@ -37,6 +38,7 @@ __all__ = [
     "clear_slots_",
     "four_bit_linear",
     "gather_context",
+    "grouped_linear",
     "linear",
     "linear_by_head",
     "paged_attention_decode",
@@ -48,6 +50,7 @@ __all__ = [
     "rotary_and_store_kv_",
     "activate_and_mul",
     "store_kv_",
+    "weighted_sum",
 ]
 
 NAME = "triton"

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trioserve_kernels.four_bits import FourBitWeight
-from trioserve_kernels.triton.product import program_count
+from trioserve_kernels.triton.product import find_rows, group_tiles, tile_programs
 
 __all__ = ["four_bit_product", "four_bit_product_kernel"]
 
@@ -31,6 +31,7 @@ def four_bit_product_kernel(
     scales,
     mins,
     bias,
+    ends,
     rows,
     outputs,
     depth,
@@ -41,17 +42,29 @@ def four_bit_product_kernel(
     HAS_MIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     OUTPUT_BLOCK: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
 ):
     # Program n computes every tile with index n modulo the number of programs. Tiles of the same outputs are adjacent.
-    # DEPTH_BLOCK is never larger than a group, so all values of a block have the same scale.
-    row_tiles = tl.cdiv(rows, ROW_BLOCK)
+    # DEPTH_BLOCK is never larger than a GROUP of values, so all values of a block have the same scale. GROUPS counts
+    # groups of rows as in product_kernel.
+    if GROUPS:
+        tile_ends = group_tiles(ends, GROUPS, GROUP_BLOCK, ROW_BLOCK)
+        row_tiles = tl.max(tile_ends, 0)
+    else:
+        row_tiles = tl.cdiv(rows, ROW_BLOCK)
     tiles = row_tiles * tl.cdiv(outputs, OUTPUT_BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row = (tile % row_tiles * ROW_BLOCK + tl.arange(0, ROW_BLOCK)).to(tl.int64)
+        if GROUPS:
+            group, first, end = find_rows(ends, tile_ends, tile % row_tiles, GROUP_BLOCK, ROW_BLOCK)
+        else:
+            group, first, end = 0, tile % row_tiles * ROW_BLOCK, rows
+        row = (first + tl.arange(0, ROW_BLOCK)).to(tl.int64)
         output = (tile // row_tiles * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)).to(tl.int64)
+        channel = group * outputs + output
         is_output = output < outputs
         byte = tl.arange(0, DEPTH_BLOCK // 2)
         # Number of the value in the byte's low half. The high half has number + 16.
@@ -61,19 +74,19 @@ def four_bit_product_kernel(
             place = begin + number
             inside = place < depth
             both = tl.load(
-                codes + output[None, :] * code_stride + (begin // 2 + byte)[:, None],
+                codes + channel[None, :] * code_stride + (begin // 2 + byte)[:, None],
                 mask=is_output[None, :] & inside[:, None],
                 other=0,
             )
-            scale = tl.load(scales + output * scale_stride + begin // GROUP, mask=is_output, other=0.0)
+            scale = tl.load(scales + channel * scale_stride + begin // GROUP, mask=is_output, other=0.0)
             scale = scale.to(tl.float32)[None, :]
             if HAS_MIN:
-                start = tl.load(mins + output * scale_stride + begin // GROUP, mask=is_output, other=0.0)
+                start = tl.load(mins + channel * scale_stride + begin // GROUP, mask=is_output, other=0.0)
                 start = start.to(tl.float32)[None, :]
             else:
                 start = scale * -8.0
             numbers = values + row[:, None] * value_stride + place[None, :]
-            seen = (row < rows)[:, None] & inside[None, :]
+            seen = (row < end)[:, None] & inside[None, :]
             lower = tl.load(numbers, mask=seen, other=0.0)
             upper = tl.load(numbers + 16, mask=seen, other=0.0)
             factors = ((both & 15).to(tl.float32) * scale + start).to(lower.dtype)
@@ -81,23 +94,29 @@ def four_bit_product_kernel(
             factors = ((both >> 4).to(tl.float32) * scale + start).to(upper.dtype)
             total = tl.dot(upper, factors, total, input_precision="tf32x3")
         if HAS_BIAS:
-            total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + channel, mask=is_output, other=0.0).to(tl.float32)[None, :]
         tl.store(
             result + row[:, None] * result_stride + output[None, :],
             total.to(result.dtype.element_ty),
-            mask=(row < rows)[:, None] & is_output[None, :],
+            mask=(row < end)[:, None] & is_output[None, :],
         )
 
 
 def four_bit_product(
-    values: Tensor, weight: FourBitWeight, bias: Tensor | None, *, batch_invariant: bool = False
+    values: Tensor,
+    weight: FourBitWeight,
+    bias: Tensor | None,
+    ends: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiply by a transposed 4-bit weight and add a bias. Sums are float32.
 
     Args:
         values: [n, in].
-        weight: [out, in]. Its values are rounded to the dtype of `values`.
-        bias: [out], or None.
+        weight: [out, in], or [groups * out, in] with groups. Its values are rounded to the dtype of `values`.
+        bias: [out] or [groups * out], or None.
+        ends: int32 [groups], as in `grouped_product`, or None.
         batch_invariant: True to use one tile shape for any number of rows.
 
     Returns:
@@ -106,20 +125,22 @@ def four_bit_product(
     rows, depth = values.shape
     assert weight.inputs == depth
     assert values.stride(1) == 1
-    result = values.new_empty(rows, weight.outputs)
+    groups = 1 if ends is None else len(ends)
+    outputs = weight.outputs // groups
+    result = values.new_empty(rows, outputs)
     if not rows:
         return result
-    row_block, output_block = FEW_TILE if rows <= FEW_ROWS and not batch_invariant else TILE
-    tiles = triton.cdiv(rows, row_block) * triton.cdiv(weight.outputs, output_block)
-    four_bit_product_kernel[(min(tiles, program_count(values.device)),)](
+    tile = FEW_TILE if rows <= FEW_ROWS * groups and not batch_invariant else TILE
+    four_bit_product_kernel[(tile_programs(values, outputs, ends, tile),)](
         result,
         values,
         weight.codes,
         weight.scales,
         weight.scales if weight.mins is None else weight.mins,
         values if bias is None else bias,
+        weight.codes if ends is None else ends,
         rows,
-        weight.outputs,
+        outputs,
         depth,
         result.stride(0),
         values.stride(0),
@@ -128,8 +149,10 @@ def four_bit_product(
         HAS_MIN=weight.mins is not None,
         HAS_BIAS=bias is not None,
         GROUP=weight.group,
-        ROW_BLOCK=row_block,
-        OUTPUT_BLOCK=output_block,
+        GROUPS=0 if ends is None else groups,
+        GROUP_BLOCK=triton.next_power_of_2(groups),
+        ROW_BLOCK=tile[0],
+        OUTPUT_BLOCK=tile[1],
         DEPTH_BLOCK=min(weight.group, DEPTH_BLOCK_MAX),
         num_warps=4,
         num_stages=STAGES,

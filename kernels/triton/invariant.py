@@ -33,8 +33,10 @@ from trioserve_kernels.triton import (
     rotary_,
     rotary_and_store_kv_,
     store_kv_,
+    weighted_sum,
 )
 from trioserve_kernels.triton.four_bit_product import four_bit_product
+from trioserve_kernels.triton.product import grouped_product
 from trioserve_kernels.triton.product import product as _product
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "clear_slots_",
     "four_bit_linear",
     "gather_context",
+    "grouped_linear",
     "linear",
     "linear_by_head",
     "paged_attention_decode",
@@ -59,6 +62,7 @@ __all__ = [
     "rotary_and_store_kv_",
     "activate_and_mul",
     "store_kv_",
+    "weighted_sum",
 ]
 
 NAME = "triton, batch-invariant"
@@ -70,6 +74,12 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product
 
 def four_bit_linear(values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
     return four_bit_product(values, weight, bias, batch_invariant=True)
+
+
+def grouped_linear(values: Tensor, weight: Tensor | FourBitWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, FourBitWeight):
+        return four_bit_product(values, weight, bias, ends, batch_invariant=True)
+    return grouped_product(values, weight, ends, bias, batch_invariant=True)
 
 
 def paged_decode_(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from trioserve.model.loading.hf_config import model_config_from
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.native_model import why_not_native
 from trioserve.model.rotary import rotary_frequencies
-from trioserve.model.settings import ModelSettings
-from trioserve.model.torch_step_model import TorchStepModel
 
 GGUF_KINDS = (
     "gemma3n",
@@ -590,13 +587,3 @@ def test_mixture_of_identical_experts_equals_dense_model(
         found = [entry for count in (20, 1, 9) for entry in driver.step({"a": count}).prompt_logprobs["a"]]
         entries.append([entry.logprob for entry in found])
     assert entries[1] == pytest.approx(entries[0], abs=1e-4)
-
-
-@pytest.mark.parametrize("kind, launches", (("qwen3", True), ("qwen3-moe", False)))
-def test_steps_of_mixtures_are_not_recorded(kind: str, launches: bool, tiny_checkpoint: Callable[..., Path]) -> None:
-    """Check `launches`. A mixture reads the rows of each expert on the host in mid-step, so it cannot be recorded."""
-    config = open_checkpoint(tiny_checkpoint(kind)).config
-    kernels = importlib.import_module("trioserve_kernels.reference_fused")
-    model = TorchStepModel(config, ModelSettings(), dtype="float32", device="cpu", kernels=kernels)
-    assert model.launches is launches
-    model.close()

@@ -171,7 +171,7 @@ def test_limits_of_a_step_on_a_cpu(machine: Machine) -> None:
 # --- kernels ---
 
 
-CONFIG = SimpleNamespace(state_bytes=0, has_experts=False, sections=(), has_latents=False, stage=None)
+CONFIG = SimpleNamespace(state_bytes=0, sections=(), has_latents=False, stage=None)
 
 
 def picked(
@@ -195,7 +195,6 @@ def test_triton_computes_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     "changed, settings, reason",
     (
         ({}, {}, "no compiler"),
-        ({"has_experts": True}, {}, None),
         ({"sections": (4,)}, {}, None),
         ({"has_latents": True}, {}, None),
         ({"stage": 1}, {}, None),
@@ -224,7 +223,7 @@ def test_missing_triton_is_an_error_if_the_settings_need_it(
 ) -> None:
     with pytest.raises(StartupError, match="Triton's kernels cannot be used: no compiler"):
         picked(ModelSettings(**needs), monkeypatch, reason="no compiler")
-    config = SimpleNamespace(**{**vars(CONFIG), "has_experts": True})
+    config = SimpleNamespace(**{**vars(CONFIG), "sections": (4,)})
     assert picked(ModelSettings(**needs), monkeypatch, config=config) == "triton"
 
 

@@ -80,7 +80,9 @@ def conversation(driver: Any) -> dict[str, list[int]]:
     return driver.tokens
 
 
-@pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2-sliding", "qwen3", "gemma3n"))
+@pytest.mark.parametrize(
+    "kind", ("llama", "mistral", "qwen2-sliding", "qwen3", "gemma3n", "qwen2-moe", "gpt-oss", "glm4-moe")
+)
 def test_steps_of_fixed_shape_give_the_responses_of_other_steps(
     kind: str,
     tiny_checkpoint: Callable[..., Path],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from trioserve.contracts.step import IsAbandoned, never_abandoned
 from trioserve.model.attention import LatentAttention, attend
 from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.layer_config import (
-    Activation,
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -32,58 +31,16 @@ from trioserve.model.layers import (
     Sinks,
     temperature_factors,
 )
+from trioserve.model.mlp import Experts, Mlp
 from trioserve.model.model_config import LayerPart, ModelConfig
 from trioserve.model.parallel.collectives import Collectives, Lonely, RankSums
 from trioserve.model.recurrent_layers import DeltaNet, ShortConv, StateSpace
-from trioserve.model.step_tensors import AdapterRows, StepTensors
+from trioserve.model.step_tensors import StepTensors
 from trioserve.model.streams import LayerStreams, Streams
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 
 __all__ = ["Decoder"]
-
-
-class _Mlp:
-    """MLP of one layer: down(activation(gate(x)) * up(x)), see MlpConfig."""
-
-    def __init__(
-        self,
-        linear: MakeLinear,
-        prefix: str,
-        hidden: int,
-        middle: int,
-        activation: Activation,
-        kernels: Kernels,
-        *,
-        has_bias: bool = False,
-        cutoff: float | None = None,
-    ) -> None:
-        self._kernels = kernels
-        self._activation = activation
-        self._middle, self._cutoff = middle, cutoff
-        self._gate_up = linear(hidden, has_bias, **{f"{prefix}gate_proj": middle, f"{prefix}up_proj": middle})
-        self._down = linear(middle, has_bias, **{f"{prefix}down_proj": hidden})
-        self.linears = (self._gate_up, self._down)
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(linear.saved_bytes for linear in self.linears)
-
-    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        gate_up = self._gate_up(values, adapters)
-        if self._cutoff is not None:
-            _apply_cutoff(gate_up[:, : self._middle], self._cutoff)
-        return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)
-
-
-def _apply_cutoff(gates: Tensor, cutoff: float) -> None:
-    """Subtract mean + cutoff * standard deviation of the row from each gate, in place. Negative results become 0."""
-    # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding removes
-    # this difference, so the result of a row does not depend on the batch.
-    exact = gates.double()
-    mean = exact.mean(-1, keepdim=True)
-    deviation = (exact - mean).square().mean(-1, keepdim=True).sqrt()
-    gates.sub_((mean + deviation * cutoff).to(gates.dtype)).relu_()
 
 
 class _Laurel:
@@ -107,116 +64,6 @@ class _Laurel:
             normed: [T, hidden_size], input of attention.
         """
         hidden.add_(normed + self._norm(self._out(self._in(normed)))).mul_(0.5**0.5)
-
-
-class _Experts:
-    """Mixture of experts of one layer.
-
-    Each expert computes only the rows that chose it, one expert after the other. Therefore, a row always sums its
-    experts' results in the order of the experts, and other rows of the step do not change the result. Other ranks may
-    have other experts, and compute the partial sums of these experts.
-
-    Args:
-        experts: experts of this rank.
-    """
-
-    def __init__(
-        self,
-        linear: MakeLinear,
-        name: str,
-        hidden: int,
-        mlp: ExpertsConfig,
-        experts: range,
-        kernels: Kernels,
-        device: torch.device,
-    ) -> None:
-        self._mlp = mlp
-        self._name = name
-        self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
-        self._score_bias: Tensor | None = None
-        if mlp.has_score_bias:
-            self._score_bias = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
-        middle, activation, has_bias = mlp.intermediate_size, mlp.activation, mlp.has_bias
-        self._experts = {
-            expert: _Mlp(linear, f"experts.{expert}.", hidden, middle, activation, kernels, has_bias=has_bias)
-            for expert in experts
-        }
-        self._shared: _Mlp | None = None
-        self._shared_gate: Linear | None = None
-        if mlp.shared_size:
-            self._shared = _Mlp(linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels)
-        if mlp.has_shared_gate:
-            self._shared_gate = linear(hidden, False, shared_gate=1)
-        parts = [part for expert in self._experts.values() for part in expert.linears]
-        shared = () if self._shared is None else self._shared.linears
-        gate = () if self._shared_gate is None else (self._shared_gate,)
-        self.linears = (self._router, *parts, *shared, *gate)
-
-    @property
-    def saved_bytes(self) -> int:
-        experts = sum(expert.saved_bytes for expert in self._experts.values())
-        shared = 0 if self._shared is None else self._shared.saved_bytes
-        return experts * self._mlp.experts_per_token // self._mlp.expert_count + shared
-
-    def slots(self) -> Iterator[TensorSlot]:
-        """Yield loading slots for the tensors that are not weights of a Linear."""
-        bias = self._score_bias
-        if bias is not None:
-            yield TensorSlot(f"{self._name}.router.score_bias", tuple(bias.shape), bias.dtype, bias.copy_)
-
-    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for each row.
-
-        Args:
-            values: [T, hidden_size].
-
-        Returns:
-            Weights and indexes of the chosen experts, each [T, experts_per_token].
-        """
-        mlp = self._mlp
-        products = self._router(values).float()
-        # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
-        # removes this difference, so the result of a row does not depend on the batch.
-        scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()
-        ranked = scores if self._score_bias is None else scores + self._score_bias
-        if mlp.groups_per_token < mlp.group_count:
-            groups = ranked.view(len(ranked), mlp.group_count, -1)
-            best = groups.topk(mlp.group_leaders, dim=-1).values.sum(-1).topk(mlp.groups_per_token, dim=-1).indices
-            is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-            ranked = groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
-        chosen = ranked.topk(mlp.experts_per_token, dim=-1).indices
-        weights = scores.gather(-1, chosen)
-        if mlp.normalizes:
-            # The small number avoids a division by 0, because all sigmoids of a row may be 0.
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * mlp.scale, chosen
-
-    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Compute the mixture of experts.
-
-        Args:
-            values: [T, hidden_size].
-            adapters: ignored, because adapters have no weights for experts.
-
-        Returns:
-            [T, hidden_size].
-        """
-        weights, chosen = self._choose(values)
-        weights = weights.to(values.dtype)
-        result = torch.zeros_like(values)
-        for expert in sorted(set(chosen.flatten().tolist()) & self._experts.keys()):
-            rows, places = torch.where(chosen == expert)
-            given, shares = values[rows], weights[rows, places, None]
-            if self._mlp.weighs_inputs:
-                result[rows] += self._experts[expert](given * shares)
-            else:
-                result[rows] += self._experts[expert](given) * shares
-        if self._shared is not None:
-            shared = self._shared(values)
-            if self._shared_gate is not None:
-                shared = self._shared_gate(values).double().sigmoid().to(shared.dtype) * shared
-            result += shared
-        return result
 
 
 class _Attention:
@@ -362,12 +209,15 @@ class _Layer:
         self._beside: StateSpace | None = None
         if layer.beside is not None:
             self._beside = StateSpace(name, config, layer.beside, dtype=dtype, device=device)
-        self._mlp: _Mlp | _Experts | None = None
+        self._mlp: Mlp | Experts | None = None
         if isinstance(mlp, ExpertsConfig):
-            self._mlp = _Experts(linear, name, hidden, mlp, config.experts_of(index), kernels, device)
+            experts = config.experts_of(index)
+            self._mlp = Experts(
+                linear, name, hidden, mlp, experts, kernels, dtype=dtype, device=device, block_types=block_types
+            )
         elif mlp is not None:
             middle, activation = mlp.intermediate_size, mlp.activation
-            self._mlp = _Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias, cutoff=mlp.cutoff)
+            self._mlp = Mlp(linear, "", hidden, middle, activation, kernels, has_bias=mlp.has_bias, cutoff=mlp.cutoff)
         self._laurel: _Laurel | None = None
         if laurel_norm := norm("laurel_norm", layer.laurel_rank > 0):
             self._laurel = _Laurel(linear, laurel_norm, hidden, layer.laurel_rank)
@@ -382,11 +232,12 @@ class _Layer:
     def linears(self) -> tuple[Linear, ...]:
         further = (self._beside, self._laurel, self.streams)
         linears = [linear for part in further if part is not None for linear in part.linears]
-        return *self._attention.linears, *linears, *self._mlp_linears
+        return *self._attention.linears, *linears, *(() if self._mlp is None else self._mlp.linears)
 
     @property
-    def _mlp_linears(self) -> tuple[Linear, ...]:
-        return () if self._mlp is None else self._mlp.linears
+    def products(self) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
+        """Products of experts, see Experts."""
+        return self._mlp.products if isinstance(self._mlp, Experts) else {}
 
     @property
     def saved_bytes(self) -> int:
@@ -403,12 +254,10 @@ class _Layer:
             self._beside,
             self._laurel,
             self.streams,
-            *self._mlp_linears,
+            self._mlp,
         ):
             if part is not None:
                 yield from part.slots()
-        if isinstance(self._mlp, _Experts):
-            yield from self._mlp.slots()
 
     def __call__(
         self,
@@ -568,12 +417,14 @@ class Decoder:
         }
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        """Linear layers, one for each shape of a weight. A check of torch's matrix products uses them."""
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """Number of inputs and function of each product, one for each shape of a weight, for a check of torch."""
         streams = () if self._streams is None else self._streams.linears
         head = () if self._head is None else (self._head,)
         linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, *head]
-        return tuple({(linear.inputs, linear.outputs): linear for linear in linears}.values())
+        plain = {(linear.inputs, linear.outputs): linear for linear in linears}
+        grouped = {shape: product for layer in self._layers for shape, product in layer.products.items()}
+        return [(inputs, product) for found in (plain, grouped) for (inputs, _), product in found.items()]
 
     @property
     def saved_bytes(self) -> int:

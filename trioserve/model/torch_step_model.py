@@ -431,8 +431,6 @@ def _why_not_triton(config: ModelConfig, settings: ModelSettings) -> str | None:
 
 def _why_not_launched(config: ModelConfig) -> str | None:
     """Return the reason why the host must wait for the device within a step of this model. None if it need not."""
-    if config.has_experts:
-        return "the host reads from the device which experts each token uses"
     if config.sections:
         return "the host computes which tokens attention in sections reads"
     if config.has_latents:
@@ -477,7 +475,9 @@ def _check_places(model: Decoder) -> None:
     attention, dtype = model.config.kv_attention, model.dtype
     entry = attention.kv_entry
     latent_dim = attention.latent_dim if isinstance(attention, LatentAttentionConfig) else None
-    found = {f"{one.inputs} numbers in {dtype}": differing_rows(one, one.inputs, dtype) for one in model.linears}
+    found: dict[str, list[int]] = {}
+    for inputs, product in model.products:
+        found.setdefault(f"{inputs} numbers in {dtype}", []).extend(differing_rows(product, inputs, dtype))
     group = attention.head_count // entry.head_count
     found[f"attention of heads of {entry.head_dim}"] = differing_attended_rows(
         entry.head_count, group, entry.head_dim, dtype, latent_dim

@@ -1,0 +1,294 @@
+"""MLPs and mixtures of experts in torch: the part of a layer after attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from trioserve.model.layer_config import Activation, ExpertsConfig
+from trioserve.model.layers import Linear, MakeLinear
+from trioserve.model.step_tensors import AdapterRows
+from trioserve.model.torch_formats import TensorSlot
+from trioserve_kernels import Kernels
+from trioserve_kernels.four_bits import FourBitWeight, join, weight_of_blocks
+
+__all__ = ["Experts", "Mlp"]
+
+
+class Mlp:
+    """MLP of one layer: down(activation(gate(x)) * up(x)), see MlpConfig."""
+
+    def __init__(
+        self,
+        linear: MakeLinear,
+        prefix: str,
+        hidden: int,
+        middle: int,
+        activation: Activation,
+        kernels: Kernels,
+        *,
+        has_bias: bool = False,
+        cutoff: float | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._activation = activation
+        self._middle, self._cutoff = middle, cutoff
+        self._gate_up = linear(hidden, has_bias, **{f"{prefix}gate_proj": middle, f"{prefix}up_proj": middle})
+        self._down = linear(middle, has_bias, **{f"{prefix}down_proj": hidden})
+        self.linears = (self._gate_up, self._down)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(linear.saved_bytes for linear in self.linears)
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for linear in self.linears:
+            yield from linear.slots()
+
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        gate_up = self._gate_up(values, adapters)
+        if self._cutoff is not None:
+            _apply_cutoff(gate_up[:, : self._middle], self._cutoff)
+        return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)
+
+
+def _apply_cutoff(gates: Tensor, cutoff: float) -> None:
+    """Subtract mean + cutoff * standard deviation of the row from each gate, in place. Negative results become 0."""
+    # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding removes
+    # this difference, so the result of a row does not depend on the batch.
+    exact = gates.double()
+    mean = exact.mean(-1, keepdim=True)
+    deviation = (exact - mean).square().mean(-1, keepdim=True).sqrt()
+    gates.sub_((mean + deviation * cutoff).to(gates.dtype)).relu_()
+
+
+class _GroupedLinear:
+    """One linear layer of all experts of a rank. Their weights are adjacent: [experts, out, in].
+
+    Args:
+        names: name of each expert, such as layers.0.experts.7.
+        inputs: number of input features.
+        outputs: number of output features of each projection, by its name.
+        has_bias: the experts have biases.
+        dtype: number format of weights, inputs and outputs.
+        device: device of the weights.
+        kernels: kernels that multiply.
+        block_types: block types of the matrices that stay in 4 bits, by name.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        inputs: int,
+        outputs: Mapping[str, int],
+        has_bias: bool,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        block_types: Mapping[str, str],
+    ) -> None:
+        self.inputs, self.outputs = inputs, sum(outputs.values())
+        self._kernels = kernels
+        self._names, self._projections = names, dict(outputs)
+        self._dtype, self._device = dtype, device
+        # Experts of different types are stored in the dtype.
+        kept = {block_types.get(f"{name}.{each}.weight") for name in names for each in outputs}
+        self._block_type = kept.pop() if len(kept) == 1 else None
+        self._weight: Tensor | FourBitWeight | None = None
+        self._four_bit_parts: dict[tuple[int, str], FourBitWeight] = {}
+        self._bias = torch.empty(len(names), self.outputs, dtype=dtype, device=device) if has_bias else None
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes by which the weights in 4 bits are smaller than in the dtype."""
+        if not isinstance(self._weight, FourBitWeight):
+            return 0
+        return len(self._names) * self.outputs * self.inputs * self._dtype.itemsize - self._weight.byte_count
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for expert, name in enumerate(self._names):
+            first = 0
+            for each, size in self._projections.items():
+                fill = functools.partial(self._fill, expert, first)
+                slot = TensorSlot(f"{name}.{each}.weight", (size, self.inputs), self._dtype, fill)
+                if self._block_type is not None:
+                    fill_blocks = functools.partial(self._fill_blocks, self._block_type, expert, each)
+                    slot = slot._replace(block_type=self._block_type, fill_blocks=fill_blocks)
+                yield slot
+                if self._bias is not None:
+                    place = self._bias[expert, first : first + size]
+                    yield TensorSlot(f"{name}.{each}.bias", (size,), self._dtype, place.copy_)
+                first += size
+
+    def __call__(self, values: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the rows of each expert with its weight.
+
+        Args:
+            values: [n, in], rows in the order of their experts.
+            ends: int32 [experts], the row after the last row of each expert.
+
+        Returns:
+            [n, out]. Rows after the last expert are undefined.
+        """
+        assert self._weight is not None, "experts were called before their weights were loaded"
+        return self._kernels.grouped_linear(values, self._weight, ends, self._bias)
+
+    def of_first(self, values: Tensor) -> Tensor:
+        """Multiply rows with the weight of the first expert: [n, in] to [n, out]."""
+        ends = torch.full((len(self._names),), len(values), dtype=torch.int32, device=values.device)
+        return self(values, ends)
+
+    def _fill(self, expert: int, first: int, tensor: Tensor) -> None:
+        if not isinstance(self._weight, Tensor):
+            shape = (len(self._names), self.outputs, self.inputs)
+            self._weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._weight[expert, first : first + len(tensor)].copy_(tensor)
+
+    def _fill_blocks(self, block_type: str, expert: int, projection: str, blocks: Tensor) -> None:
+        """Store the 4-bit blocks of one projection. The weight is complete after the last projection."""
+        parts = self._four_bit_parts
+        parts[expert, projection] = weight_of_blocks(block_type, blocks.to(self._device))
+        if len(parts) == len(self._names) * len(self._projections):
+            self._weight = join([parts[at, each] for at in range(len(self._names)) for each in self._projections])
+            parts.clear()
+
+
+class Experts:
+    """Mixture of experts of one layer.
+
+    The rows are sorted by expert, and one product multiplies the rows of all experts. Which rows chose an expert stays
+    on the device: nothing is read back, and the number of launches is constant. A row sums its experts' results in the
+    order of its own scores, so other rows of the step do not change the result. Other ranks may have other experts, and
+    compute the partial sums of these experts.
+
+    Args:
+        experts: experts of this rank.
+        block_types: block types of the matrices that stay in 4 bits, by name.
+    """
+
+    def __init__(
+        self,
+        linear: MakeLinear,
+        name: str,
+        hidden: int,
+        mlp: ExpertsConfig,
+        experts: range,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_types: Mapping[str, str],
+    ) -> None:
+        self._mlp = mlp
+        self._name = name
+        self._kernels = kernels
+        self._first, self._is_whole = experts.start, len(experts) == mlp.expert_count
+        self._numbers = torch.arange(len(experts), device=device)
+        self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
+        self._score_bias: Tensor | None = None
+        if mlp.has_score_bias:
+            self._score_bias = torch.empty(mlp.expert_count, dtype=torch.float32, device=device)
+        grouped = functools.partial(
+            _GroupedLinear,
+            tuple(f"{name}.experts.{expert}" for expert in experts),
+            has_bias=mlp.has_bias,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            block_types=block_types,
+        )
+        middle = mlp.intermediate_size
+        self._gate_up = grouped(inputs=hidden, outputs={"gate_proj": middle, "up_proj": middle})
+        self._down = grouped(inputs=middle, outputs={"down_proj": hidden})
+        self._shared: Mlp | None = None
+        self._shared_gate: Linear | None = None
+        if mlp.shared_size:
+            self._shared = Mlp(linear, "shared.", hidden, mlp.shared_size, mlp.activation, kernels)
+        if mlp.has_shared_gate:
+            self._shared_gate = linear(hidden, False, shared_gate=1)
+        shared = () if self._shared is None else self._shared.linears
+        gate = () if self._shared_gate is None else (self._shared_gate,)
+        self.linears = (self._router, *shared, *gate)
+
+    @property
+    def saved_bytes(self) -> int:
+        experts = self._gate_up.saved_bytes + self._down.saved_bytes
+        shared = 0 if self._shared is None else self._shared.saved_bytes
+        return experts * self._mlp.experts_per_token // self._mlp.expert_count + shared
+
+    @property
+    def products(self) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
+        """Products of the experts by the sizes of their inputs and outputs."""
+        return {(each.inputs, each.outputs): each.of_first for each in (self._gate_up, self._down)}
+
+    def slots(self) -> Iterator[TensorSlot]:
+        for part in (*self.linears, self._gate_up, self._down):
+            yield from part.slots()
+        bias = self._score_bias
+        if bias is not None:
+            yield TensorSlot(f"{self._name}.router.score_bias", tuple(bias.shape), bias.dtype, bias.copy_)
+
+    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for each row.
+
+        Args:
+            values: [T, hidden_size].
+
+        Returns:
+            Weights and indexes of the chosen experts, each [T, experts_per_token].
+        """
+        mlp = self._mlp
+        products = self._router(values).float()
+        # The position of a number in a tensor can change torch's result slightly. In float64, the later rounding
+        # removes this difference, so the result of a row does not depend on the batch.
+        scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()
+        ranked = scores if self._score_bias is None else scores + self._score_bias
+        if mlp.groups_per_token < mlp.group_count:
+            groups = ranked.view(len(ranked), mlp.group_count, -1)
+            best = groups.topk(mlp.group_leaders, dim=-1).values.sum(-1).topk(mlp.groups_per_token, dim=-1).indices
+            is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            ranked = groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
+        chosen = ranked.topk(mlp.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if mlp.normalizes:
+            # The small number avoids a division by 0, because all sigmoids of a row may be 0.
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * mlp.scale, chosen
+
+    def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Compute the mixture of experts.
+
+        Args:
+            values: [T, hidden_size].
+            adapters: ignored, because adapters have no weights for experts.
+
+        Returns:
+            [T, hidden_size].
+        """
+        weights, chosen = self._choose(values)
+        if not self._is_whole:
+            chosen = chosen - self._first
+            is_foreign = (chosen < 0) | (chosen >= len(self._numbers))
+            # Rows of other ranks' experts are sorted to the end, where no group has them.
+            chosen = chosen.masked_fill(is_foreign, len(self._numbers))
+        found, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(found, self._numbers, right=True, out_int32=True)
+        given = values.index_select(0, order // self._mlp.experts_per_token)
+        if self._mlp.weighs_inputs:
+            given.mul_(weights.flatten().index_select(0, order)[:, None].to(given.dtype))
+            weights = torch.ones_like(weights)
+        if not self._is_whole:
+            weights = weights.masked_fill(is_foreign, 0.0)
+        middle = self._kernels.activate_and_mul(self._gate_up(given, ends), self._mlp.activation)
+        products = torch.empty_like(given).index_copy_(0, order, self._down(middle, ends))
+        result = self._kernels.weighted_sum(products.view(*chosen.shape, -1), weights)
+        if self._shared is not None:
+            shared = self._shared(values)
+            if self._shared_gate is not None:
+                shared = self._shared_gate(values).double().sigmoid().to(shared.dtype) * shared
+            result += shared
+        return result
