@@ -179,11 +179,12 @@ COMMANDS_THAT_PRETEND = words(
 TORCH_FILES = {
     "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
     "model": words(
-        "attention.py decoder.py diffusion/beginning.py diffusion/components.py diffusion/families/dit.py "
-        "diffusion/families/flux.py diffusion/families/pixart.py diffusion/families/stable_diffusion.py "
-        "diffusion/families/stable_diffusion_xl.py diffusion/family.py diffusion/row_by_row.py diffusion/runner.py "
-        "drafts/heads.py encoder.py layers.py parallel/torch_collectives.py recurrent_layers.py sampler.py "
-        "static_decode.py step_tensors.py streams.py torch_formats.py torch_step_model.py "
+        "attention.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
+        "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
+        "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
+        "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py "
+        "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py step_tensors.py streams.py "
+        "torch_formats.py torch_step_model.py "
         "vision_tower.py"
     ),
     "kernels": words(

@@ -32,6 +32,7 @@ from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
+from trioserve.model.torch_step_model import TorchStepModel
 from trioserve_kernels import reference_fused
 
 PLAIN = (
@@ -160,49 +161,73 @@ def test_overlapping_launched_steps_give_the_responses_of_separate_steps(
         assert got == {name: expected[name] for name in got}
 
 
-def add_prompts(driver: Any, count: int) -> list[str]:
+def add_prompts(driver: Any, count: int, samplings: tuple[SamplingParams, ...] = PLAIN) -> list[str]:
     names = [f"r{index}" for index in range(count)]
     for index, name in enumerate(names):
-        driver.add(name, [(7 * index + 11 * place) % 300 + 40 for place in range(2 + 3 * index)], PLAIN[index % 3])
+        prompt = [(7 * index + 11 * place) % 300 + 40 for place in range(2 + 3 * index)]
+        driver.add(name, prompt, samplings[index % len(samplings)], stop_token_ids=range(0, 320, 3))
     return names
 
 
+@pytest.mark.parametrize(
+    "samplings",
+    (
+        PLAIN,
+        (
+            SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5),
+            SamplingParams(temperature=2.0, logprobs=2, presence_penalty=1.0),
+            SamplingParams(temperature=0.0, logit_bias={7: 3.0, 9: -50.0}),
+            SamplingParams(temperature=0.8, min_tokens=3, repetition_penalty=0.8),
+        ),
+    ),
+    ids=("plain", "asking for more"),
+)
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 @pytest.mark.usefixtures("fused")
 def test_token_is_passed_between_launched_steps_of_any_shape(
-    enforce_eager: bool, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+    enforce_eager: bool,
+    samplings: tuple[SamplingParams, ...],
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts and decodes in one step, then decodes alone in changing rows, then a prompt again. The result of a step
-    is read after the next step has begun.
+    """Prompts and decodes in one step, then decodes alone in changing rows, then a prompt again, whose first piece
+    samples nothing. The result of a step is read after the next step has begun, and every step is launched.
     """
+
+    def compute(*_: Any) -> None:
+        raise AssertionError("a step was computed instead of launched")
+
     path = tiny_checkpoint("llama")
     steps: list[dict[str, int]] = [
         {"r0": 2, "r1": 5, "r2": 3},
         {"r1": 1, "r2": 5, "r0": 1},
         {"r2": 1, "r1": 1},
         {"r0": 1, "r1": 1, "r2": 1},
-        {"r2": 1, "r3": 11, "r0": 1},
+        {"r3": 6},
+        {"r2": 1, "r3": 5, "r0": 1},
         {"r3": 1, "r1": 1},
     ]
     driver = step_driver.StepDriver(load(path, enforce_eager=enforce_eager))
-    add_prompts(driver, 4)
+    add_prompts(driver, 4, samplings)
     flying: list[Callable[[], StepResult]] = []
-    for counts in steps:
-        flying.append(driver.launch(counts))
-        if len(flying) == 2:
-            assert not flying.pop(0)().errors
-    flying.pop()()
-    plain = step_driver.StepDriver(load(path, enforce_eager=enforce_eager), seed=1)
-    add_prompts(plain, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchStepModel, "compute", compute)
+        for counts in steps:
+            flying.append(driver.launch(counts))
+            if len(flying) == 2:
+                assert not flying.pop(0)().errors
+        flying.pop()()
+    plain = step_driver.StepDriver(load(path, enforce_eager=True), seed=1)
+    add_prompts(plain, 4, samplings)
     for counts in steps:
         plain.step(counts)
     assert driver.tokens == plain.tokens
 
 
 class Sources(TorchDispatchMode):
-    """Source tensors in host memory from which a launch copies without waiting.
-
-    Uploads of a step come before its download.
+    """Source tensors from which a launch copies without waiting: the step's inputs, what its rows sample with, and its
+    result.
     """
 
     def __init__(self) -> None:
@@ -247,7 +272,7 @@ def test_step_with_an_unfinished_prompt_is_launched(
     plan = StepPlan(0, (driver.chunk("piece", 5), driver.chunk("whole", 3)), 8)
     with Sources() as seen:
         runner.launch(plan)
-    assert (len(seen.addresses) == 2) == (sampling.prompt_logprobs is None)
+    assert (len(seen.addresses) == 3) == (sampling.prompt_logprobs is None)
 
 
 def damaged_runner(path: Path) -> ModelRunner:

@@ -20,10 +20,12 @@ import torch
 from msgspec import structs
 
 from trioserve.contracts.guide import TokenMasks, mask_words
+from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.model import sampler, torch_step_model
+from trioserve.model.device_sampler import DeviceSampler
 from trioserve.model.native_sampling import NativeSamplings
 from trioserve.model.static_decode import StaticDecode
 from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, Samples, sampled_rows
@@ -56,13 +58,30 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def sample_on_device(
+    logits: torch.Tensor, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None = None
+) -> Samples:
+    """Sample rows of different requests with fused kernels, as the first step of their requests."""
+    rows = [
+        structs.replace(chunk, request=structs.replace(chunk.request, id=RequestId(f"r{row}")))
+        for row, chunk in enumerate(chunks)
+    ]
+    kept_ids = torch.zeros(len(rows), dtype=torch.int64)
+    inputs = torch.tensor([chunk.tokens[chunk.start + chunk.count - 1] for chunk in rows])
+    launched = DeviceSampler(reference_fused, logits.shape[1], kept_ids).launch(logits, rows, lambda: inputs, masks)
+    samples = launched()
+    for row, token in enumerate(samples.token_ids):
+        assert token is None or token == kept_ids[row]
+    return samples
+
+
 @pytest.fixture(scope="module", params=("torch", "fused", *supported_levels()))
 def sample(request: pytest.FixtureRequest) -> Iterator[Sample]:
     if request.param == "torch":
         yield lambda logits, chunks, masks: sampler.sample(logits, chunks, masks=masks)
         return
     if request.param == "fused":
-        yield lambda logits, chunks, masks: sampler.sample(logits, chunks, reference_fused, masks)
+        yield sample_on_device
         return
     try:
         engine = Engine(Library(build_library(request.param), request.param), 3)
@@ -327,9 +346,9 @@ def test_masked_steps_of_all_kernels_agree(
     static: list[int] = []
     launch = StaticDecode.launch
 
-    def noted(self: StaticDecode, chunks: Any, awaited: Any, masks: Any) -> Any:
+    def noted(self: StaticDecode, chunks: Any, awaited: Any) -> Any:
         static.append(len(chunks))
-        return launch(self, chunks, awaited, masks)
+        return launch(self, chunks, awaited)
 
     monkeypatch.setattr(StaticDecode, "launch", noted)
 

@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
+from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import sampler
+from trioserve.model.device_sampler import DeviceSampler
 from trioserve.model.native_sampling import NativeSamplings
 from trioserve.model.sampler import DRAW_TILES, draw_word, exponentials
 from trioserve.model.step_model import Samples
+from trioserve_kernels import reference_fused
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
 
@@ -30,10 +34,28 @@ VOCAB_SIZE = 700  # Each tile of the draw has several tokens, and not all tokens
 Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk]], Samples]
 
 
-@pytest.fixture(scope="module", params=("torch", *supported_levels()))
+def sample_on_device(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> Samples:
+    """Sample rows of different requests with fused kernels, as the first step of their requests."""
+    rows = [
+        structs.replace(chunk, request=structs.replace(chunk.request, id=RequestId(f"r{row}")))
+        for row, chunk in enumerate(chunks)
+    ]
+    kept_ids = torch.zeros(len(rows), dtype=torch.int64)
+    inputs = torch.tensor([chunk.tokens[chunk.start + chunk.count - 1] for chunk in rows])
+    launched = DeviceSampler(reference_fused, logits.shape[1], kept_ids).launch(logits, rows, lambda: inputs)
+    samples = launched()
+    for row, token in enumerate(samples.token_ids):
+        assert token is None or token == kept_ids[row]
+    return samples
+
+
+@pytest.fixture(scope="module", params=("torch", "fused", *supported_levels()))
 def sample(request: pytest.FixtureRequest) -> Iterator[Sample]:
     if request.param == "torch":
         yield sampler.sample
+        return
+    if request.param == "fused":
+        yield sample_on_device
         return
     try:
         engine = Engine(Library(build_library(request.param), request.param), 3)
@@ -335,7 +357,7 @@ def test_more_logprobs_than_the_vocabulary_has_are_cut_to_the_vocabulary(sample:
 
 
 def test_equal_logprobs_are_ordered_by_id(sample: Sample) -> None:
-    if sample is sampler.sample:
+    if sample in (sampler.sample, sample_on_device):
         pytest.skip("torch's topk leaves open which of equals it takes")
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 40] = 1.0

@@ -25,10 +25,8 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
-from trioserve.model.sampler import draw_word, signed
 from trioserve.model.settings import ModelSettings
 from trioserve.model.static_decode import StaticDecode, StaticInputs, row_sizes
-from trioserve.model.step_model import draw_parameters
 from trioserve_kernels import reference_fused
 from trioserve_kernels.paged import SPLIT_TOKENS
 
@@ -46,9 +44,9 @@ def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     launch = StaticDecode.launch
 
-    def noted(self: StaticDecode, chunks: Any, awaited: Any, masks: Any) -> Any:
+    def noted(self: StaticDecode, chunks: Any, awaited: Any) -> Any:
         sizes.append(len(chunks))
-        return launch(self, chunks, awaited, masks)
+        return launch(self, chunks, awaited)
 
     monkeypatch.setattr(StaticDecode, "launch", noted)
     return sizes
@@ -121,32 +119,63 @@ def test_padding_rows_write_only_into_the_spare_block(
 @pytest.mark.parametrize(
     "changes",
     (
-        {"logprobs": 0},
-        {"prompt_logprobs": 0},
-        {"logit_bias": {7: 1.0}},
+        {"logprobs": 3},
+        {"logit_bias": {7: 9.0, 11: -100.0}},
         {"min_tokens": 5},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.9},
+        {"frequency_penalty": 0.7},
     ),
     ids=lambda changes: next(iter(changes)),
 )
-def test_rows_that_need_more_than_a_token_use_no_step_of_fixed_shape(
-    changes: dict[str, Any], tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+def test_rows_that_need_more_than_a_token_use_steps_of_fixed_shape(
+    changes: dict[str, Any],
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
-    driver = step_driver.StepDriver(runner)
-    driver.add("plain", [5], SAMPLINGS[0])
-    driver.add("more", [5, 6], SamplingParams(temperature=0.0, **changes), stop_token_ids=[9])
-    driver.step({"plain": 1, "more": 2})
-    assert static_sizes == []
-    driver.step({"plain": 1, "more": 1})
-    assert static_sizes == []
-    driver.step({"plain": 1})
-    assert static_sizes == [1]
+    """Beside a plain row. The row asking for more is preempted and resumes in another row."""
+
+    def said() -> tuple[dict[str, list[int]], list[Any]]:
+        driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
+        driver.add("plain", [5], SAMPLINGS[0])
+        driver.add("more", [5, 6, 5], SamplingParams(temperature=0.0, **changes), stop_token_ids=range(0, 320, 2))
+        driver.add("drawn", [5, 6, 9], SamplingParams(temperature=2.0, **changes), seed=3)
+        logprobs = []
+        names = ["plain", "more", "drawn"]
+        for step in range(9):
+            if step == 4:
+                driver.forget("more")
+                names = ["drawn", "more", "plain"]
+            result = driver.step({name: driver.left(name) for name in names})
+            assert not result.errors
+            logprobs.append(result.logprobs)
+        return driver.tokens, logprobs
+
+    tokens, logprobs = said()
+    assert static_sizes == [3] * 7  # not the prompts, and not the return of the preempted request
+    monkeypatch.undo()
+    wanted_tokens, wanted_logprobs = said()
+    assert tokens == wanted_tokens
+    for got, wanted in zip(logprobs, wanted_logprobs, strict=True):
+        assert got.keys() == wanted.keys()
+        for name, entry in got.items():
+            assert entry.logprob == pytest.approx(wanted[name].logprob, abs=1e-5)
+            assert [token for token, _ in entry.top] == [token for token, _ in wanted[name].top]
 
 
-def test_prompts_and_draft_tokens_use_no_step_of_fixed_shape(
+def test_prompt_logprobs_use_no_step_of_fixed_shape(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+) -> None:
+    driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
+    driver.add("a", [5, 6], SamplingParams(temperature=0.0, prompt_logprobs=0))
+    driver.step({"a": 2})
+    driver.step({"a": 1})
+    assert static_sizes == []
+
+
+def test_prompts_use_no_step_of_fixed_shape(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
@@ -154,10 +183,58 @@ def test_prompts_and_draft_tokens_use_no_step_of_fixed_shape(
     driver.add("b", [5, 6, 7])
     driver.step({"a": 3, "b": 1})  # The step has one row, but samples no token.
     driver.step({"a": 1, "b": 1})
-    driver.step({"a": 1}, {"a": (5,)})
     assert static_sizes == []
     driver.step({"a": 1, "b": 1})  # the last token of a prompt counts as a decode
     assert static_sizes == [2]
+
+
+def test_draft_tokens_are_rows_of_steps_of_fixed_shape(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wrong drafts, right drafts, and rows with penalties, which count the draft tokens before a row."""
+    samplings = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6),
+        SamplingParams(temperature=1.0, logprobs=1, presence_penalty=1.5),
+    )
+
+    def prepared() -> Any:
+        driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
+        for index, sampling in enumerate(samplings):
+            driver.add(f"r{index}", prompt_of(4 + index, index), sampling, seed=index)
+        driver.generate(["r0", "r1", "r2"], 1)
+        return driver
+
+    plain = prepared()
+    plain.generate(["r0", "r1", "r2"], 12)
+    wanted = plain.tokens
+
+    def generated() -> Any:
+        driver = prepared()
+        names = ["r0", "r1", "r2"]
+        for step in range(4):
+            drafts = {}
+            for index, name in enumerate(names):
+                known = len(driver.tokens[name])
+                right = wanted[name][known : known + (step + index) % 4]
+                drafts[name] = [*right, 5, 5] if step % 2 else right  # in every second step, the end is wrong
+            result = driver.step(dict.fromkeys(names, 1), drafts)
+            assert not result.errors
+            assert "r2" in result.logprobs
+        return driver.tokens
+
+    del static_sizes[:]
+    tokens = generated()
+    assert len(static_sizes) == 4
+    assert max(static_sizes) > 8
+    for name, said in tokens.items():
+        assert said == wanted[name][: len(said)]
+        assert len(said) > len(prompt_of(4, 0)) + 4
+    monkeypatch.undo()
+    assert generated() == tokens
 
 
 def test_more_rows_or_longer_contexts_than_prepared_use_no_step_of_fixed_shape(
@@ -261,17 +338,16 @@ def test_every_size_of_a_fixed_step_is_recorded_largest_first_and_replayed(
     recorded, replayed = [], []
 
     class Recorder:
-        def __call__(self, compute: Callable[[], torch.Tensor]) -> static_decode.Recording:
-            output = compute()
-            rows = output.shape[1]
+        def __call__(self, compute: Callable[[], Any]) -> static_decode.Replay:
+            rows = len(compute())
             recorded.append(rows)
             assert all(pages[:30].isnan().all() for pages in runner.storage.pages)
 
             def replay() -> None:
                 replayed.append(rows)
-                output.copy_(compute())
+                compute()
 
-            return static_decode.Recording(output, replay)
+            return replay
 
     prepare = StaticDecode.__init__
 
@@ -372,9 +448,7 @@ def test_inputs_sent_to_the_device_equal_the_step() -> None:
     """Fields of rows, padding and block tables, while requests grow, change rows and blocks, and the number of rows
     changes.
     """
-    inputs = StaticInputs(
-        (2, 4), kept_max=8, width_max=9, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
-    )
+    inputs = StaticInputs((2, 4), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
     long, short = [50, 51, 52, 53, 54], [60, 61]
     for rows, chunks, width in (
         (4, [chunk(1, 19, long), chunk(2, 3, short), chunk(3, 0, [70])], 5),
@@ -397,19 +471,10 @@ def test_inputs_sent_to_the_device_equal_the_step() -> None:
             assert sent.block_tables[row, :needed].tolist() == each.block_table[:needed]
             assert sent.slots[row] == each.block_table[each.start // 4] * 4 + each.start % 4
         assert sent.slots[count:].tolist() == [77 * 4] * len(padding)
-        parameters = [draw_parameters(each.request.sampling) for each in chunks]
-        assert sent.parameters[:count].tolist() == [list(map(float, row)) for row in parameters]
-        assert (
-            sent.parameters[count:, 0].tolist() == padding
-        )  # The rows are greedy, so nothing is drawn for padding rows.
-        words = [signed(draw_word(each.request.seed, each.start + 1)) for each in chunks]
-        assert sent.words.tolist() == words + padding
 
 
 def test_only_the_needed_width_of_block_tables_is_sent() -> None:
-    inputs = StaticInputs(
-        (2,), kept_max=8, width_max=9, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
-    )
+    inputs = StaticInputs((2,), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
     chunks = [chunk(1, 19, [50, 51, 52, 53, 54]), chunk(2, 19, [60, 61, 62, 63, 64])]
     inputs.fill(chunks, 2, {})
     inputs.send(2, 3)
@@ -420,7 +485,7 @@ def test_only_the_needed_width_of_block_tables_is_sent() -> None:
 
 def test_every_input_field_is_aligned_for_the_kernels() -> None:
     inputs = StaticInputs(
-        (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
+        (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, spare_block=77, device=torch.device("cpu")
     )
     for tensors in inputs.tensors.values():
         for field in dataclasses.fields(tensors):

@@ -474,11 +474,14 @@ class ModelRunner:
         read = model.launch(step.chunks, awaited, plan.masks)
         if read is None:
             return None
-        sampled = (chunk.request.id for chunk in step.chunks if chunk.samples)
+        chosen_rows = None
+        if not any(chunk.draft for chunk in step.chunks):  # Else the last accepted token is not known in advance.
+            sampled = (chunk.request.id for chunk in step.chunks if chunk.samples)
+            chosen_rows = {request_id: row for row, request_id in enumerate(sampled)}
         return BegunStep(
             plan,
             lambda: step.result(ComputedStep(read()), before.failed_requests() if plan.is_ahead and before else ()),
-            {request_id: row for row, request_id in enumerate(sampled)},
+            chosen_rows,
         )
 
     def _compute(self, plan: StepPlan, before: BegunStep | None, is_abandoned: IsAbandoned) -> StepResult | None:

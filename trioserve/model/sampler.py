@@ -24,9 +24,6 @@ The race has two rounds, because random numbers for all 50,000 tokens would take
 tile of tokens by the tiles' sums, and the second round chooses a token of this tile. The bound becomes 6 d: 2 d for the
 tiles, whose distance is at most d, and 4 d for the tokens of a tile, where renormalizing may double the distance. In
 practice, the most probable tokens are in different tiles, and two rounds are as stable as one.
-
-The copy of sampled ids to the host starts immediately, and the reader waits for its end. The ids also stay on the
-device, because the next step may begin before the host has received them.
 """
 
 from __future__ import annotations
@@ -46,21 +43,15 @@ from trioserve.model.step_model import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     NOTHING_LEFT,
-    ReadSamples,
     Samples,
     counts_output,
-    draw_parameters,
     hides_end_tokens,
     is_adjusted,
     is_plain,
 )
-from trioserve.model.step_rows import MaskArray, MaskedRows, allowed_tokens, allows_more_than, masked_rows
-from trioserve_kernels import Kernels
-from trioserve_kernels.reference import Flaw
+from trioserve.model.step_rows import MaskArray, allowed_tokens, allows_more_than, masked_rows
 
 __all__ = [
-    "fetch_samples",
-    "keep_ids",
     "DRAW_TILES",
     "draw",
     "draw_word",
@@ -71,49 +62,7 @@ __all__ = [
     "largest_samples",
     "sample",
     "token_logprobs",
-    "word_of",
 ]
-
-
-def keep_ids(kept_ids: Tensor, chosen: Tensor) -> None:
-    """Keep the sampled ids on the device for the next step.
-
-    Args:
-        kept_ids: int64 [n or more], overwritten from index 0.
-        chosen: int64 [2, n], as choose_tokens returns it. A row with an error has an arbitrary id of the vocabulary.
-            The next step's result for the request of this row is dropped.
-    """
-    kept_ids[: chosen.shape[1]].copy_(chosen[0])
-
-
-def fetch_samples(chosen: Tensor, count: int) -> ReadSamples:
-    """Start to copy sampled ids to the host.
-
-    Args:
-        chosen: int64 [2, n], as choose_tokens returns it. Work that is launched after this call may overwrite the
-            tensor. Only masks may have hidden tokens.
-        count: number of rows to read.
-
-    Returns:
-        A function that waits for the copy. Call it only once.
-    """
-    is_cuda = chosen.device.type == "cuda"
-    there = torch.empty(chosen.shape, dtype=torch.int64, pin_memory=is_cuda)
-    there.copy_(chosen, non_blocking=True)
-    arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no annotations here
-    if arrived is not None:
-        arrived.record()
-
-    def read() -> Samples:
-        if arrived is not None:
-            arrived.synchronize()
-        ids, flaws = there[:, :count].tolist()
-        errors = {
-            row: NOTHING_ALLOWED if flaw == Flaw.ALL_HIDDEN else NOT_FINITE for row, flaw in enumerate(flaws) if flaw
-        }
-        return Samples([None if row in errors else ids[row] for row in range(count)], errors=errors)
-
-    return read
 
 
 # Number of tiles. With a vocabulary of 49,152, a tile has 96 tokens. The tile of a token is its id modulo DRAW_TILES,
@@ -240,21 +189,17 @@ CANDIDATES_GROWTH = 16  # If 256 tokens are not enough for a row, 4,096 tokens a
 def sample(
     logits: Tensor,
     chunks: Sequence[ScheduledChunk],
-    kernels: Kernels | None = None,
     masks: TokenMasks | None = None,
 ) -> Samples:
-    """Choose the next token of every row.
+    """Choose the next token of every row, operator by operator. The function waits for the device.
 
     Args:
         logits: [n, vocab_size] in any floating dtype. The function does not change them.
         chunks: one chunk for each row, at least one, see sampled_rows. logit_bias must contain only tokens of the
             vocabulary.
-        kernels: kernels of the model. Fused kernels choose the tokens.
         masks: masks of chunks with a mask_row. The function waits for them.
     """
     masked = masked_rows(chunks, masks, logits.shape[1])
-    if kernels is not None and kernels.FUSED:
-        return _sample_fused(logits, chunks, kernels, masked)
     finite = finite_rows(logits)
     if all(is_plain(chunk) for chunk in chunks):
         return largest_samples(logits.max(-1).indices, finite)
@@ -308,63 +253,6 @@ def largest_samples(token_ids: Tensor, finite: Tensor) -> Samples:
     )
 
 
-def word_of(chunk: ScheduledChunk) -> int:
-    """Return the random bits for a chunk's next token, as choose_tokens accepts them: an int64.
-
-    Args:
-        chunk: chunk that samples.
-    """
-    return signed(draw_word(chunk.request.seed, chunk.start + chunk.count))
-
-
-def _sample_fused(
-    logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels, masked: MaskedRows | None
-) -> Samples:
-    """Sample with fused kernels. The order of operations and the random numbers are those of `sample`.
-
-    One copy transfers the chosen tokens to the host. Only rows with logprobs, biases or penalties need more operations.
-    """
-    scores = logits
-    hides = any(is_adjusted(chunk) for chunk in chunks)
-    if hides:
-        scores = logits.to(torch.float32, copy=True)
-        for row, chunk in enumerate(chunks):
-            _adjust_(scores[row], chunk, None if masked is None else masked.of(row))
-    samplings = [chunk.request.sampling for chunk in chunks]
-    parameters = [draw_parameters(sampling) for sampling in samplings]
-    words = list(map(word_of, chunks))
-    mask_tensors = None
-    if masked is not None:
-        arrays = (masked.bits.view(np.int32), masked.places)
-        bits, places = (torch.from_numpy(array).to(logits.device, non_blocking=True) for array in arrays)
-        mask_tensors = (bits, places)
-    chosen = kernels.choose_tokens(
-        scores,
-        torch.tensor(parameters, dtype=torch.float64).to(logits.device, non_blocking=True),
-        torch.tensor(words).to(logits.device, non_blocking=True),
-        mask_tensors,
-    )
-    if hides:
-        # In `scores`, minus infinity may mean a hidden token. Therefore, the unchanged logits are checked for NaN and
-        # infinity.
-        chosen = torch.cat((chosen, logits.isfinite().all(-1).to(torch.int64)[None]))
-    ids, flaws, *finite = chosen.tolist()
-    errors: dict[int, str] = {}
-    for row, flaw in enumerate(flaws):
-        if (not finite[0][row]) if hides else flaw & (Flaw.NO_NUMBER | Flaw.HIDDEN):
-            errors[row] = NOT_FINITE
-        elif flaw & Flaw.ALL_HIDDEN:
-            errors[row] = NOTHING_ALLOWED if masked is not None and row in masked.rows else NOTHING_LEFT
-    samples = Samples([None if row in errors else token for row, token in enumerate(ids)], errors=errors)
-    with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
-    with_logprobs = [row for row in with_logprobs if row not in errors]
-    if with_logprobs:
-        tops = [samplings[row].logprobs or 0 for row in with_logprobs]
-        entries = token_logprobs(logits[with_logprobs], [ids[row] for row in with_logprobs], tops)
-        samples.logprobs = dict(zip(with_logprobs, entries, strict=True))
-    return samples
-
-
 def finite_rows(logits: Tensor) -> Tensor:
     """Return True for each row without NaN and infinity.
 
@@ -388,18 +276,45 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
         token_ids: token of each row.
         tops: number of most probable tokens for each row, 0 or more. Values above vocab_size mean vocab_size.
     """
+    chosen = torch.tensor(token_ids, device=logits.device)
+    return read_logprobs(logprob_rows(logits, chosen, max(tops)).tolist(), token_ids, tops)
+
+
+def logprob_rows(logits: Tensor, token_ids: Tensor, top: int) -> Tensor:
+    """Compute logprobs on the device, for `read_logprobs`.
+
+    Args:
+        logits: [n, vocab_size], finite.
+        token_ids: int64 [n], token of each row.
+        top: number of most probable tokens, 0 or more. Values above vocab_size mean vocab_size.
+
+    Returns:
+        float64 [n, 1 + 2 * top]: logprob of the row's token, then logprobs and ids of the most probable tokens.
+    """
     # On a GPU, the order of torch's sum depends on the address of a row. Padding makes each row start at a multiple of
     # 64 bytes, so the order is equal for all rows.
     gap = -logits.shape[1] % 16 if logits.device.type == "cuda" else 0
     logprobs = torch.nn.functional.pad(logits.float(), (0, gap), value=float("-inf")).log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
-    values, ids = (best.tolist() for best in logprobs.topk(min(max(tops), logits.shape[-1]), -1))
-    return [
-        TokenLogprob(
-            token_ids[row], chosen[row], tuple(zip(ids[row][: tops[row]], values[row][: tops[row]], strict=True))
-        )
-        for row in range(len(token_ids))
-    ]
+    best = logprobs.topk(min(top, logits.shape[-1]), -1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    return torch.cat((chosen.double(), best.values.double(), best.indices.double()), -1)
+
+
+def read_logprobs(rows: list[list[float]], token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Return the logprobs of each row.
+
+    Args:
+        rows: result of logprob_rows, on the host.
+        token_ids: token of each row.
+        tops: number of most probable tokens for each row.
+    """
+    found: list[TokenLogprob] = []
+    for row, token_id, top in zip(rows, token_ids, tops, strict=True):
+        count = len(row) // 2
+        values, ids = row[1 : 1 + count], map(int, row[1 + count :])
+        best = tuple(zip(ids, values, strict=True))[:top]
+        found.append(TokenLogprob(token_id, row[0], best))
+    return found
 
 
 def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> None:

@@ -32,9 +32,9 @@ __all__ = [
     "draw_parameters",
     "hides_end_tokens",
     "is_adjusted",
-    "is_chosen_alone",
     "is_largest_wanted",
     "is_plain",
+    "needs_every_row",
     "prompt_followers",
     "sampled_rows",
     "StepModel",
@@ -152,18 +152,13 @@ def is_largest_wanted(chunk: ScheduledChunk) -> bool:
     return sampling.temperature == 0 and sampling.logprobs is None and not is_adjusted(chunk)
 
 
-def is_chosen_alone(chunk: ScheduledChunk) -> bool:
-    """Return True if the chunk's only results are its KV and, if it samples, a token from unchanged logits.
-
-    The token then depends only on the logits, draw_parameters and the chunk's mask.
+def needs_every_row(chunk: ScheduledChunk) -> bool:
+    """Return True if the chunk's results need the hidden states of rows that are not sampled.
 
     Args:
         chunk: any chunk of a step.
     """
-    sampling = chunk.request.sampling
-    if sampling.prompt_logprobs is not None or chunk.pools:
-        return False
-    return not chunk.samples or (sampling.logprobs is None and not is_adjusted(chunk))
+    return chunk.request.sampling.prompt_logprobs is not None or chunk.pools
 
 
 def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]:
@@ -356,7 +351,7 @@ class StepModel(Protocol):
         Args:
             chunks: chunks of the step.
             awaited: row in the previous step that sampled a chunk's token, by the chunk's index. Only contains chunks
-                that await their token. The previous step must also have been launched.
+                that await their token. The previous step must also have been launched, without draft tokens.
             masks: token masks of chunks with a mask_row.
 
         Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,20 +20,13 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
+from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
 from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
-from trioserve.model.sampler import (
-    fetch_samples,
-    finite_rows,
-    keep_ids,
-    largest_samples,
-    sample,
-    token_logprobs,
-    word_of,
-)
+from trioserve.model.sampler import finite_rows, largest_samples, sample, token_logprobs
 from trioserve.model.settings import ModelSettings
 from trioserve.model.static_decode import CudaGraphRecorder, StaticDecode
 from trioserve.model.step_model import (
@@ -41,13 +34,12 @@ from trioserve.model.step_model import (
     ComputedStep,
     ReadSamples,
     Samples,
-    draw_parameters,
-    is_chosen_alone,
     is_plain,
+    needs_every_row,
     prompt_followers,
     sampled_rows,
 )
-from trioserve.model.step_rows import masked_rows, needed_rows, pooled_vector
+from trioserve.model.step_rows import needed_rows, pooled_vector
 from trioserve.model.step_tensors import (
     HeadShape,
     StepShape,
@@ -119,6 +111,7 @@ class TorchStepModel:
         self._states: StateStorage[Tensor] | None = None
         self._static: StaticDecode | None = None
         self._kept_ids: Tensor | None = None
+        self._sampler: DeviceSampler | None = None  # Only with fused kernels.
         self._adapters: dict[AdapterId, TorchAdapter] = {}
         place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._kernel_name = kernels.NAME
@@ -205,7 +198,7 @@ class TorchStepModel:
         return self._states
 
     def release_kv(self) -> None:
-        self._storage = self._states = self._static = self._kept_ids = None
+        self._storage = self._states = self._static = self._kept_ids = self._sampler = None
 
     def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
         def make(shape: tuple[int, ...]) -> Tensor:
@@ -233,19 +226,21 @@ class TorchStepModel:
                 make=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._shape.device),
             )
         kept_max = self._settings.sequences_max
-        if not is_static:
-            self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
-            return
         with torch.inference_mode():
-            self._static = StaticDecode(
-                model,
-                self._storage,
-                rows_max=kept_max,
-                kept_max=kept_max,
-                context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
-                record=CudaGraphRecorder() if self.device == "cuda" else None,
-            )
-        self._kept_ids = self._static.kept_ids
+            if is_static:
+                self._static = StaticDecode(
+                    model,
+                    self._storage,
+                    rows_max=kept_max,
+                    kept_max=kept_max,
+                    context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
+                    record=CudaGraphRecorder() if self.device == "cuda" else None,
+                )
+                self._kept_ids = self._static.kept_ids
+            else:
+                self._kept_ids = torch.zeros(kept_max, dtype=torch.int64, device=self._shape.device)
+            if model.kernels.FUSED:
+                self._sampler = DeviceSampler(model.kernels, self.config.vocab_size, self._kept_ids)
 
     def claim_memory(self) -> bool:
         return False
@@ -297,16 +292,8 @@ class TorchStepModel:
         if not self.config.has_head:
             return ComputedStep(None, hidden=hidden.to("cpu", torch.float32).numpy())
         samples = None
-        sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
-        if sampled:
-            rows = [
-                row
-                for place in sampled
-                for row in range(
-                    step.first_rows[place] + chunks[place].count - 1, step.first_rows[place] + chunks[place].row_count
-                )
-            ]
-            samples = _samples(model, _take_rows(hidden, rows), sampled_rows(chunks), masks)
+        if rows := _sampled_indexes(chunks, step.first_rows):
+            samples = self._samples(_take_rows(hidden, rows), step.token_ids, rows, sampled_rows(chunks), masks)
         return ComputedStep(
             samples,
             {
@@ -336,18 +323,18 @@ class TorchStepModel:
         assert model is not None, "launch after close"
         assert storage is not None, "launch before allocate_kv"
         assert kept_ids is not None, "allocate_kv makes kept_ids"
-        if not self.launches or not all(is_chosen_alone(chunk) and not chunk.draft for chunk in chunks):
+        if not self.launches or any(map(needs_every_row, chunks)):
             return None
+        sampled = sampled_rows(chunks)
+        if len(sampled) > len(kept_ids) and not any(chunk.draft for chunk in chunks):
+            return None  # The next step could not read all of the tokens.
         if self._static is not None and self._static.takes(chunks):
-            return self._static.launch(chunks, awaited, masks)
-        sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
-        if not 0 < len(sampled) <= kept_ids.shape[0]:
-            return None
+            assert not awaited or len(sampled) == len(chunks), "a token after draft tokens is not known in advance"
+            return self._launched(*self._static.launch(sampled, awaited), sampled, masks)
         sending = Sending(self._shape.device)
         step = self._step_tensors(chunks, sending)
-        rows = sending.add(np.array([step.first_rows[place] + chunks[place].count - 1 for place in sampled]))
-        parameters = sending.add(np.array([draw_parameters(chunks[place].request.sampling) for place in sampled]))
-        words = sending.add(np.array([word_of(chunks[place]) for place in sampled], dtype=np.int64))
+        indexes = _sampled_indexes(chunks, step.first_rows)
+        rows = sending.add(np.array(indexes, dtype=np.int64)) if indexes else None
         given = None
         if awaited:
             given = sending.add(np.array([[step.first_rows[place], row] for place, row in awaited.items()]).T.copy())
@@ -356,12 +343,51 @@ class TorchStepModel:
             step.token_ids.index_copy_(0, given[0], kept_ids.index_select(0, given[1]))
         hidden = model.forward(step, storage)
         assert hidden is not None, "a launched step is never abandoned"
-        logits = model.logits(hidden.index_select(0, rows))
-        chosen = model.kernels.choose_tokens(
-            logits, parameters, words, self._sent_masks([chunks[place] for place in sampled], masks)
+        if rows is None:
+            return reach_end(hidden)
+        return self._launched(
+            hidden.index_select(0, rows), lambda: step.token_ids.index_select(0, rows), sampled, masks
         )
-        keep_ids(kept_ids, chosen)
-        return fetch_samples(chosen, len(sampled))
+
+    def _launched(
+        self, hidden: Tensor, inputs: Callable[[], Tensor], chunks: Sequence[ScheduledChunk], masks: TokenMasks | None
+    ) -> ReadSamples:
+        """Start to compute the logits of the sampled rows, and to choose their tokens.
+
+        Args:
+            hidden: [n, hidden_size], sampled rows after the last layer.
+            inputs: see DeviceSampler.
+            chunks: n chunks, one for each row.
+        """
+        assert self._model is not None, "a step after close"
+        assert self._sampler is not None, "allocate_kv makes the sampler of fused kernels"
+        return self._sampler.launch(self._model.logits(hidden), chunks, inputs, masks)
+
+    def _samples(
+        self,
+        hidden: Tensor,
+        token_ids: Tensor,
+        rows: Sequence[int],
+        chunks: Sequence[ScheduledChunk],
+        masks: TokenMasks | None,
+    ) -> Samples:
+        """Sample rows, and wait for the result.
+
+        Args:
+            hidden: [n, hidden_size], sampled rows after the last layer.
+            token_ids: int64 [T], input tokens of the step.
+            rows: indexes of the n rows in the step.
+            chunks: n chunks, one for each row.
+        """
+        model = self._model
+        assert model is not None, "a step after close"
+        if model.kernels.FUSED:
+            return self._launched(hidden, lambda: _take_rows(token_ids, rows), chunks, masks)()
+        if all(is_plain(chunk) for chunk in chunks):
+            largest = model.largest(hidden)
+            if largest is not None:
+                return largest_samples(*largest)
+        return sample(model.logits(hidden), chunks, masks)
 
     def _step_tensors(self, chunks: Sequence[ScheduledChunk], sending: Sending) -> StepTensors:
         assert self._model is not None, "a step after close"
@@ -378,18 +404,9 @@ class TorchStepModel:
     def has_adapter(self, id: AdapterId) -> bool:
         return id in self._adapters
 
-    def _sent_masks(self, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> tuple[Tensor, Tensor] | None:
-        """Wait for the masks, and send them for choose_tokens. Meanwhile, the device computes the layers."""
-        masked = masked_rows(chunks, masks, self.config.vocab_size)
-        if masked is None:
-            return None
-        sending = Sending(self._shape.device)
-        tensors = sending.add(masked.bits.view(np.int32)), sending.add(masked.places)
-        sending.send()
-        return tensors
-
     def close(self) -> None:
-        self._model = self._storage = self._states = self._static = self._kept_ids = None
+        self._model = None
+        self.release_kv()
         self._adapters.clear()
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -503,18 +520,14 @@ def _processor(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _samples(model: Decoder, hidden: Tensor, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> Samples:
-    """Sample rows.
-
-    Args:
-        hidden: [n, hidden_size], sampled rows after the last layer.
-        chunks: n chunks, one for each row.
-    """
-    if not model.kernels.FUSED and all(is_plain(chunk) for chunk in chunks):
-        largest = model.largest(hidden)
-        if largest is not None:
-            return largest_samples(*largest)
-    return sample(model.logits(hidden), chunks, model.kernels, masks)
+def _sampled_indexes(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> list[int]:
+    """Return the index of each of sampled_rows in the step."""
+    return [
+        row
+        for chunk, first in zip(chunks, first_rows, strict=True)
+        if chunk.samples
+        for row in range(first + chunk.count - 1, first + chunk.row_count)
+    ]
 
 
 def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> PoolingResult | None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.device_sampler import DeviceSampler
 from trioserve.model.sampler import DRAW_TILES, sample
-from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT
+from trioserve.model.step_model import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT, Samples
 from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
@@ -44,6 +45,17 @@ def row(
         seed=seed,
     )
     return ScheduledChunk(request, (*prompt, *output), 2 + len(output), 1, range(100), True)
+
+
+def launched(logits: Tensor, chunks: list[ScheduledChunk], masks: FilledMasks | None = None) -> Samples:
+    """Sample rows of different requests, as the first step of their requests."""
+    rows = [
+        structs.replace(chunk, request=structs.replace(chunk.request, id=f"r{place}"))
+        for place, chunk in enumerate(chunks)
+    ]
+    kept_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    inputs = torch.tensor([chunk.tokens[chunk.start] for chunk in rows], device=logits.device)
+    return DeviceSampler(triton, logits.shape[1], kept_ids).launch(logits, rows, lambda: inputs, masks)()
 
 
 def test_greedy_choice_is_the_lowest_id_among_the_best(dtype: torch.dtype, device: str) -> None:
@@ -173,7 +185,7 @@ def test_sampler_result_equals_that_of_its_plain_path(
     before = logits.clone()
     chunks = [row(SamplingParams(**SAMPLINGS[name]), output=(9, 9, 4), seed=index) for index, name in enumerate(names)]
     chunks.append(row(SamplingParams(temperature=1.0, logprobs=1)))
-    got, wanted = sample(logits, chunks, triton), sample(logits, chunks)
+    got, wanted = launched(logits, chunks), sample(logits, chunks)
     assert got.token_ids == wanted.token_ids
     assert got.errors == wanted.errors == {len(names): NOT_FINITE}
     assert got.logprobs == wanted.logprobs
@@ -190,7 +202,7 @@ def test_sampler_result_with_masks_equals_that_of_its_plain_path(numbers: Callab
     ]
     chunks += [structs.replace(row(SamplingParams()), mask_row=len(names)), row(SamplingParams())]
     masks = FilledMasks((*allowed, ()), VOCAB_SIZE)
-    got, wanted = sample(logits, chunks, triton, masks), sample(logits, chunks, masks=masks)
+    got, wanted = launched(logits, chunks, masks), sample(logits, chunks, masks=masks)
     assert got.token_ids == wanted.token_ids
     assert got.errors == wanted.errors == {len(names): NOTHING_ALLOWED}
     assert got.logprobs == wanted.logprobs
@@ -199,7 +211,7 @@ def test_sampler_result_with_masks_equals_that_of_its_plain_path(numbers: Callab
 def test_row_without_any_allowed_token_fails_alone(numbers: Callable[..., Tensor]) -> None:
     logits = numbers(2, 3)
     chunks = [row(SamplingParams(temperature=1.0, min_tokens=5), stop=(0, 1, 2)), row(SamplingParams(temperature=0.0))]
-    assert sample(logits, chunks, triton).errors == sample(logits, chunks).errors == {0: NOTHING_LEFT}
+    assert launched(logits, chunks).errors == sample(logits, chunks).errors == {0: NOTHING_LEFT}
 
 
 def test_all_implementations_use_the_same_number_of_tiles() -> None:
