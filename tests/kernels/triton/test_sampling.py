@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 
 VOCAB_SIZE = 1_300  # several tokens per tile of the draw, and no multiple of the number of tiles
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GREEDY = (0.0, 0.0, 1.0, 0.0)
 
 
@@ -132,6 +134,64 @@ def test_tokens_of_equal_weight_are_kept_or_dropped_together(device: str) -> Non
     for half in drawn.view(2, 16):
         assert set(half.tolist()) <= {0, *range(100, 140)}
         assert len(set(half.tolist())) > 8
+
+
+def check_equals_reference(scores: Tensor, settings: list[tuple[float, ...]]) -> None:
+    words = [(index + 1) * 0x9E3779B97F4A7C for index in range(len(settings))]
+    wanted = reference.choose_tokens(
+        scores, torch.tensor(settings, dtype=torch.float64), torch.tensor(words, device=scores.device)
+    )
+    assert choose(scores, settings, words).tolist() == wanted.tolist()
+
+
+def test_thresholds_among_many_similar_tokens(numbers: Callable[..., Tensor]) -> None:
+    """Use filters that keep more tokens than the list has places, and thresholds with more neighbours than that."""
+    settings = [
+        (1.0, 2_000.0, 1.0, 0.0),
+        (1.0, 2_000.0, 0.5, 0.0),
+        (1.0, 600.0, 0.999, 0.0),
+        (1.0, 0.0, 0.5, 0.0),
+        (1.0, 0.0, 0.99999, 0.0),
+        (1.0, 3_000.0, 0.7, 0.6),
+        (1.0, 1.0, 0.5, 0.0),
+        (1.0, 0.0, 1e-9, 0.0),
+    ]
+    check_equals_reference(numbers(len(settings), 5_003) * 0.1, settings)
+
+
+def test_many_tokens_of_equal_weight_at_the_threshold(device: str) -> None:
+    """Use more equal tokens than the list has places, with a better token, and below a filter's threshold."""
+    scores = torch.full((32, 3_000), 0.5, device=device)
+    scores[:, 0] = 1.0
+    scores[:, 2_900:] = -3.0
+    settings = [(1.0, 2.0, 1.0, 0.0)] * 16 + [(1.0, 0.0, 0.1, 0.0)] * 16
+    drawn = choose(scores, settings, list(range(32)))[0]
+    assert int(drawn.max()) < 2_900
+    assert all(len(set(half.tolist())) > 8 for half in drawn.view(2, 16))
+
+
+def test_largest_vocabulary(numbers: Callable[..., Tensor]) -> None:
+    settings = [(1.0, 50.0, 0.95, 0.0), (0.7, 0.0, 0.9, 0.0), (1.0, 1.0, 1.0, 0.0)]
+    check_equals_reference(numbers(3, 262_144) * 3, settings)
+
+
+def test_logits_of_a_trained_model_need_few_passes(
+    numbers: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the blocks that are read: one pass with pivots, two for the list, and one for the draw."""
+    if not INTERPRETED:
+        pytest.skip("only the interpreter can count calls")
+    from trioserve_kernels.triton import sampling
+
+    read = []
+    weights = sampling._weights
+    monkeypatch.setattr(sampling, "_weights", lambda *args: read.append(None) or weights(*args))
+    scores = numbers(1, 8 * sampling.TOKEN_BLOCK)
+    scores[0, 100:160] += torch.linspace(8, 14, 60, device=scores.device)
+    for setting in ((1.0, 40.0, 1.0, 0.0), (1.0, 0.0, 0.9, 0.0), (1.0, 40.0, 0.9, 0.05)):
+        read.clear()
+        choose(scores, [setting])
+        assert len(read) == 4 * 8 + 1
 
 
 @pytest.mark.parametrize("vocab_size", (VOCAB_SIZE, 9_001))
