@@ -62,7 +62,7 @@ def content_of(path: str, said: str) -> str:
 
 
 @pytest.mark.parametrize("path", SURFACES)
-async def test_the_model_of_a_request_is_its_adapter(path: str):
+async def test_request_names_its_adapter_as_its_model(path: str):
     async with served() as server:
         contents = {}
         for model in ("fake", "one", "two"):

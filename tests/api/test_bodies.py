@@ -61,14 +61,14 @@ DEEP = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
-async def test_a_broken_body_is_400(api: Any, path: str, body: bytes) -> None:
+async def test_malformed_body_is_refused_with_400(api: Any, path: str, body: bytes) -> None:
     exchange = await api.context("POST", path, body)
     assert exchange.status == 400, exchange.data
     assert exchange.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("body", HUGE.values(), ids=HUGE.keys())
-async def test_a_huge_number_is_400(api: Any, body: bytes) -> None:
+async def test_huge_number_in_a_body_is_refused_with_400(api: Any, body: bytes) -> None:
     exchange = await api.context("POST", "/v1/completions", body)
     assert exchange.status == 400, exchange.data
 
@@ -109,7 +109,7 @@ async def test_an_error_message_repeats_only_part_of_the_input(api: Any) -> None
         assert "xxx" in exchange.json()["error"]["message"]
 
 
-async def test_the_last_value_of_a_repeated_key_counts(api: Any) -> None:
+async def test_last_value_of_a_repeated_json_key_counts(api: Any) -> None:
     exchange = await api.context("POST", "/v1/completions", b'{"prompt": "a", "n": 2, "prompt": "b", "n": 3}')
     assert len(exchange.json()["choices"]) == 3
     assert api.engine.streams[0].prompt == "b"
@@ -125,7 +125,7 @@ async def test_a_repeated_authorization_header_is_refused(make_api: Any) -> None
     assert exchange.status == 401
 
 
-async def test_unknown_fields_are_ignored(api: Any) -> None:
+async def test_unknown_body_fields_are_ignored(api: Any) -> None:
     body = b'{"prompt": "a", "x": [1, {"y": 1e999}], "": null, "\\u0000": true, "__class__": "a", "prompt ": 1}'
     exchange = await api.context("POST", "/v1/completions", body)
     assert exchange.status == 200, exchange.data

@@ -1,4 +1,4 @@
-"""Invalid structured output is refused, and the engine keeps running."""
+"""Tests that a request with an invalid grammar or schema is refused, and that the engine keeps running."""
 
 from __future__ import annotations
 

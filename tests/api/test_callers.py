@@ -1,4 +1,6 @@
-"""Rights of an API key, at a server and at a router: its tenant, its priority, and the cached blocks that it hits."""
+"""Tests the rights of an API key at servers and routers: its tenant, its priority, and the cached blocks that
+it hits.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ async def test_a_key_gains_no_turn_by_sending_other_tenant_names(kind, autojump_
 
 
 @BOTH
-async def test_without_keys_the_tenant_header_counts(kind, autojump_clock):
+async def test_tenant_header_counts_at_a_server_without_keys(kind, autojump_clock):
     ended = await order_of_ends(kind, lambda _: {"x_tenant_id": "alice"}, {}, keys=())
     assert ended.index("bob") < 8
 
@@ -163,7 +165,7 @@ async def test_the_operator_sets_the_lowest_priority_number(kind, keys, key, aut
 
 
 @BOTH
-async def test_without_keys_any_priority_is_allowed(kind, autojump_clock):
+async def test_any_priority_is_allowed_at_a_server_without_keys(kind, autojump_clock):
     async with open_front(kind, keys=()) as front:
         assert (await front.status(None, PATH, {"prompt": "x", "max_tokens": 1, "priority": -100}))[0] == 200
 
@@ -265,7 +267,7 @@ async def test_load_can_be_restricted_to_callers_with_a_key(autojump_clock):
         ({"rules": AccessRules(gateway_api_keys=("two words",))}, "printable"),
     ],
 )
-def test_a_rule_that_needs_a_missing_key_fails_at_the_start(options, named):
+def test_rule_that_needs_a_missing_key_fails_at_the_server_start(options, named):
     with pytest.raises(StartupError, match=named):
         ApiKeys(**options)
 

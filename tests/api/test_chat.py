@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, read by OpenAI's own client."""
+"""Tests POST /v1/chat/completions. OpenAI's own client reads the responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunks(exchange: Any) -> list[ChatCompletionChunk]:
     return [ChatCompletionChunk.model_validate(event, strict=True) for event in events]
 
 
-async def test_whole_response_is_a_chat_completion(api: Any) -> None:
+async def test_whole_chat_response_is_a_chat_completion(api: Any) -> None:
     api.engine.cached_token_count = 3
     exchange = await api.chat(model="org/letters")
     response = ChatCompletion.model_validate(exchange.json(), strict=True)
@@ -43,11 +43,11 @@ async def test_whole_response_is_a_chat_completion(api: Any) -> None:
     assert api.left()
 
 
-async def test_without_a_model_the_served_model_responds(api: Any) -> None:
+async def test_chat_without_a_model_gets_a_response_of_the_served_model(api: Any) -> None:
     assert (await api.chat()).json()["model"] == "letters"
 
 
-async def test_stream_sends_role_then_text_then_finish_reason_then_done(api: Any) -> None:
+async def test_chat_stream_sends_role_then_text_then_finish_reason_then_done(api: Any) -> None:
     exchange = await api.chat(stream=True)
     response = chunks(exchange)
     assert [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in response] == [
@@ -68,7 +68,7 @@ async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> 
     assert both_ends.write_count == 5
 
 
-async def test_stream_ends_with_usage_when_asked(api: Any) -> None:
+async def test_stream_ends_with_usage_if_requested(api: Any) -> None:
     exchange = await api.chat(stream=True, stream_options={"include_usage": True})
     *before, last = exchange.events()[:-1]
     assert all(event["usage"] is None for event in before)
@@ -77,7 +77,7 @@ async def test_stream_ends_with_usage_when_asked(api: Any) -> None:
     assert chunks(exchange)[-1].usage is not None
 
 
-async def test_stream_shows_usage_so_far_in_every_chunk_when_asked(api: Any) -> None:
+async def test_stream_shows_usage_so_far_in_every_chunk_if_requested(api: Any) -> None:
     exchange = await api.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks(exchange)] == [5, 5, 6, 6, 6]
 
@@ -303,7 +303,7 @@ async def test_a_template_in_the_request_needs_the_operators_option(api: Any, ma
     assert trusting.engine.streams[0].prompt.chat_template == "{{ messages }}"
 
 
-async def test_token_ids_are_in_the_response_if_asked_for(api: Any) -> None:
+async def test_token_ids_are_in_the_response_if_requested(api: Any) -> None:
     response = (await api.chat(return_token_ids=True)).json()
     assert response["choices"][0]["token_ids"] == list(map(ord, "Hello!"))
     assert response["prompt_token_ids"] == list(api.engine.streams[0].prompt_token_ids)
@@ -382,7 +382,7 @@ async def test_deeply_nested_values_do_not_reach_the_template(api: Any) -> None:
     await api.check_refused(CHAT, {"messages": [{**USER, "f": deep}]}, param="messages")
 
 
-async def test_an_unknown_model_is_404(api: Any) -> None:
+async def test_request_for_an_unknown_model_is_404(api: Any) -> None:
     message = await api.check_refused(CHAT, {"messages": [USER], "model": "gpt-9"}, status=404, param="model")
     assert "letters" in message
     exchange = await api.chat(model="gpt-9")
@@ -418,7 +418,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("reason, status, code", ENDS)
-async def test_a_partial_response_is_an_error(api: Any, reason: FinishReason, status: int, code: str) -> None:
+async def test_partial_chat_response_is_an_error(api: Any, reason: FinishReason, status: int, code: str) -> None:
     api.engine.script = api.say("Hel", reason=reason, message="because")
     exchange = await api.chat()
     assert exchange.status == status
@@ -428,7 +428,7 @@ async def test_a_partial_response_is_an_error(api: Any, reason: FinishReason, st
 
 
 @pytest.mark.parametrize("reason, status, code", ENDS)
-async def test_a_partial_stream_ends_with_an_error_and_without_done(
+async def test_partial_chat_stream_ends_with_an_error_and_without_done(
     api: Any, reason: FinishReason, status: int, code: str
 ) -> None:
     api.engine.script = api.say("Hel", "lo", reason=reason)

@@ -108,7 +108,7 @@ async def test_a_conversation_with_a_tool_result_continues(make_api: Any, family
 
 @pytest.mark.parametrize("family", ["hermes", "openai"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_reasoning_precedes_the_call(make_api: Any, family: str, choice: str) -> None:
+async def test_reasoning_precedes_the_tool_call_in_every_family(make_api: Any, family: str, choice: str) -> None:
     async with opened(make_api, family, thinks=True) as api:
         whole = (await api.chat(messages=[USER], tools=[TOOL], tool_choice=choice)).json()["choices"][0]
         assert whole["message"]["reasoning_content"] == "Let me think."

@@ -1,4 +1,6 @@
-"""Reasoning in /v1/chat/completions: split from the content, counted, limited, hidden, and before schemas and calls."""
+"""Tests reasoning in /v1/chat/completions: split from content, counted, limited, hidden, and before schemas and
+calls.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ async def test_reasoning_can_be_left_out(make_api: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
-async def test_a_budget_ends_the_reasoning(make_api: Any, field: str) -> None:
+async def test_thinking_budget_ends_the_reasoning_of_a_chat(make_api: Any, field: str) -> None:
     """The scripted model continues to write reasoning, but after the forced end that text is content."""
     async with opened(make_api, "<think>" + "and so on, " * 20) as (api, _):
         whole = (await api.chat(messages=[USER], max_tokens=60, **{field: 10})).json()
@@ -318,7 +320,7 @@ async def test_reasoning_ends_on_request_while_it_is_written(make_api: Any) -> N
         assert kinds == ["thought", "content"]
 
 
-async def test_ending_is_refused_if_there_is_no_reasoning(make_api: Any) -> None:
+async def test_ending_the_reasoning_is_refused_if_there_is_none(make_api: Any) -> None:
     async with opened(make_api, paused=True) as (api, engine), trio.open_nursery() as nursery:
         nursery.start_soon(
             api.app,

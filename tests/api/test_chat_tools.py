@@ -1,4 +1,4 @@
-"""Tools in /v1/chat/completions: the output becomes complete tool calls, whole and streamed, never a partial call."""
+"""Tests tools in /v1/chat/completions. Whole and streamed output becomes complete tool calls, never a partial call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def joined(exchange: Any) -> dict[str, Any]:
     return message
 
 
-async def test_a_call_is_not_content_and_finishes_with_tool_calls(make_api: Any) -> None:
+async def test_tool_call_is_not_content_and_finishes_with_tool_calls(make_api: Any) -> None:
     async with opened(make_api, CALL) as (api, _):
         whole = ChatCompletion.model_validate((await ask(api)).json(), strict=True)
         [choice] = whole.choices
@@ -84,7 +84,7 @@ async def test_a_call_is_not_content_and_finishes_with_tool_calls(make_api: Any)
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
 
 
-async def test_a_streamed_call_sends_its_name_and_then_its_arguments(make_api: Any) -> None:
+async def test_streamed_tool_call_sends_its_name_and_then_its_arguments(make_api: Any) -> None:
     async with opened(make_api, CALL) as (api, _):
         exchange = await ask(api, stream=True)
         first, second, *_ = exchange.events()
@@ -120,14 +120,14 @@ async def test_parallel_calls_can_be_switched_off(make_api: Any) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
-async def test_without_tools_a_call_is_text(make_api: Any, fields: dict[str, Any]) -> None:
+async def test_tool_call_is_text_in_a_request_without_tools(make_api: Any, fields: dict[str, Any]) -> None:
     async with opened(make_api, CALL) as (api, _):
         choice = (await ask(api, **fields)).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
         assert "tool_calls" not in choice["message"]
 
 
-async def test_each_choice_has_its_own_calls(make_api: Any) -> None:
+async def test_each_choice_has_its_own_tool_calls(make_api: Any) -> None:
     async with opened(make_api, CALL) as (api, _):
         choices = (await ask(api, n=3)).json()["choices"]
         assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
@@ -225,7 +225,7 @@ async def test_call_ids_are_accepted_by_templates_of_mistral(make_api: Any) -> N
 # --- the older functions ---
 
 
-async def test_functions_get_a_function_call(make_api: Any) -> None:
+async def test_request_with_older_functions_gets_a_function_call(make_api: Any) -> None:
     async with opened(make_api, f"{CALL}\n{SECOND}") as (api, _):
         old = {"tools": None, "functions": [WEATHER["function"], CLOCK["function"]], "function_call": "auto"}
         whole = (await ask(api, **old)).json()["choices"][0]

@@ -39,7 +39,7 @@ def turn_of(engine: FakeEngine, *, request_id: str = "mine", **fields: Any) -> C
     )
 
 
-async def test_a_turn_is_read_piece_by_piece_in_order() -> None:
+async def test_chat_turn_is_read_piece_by_piece_in_order() -> None:
     async with open_fake_engine(response="Hello!") as engine:
         texts: dict[int, str] = {0: "", 1: ""}
         ends = []
@@ -60,7 +60,7 @@ async def test_a_turn_is_read_piece_by_piece_in_order() -> None:
         engine.assert_all_free()
 
 
-async def test_a_whole_turn_is_collected() -> None:
+async def test_whole_chat_turn_is_collected() -> None:
     async with open_fake_engine(response="Hello!") as engine:
         async with turn_of(engine) as turn:
             [choice] = await turn.collect()
@@ -73,7 +73,7 @@ async def test_a_whole_turn_is_collected() -> None:
         engine.assert_all_free()
 
 
-async def test_leaving_a_turn_frees_its_blocks() -> None:
+async def test_leaving_a_chat_turn_frees_its_blocks() -> None:
     async with open_fake_engine(response="Hello!", paused=True) as engine:
         async with trio.open_nursery() as nursery:
 
@@ -87,7 +87,7 @@ async def test_leaving_a_turn_frees_its_blocks() -> None:
         engine.assert_all_free()
 
 
-async def test_an_abort_ends_a_turn_with_an_error() -> None:
+async def test_abort_ends_a_chat_turn_with_an_error() -> None:
     async with open_fake_engine(response="Hello!", paused=True) as engine:
         async with trio.open_nursery() as nursery:
 
@@ -137,25 +137,25 @@ def collected(
 CALL: list[ResponsePart] = [ToolCallBegin(0, "look"), ToolCallArguments(0, '{"a":'), ToolCallArguments(0, "1}")]
 
 
-def test_a_complete_call_ends_with_tool_calls() -> None:
+def test_turn_with_a_complete_tool_call_finishes_with_tool_calls() -> None:
     whole = collected([*CALL, ToolCallEnd(0)], [])
     assert whole.tool_calls == [ToolCall(id="call_0", name="look", arguments='{"a":1}')]
     assert (whole.content, whole.finish_reason) == (None, "tool_calls")
 
 
 @pytest.mark.parametrize(("finish", "shown"), [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
-def test_a_partial_call_is_left_out(finish: FinishReason, shown: str) -> None:
+def test_partial_tool_call_is_not_in_a_chat_turn(finish: FinishReason, shown: str) -> None:
     whole = collected(CALL, [], finish=finish)
     assert whole.tool_calls == []
     assert whole.finish_reason == shown
 
 
-def test_a_call_id_of_the_model_is_kept() -> None:
+def test_tool_call_id_of_the_model_is_kept() -> None:
     whole = collected([ToolCallBegin(0, "f", id="functions.f:0"), ToolCallEnd(0)], [])
     assert whole.tool_calls[0].id == "functions.f:0"
 
 
-def test_without_parallel_calls_only_the_first_call_is_kept() -> None:
+def test_only_the_first_tool_call_is_kept_without_parallel_calls() -> None:
     second: list[ResponsePart] = [ToolCallBegin(1, "look"), ToolCallEnd(1)]
     whole = collected([*CALL, ToolCallEnd(0)], second, calls_max=1)
     assert len(whole.tool_calls) == 1

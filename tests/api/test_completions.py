@@ -1,4 +1,4 @@
-"""POST /v1/completions: types of prompts, several prompts, echoes, and OpenAI's older format of logprobs."""
+"""Tests POST /v1/completions: types of prompts, several prompts, echoes, and OpenAI's older format of logprobs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> 
         ([[97], [98, 99]], [[97], [98, 99]]),
     ],
 )
-async def test_a_prompt_may_have_each_of_four_types(api: Any, prompt: Any, prompts: list[Any]) -> None:
+async def test_completion_prompt_may_have_each_of_four_types(api: Any, prompt: Any, prompts: list[Any]) -> None:
     response = (await api.complete(prompt=prompt)).json()
     assert [stream.prompt for stream in api.engine.streams] == prompts
     assert [choice["index"] for choice in response["choices"]] == list(range(len(prompts)))
@@ -112,7 +112,7 @@ async def test_an_invalid_field_is_refused_by_name(api: Any, fields: dict[str, A
     assert api.engine.streams == []
 
 
-async def test_a_missing_prompt_is_refused(api: Any) -> None:
+async def test_completion_without_a_prompt_is_refused(api: Any) -> None:
     await api.check_refused(PATH, {"model": "letters"}, param="prompt")
 
 
@@ -127,7 +127,7 @@ async def test_max_tokens_is_sixteen_by_default(api: Any) -> None:
     assert [stream.sampling.max_tokens for stream in api.engine.streams] == [16, 5, None]
 
 
-async def test_special_tokens_can_be_left_out(api: Any) -> None:
+async def test_special_tokens_of_a_completion_can_be_omitted(api: Any) -> None:
     await api.complete(prompt="ab")
     await api.complete(prompt="ab", add_special_tokens=False)
     assert [options["add_special_tokens"] for options in api.engine.options] == [True, False]
@@ -137,7 +137,7 @@ async def test_special_tokens_can_be_left_out(api: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_choices_are_numbered_prompt_by_prompt(api: Any, stream: bool) -> None:
+async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(api: Any, stream: bool) -> None:
     def repeat(prompt_token_ids: tuple[int, ...], sampling: Any) -> list[Delta]:
         return [
             Delta(
@@ -289,7 +289,7 @@ async def test_prompt_logprobs_are_objects_by_token_id(api: Any) -> None:
     ]
 
 
-async def test_token_ids_are_in_the_response_if_asked_for(api: Any) -> None:
+async def test_token_ids_are_in_the_response_if_requested(api: Any) -> None:
     choice = (await api.complete(return_token_ids=True)).json()["choices"][0]
     assert choice["token_ids"] == list(map(ord, "Hello!"))
     assert choice["prompt_token_ids"] == [1, 97, 98]
@@ -298,7 +298,7 @@ async def test_token_ids_are_in_the_response_if_asked_for(api: Any) -> None:
     assert [i for event in events for i in event["choices"][0].get("token_ids", [])] == list(map(ord, "Hello!"))
 
 
-async def test_the_stop_reason_is_in_the_response(api: Any) -> None:
+async def test_stop_reason_is_in_the_completion(api: Any) -> None:
     def script(*_: Any) -> list[Delta]:
         return [Delta(index=0, text="a", token_ids=(97,), finish_reason=FinishReason.STOP, stop_reason="END")]
 

@@ -1,4 +1,4 @@
-"""Names of control tokens in a request stay text in every chat API, and become tokens in a plain prompt."""
+"""Tests that names of control tokens stay text in every chat API, and become tokens in a plain prompt."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ async def test_tasks_beyond_the_limit_are_only_counted(nursery):
     nursery.cancel_scope.cancel()
 
 
-async def test_with_keys_only_the_admin_reads_debug_pages(autojump_clock):
+async def test_only_the_admin_reads_debug_pages_of_a_server_with_keys(autojump_clock):
     async with open_memory_server(api_keys=("alice",), admin_api_key="admin") as server:
         for path in ("/debug/tasks", "/debug/steps"):
             statuses = [
@@ -62,7 +62,7 @@ async def test_a_router_shows_its_tasks(autojump_clock):
         assert tree["root"]["nurseries"]
 
 
-async def test_steps_are_a_trace_in_the_trace_event_format(autojump_clock):
+async def test_debug_steps_are_a_trace_in_the_trace_event_format(autojump_clock):
     async with open_memory_server(step_seconds=2) as server:
         await server.client().post(PATH, {"prompt": "p" * 10, "max_tokens": 3, "ignore_eos": True})
         trace = await (await server.client().get("/debug/steps")).json()

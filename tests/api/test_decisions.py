@@ -1,4 +1,4 @@
-"""/v1/decisions over a real engine with a scripted model: both formats, errors with their path, clients that leave."""
+"""Tests /v1/decisions with a real engine and a scripted model: both formats, errors with their path, disconnects."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_questions_in_sglangs_format_get_answers_in_sglangs_format(autojum
         assert response["answers"]["b"]["choice"] == "xy"[options.index(max(options))]
 
 
-async def test_an_input_of_messages_is_their_joined_text(autojump_clock: Any) -> None:
+async def test_decision_input_of_messages_is_their_joined_text(autojump_clock: Any) -> None:
     parts = [{"type": "input_text", "text": "in two"}, {"type": "input_text", "text": "parts"}]
     messages = [{"role": "user", "content": "one"}, {"role": "user", "content": parts}]
     async with served() as server:
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_cancels_all_questions(steps_before: int, aut
         server.engine.resume()
 
 
-async def test_a_deadline_ends_the_request(autojump_clock: Any) -> None:
+async def test_deadline_ends_a_decision_request(autojump_clock: Any) -> None:
     async with served(step_seconds=1) as server:
         status, response = await ask(server, {"input": INPUT, "questions": [PREDICATE, CHOICE], "timeout": 0.5})
         assert (status, response["error"]["code"]) == (504, "timeout")

@@ -1,4 +1,4 @@
-"""/v1/embeddings over a real engine with a scripted model: input types, errors with their path, clients that leave."""
+"""Tests /v1/embeddings with a real engine and a scripted model: input types, errors with their path, disconnects."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_dimensions_pooling_and_normalize_change_the_vector(autojump_clock
         ({"truncate_prompt_tokens": 100, "truncation_side": "left"}, "opqrstuvwxyz"),
     ],
 )
-async def test_a_long_input_is_truncated_on_the_requested_side(
+async def test_long_embedding_input_is_truncated_on_the_requested_side(
     fields: dict[str, Any], text: str, autojump_clock: Any
 ) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -123,7 +123,7 @@ async def test_a_long_input_is_truncated_on_the_requested_side(
             assert response["usage"]["prompt_tokens"] == len(text)
 
 
-async def test_2048_inputs_are_one_request_and_more_are_refused(autojump_clock: Any) -> None:
+async def test_2048_embedding_inputs_are_accepted_and_more_are_refused(autojump_clock: Any) -> None:
     async with served(max_num_seqs=8, max_queued_requests=2, max_num_batched_tokens=64) as server:
         status, response = await ask(server, {"input": ["x"] * 2048, "encoding_format": "base64"})
         assert status == 200

@@ -187,7 +187,7 @@ def test_page_lists_every_reason_of_overload():
 
 
 @pytest.mark.parametrize("code", TABLE)
-def test_each_row_has_a_cause_and_advice(code):
+def test_each_error_code_has_a_cause_and_advice(code):
     kind = TABLE[code]
     assert (kind.status is None) or 400 <= kind.status < 600
     assert kind.when

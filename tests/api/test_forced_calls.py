@@ -1,4 +1,4 @@
-"""Forced tool calls: a grammar makes the call valid, even if the model's output is random."""
+"""Tests that a grammar makes a forced tool call valid, even if the model's output is random."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ async def test_a_partial_forced_call_is_not_shown(api: Any) -> None:
     assert "tool_calls" not in choice["message"]
 
 
-async def test_with_tools_and_a_schema_a_response_is_a_call_or_json(api: Any) -> None:
-    """The random model may choose either of them."""
+async def test_response_to_tools_and_a_schema_is_a_tool_call_or_json(api: Any) -> None:
+    """The random model may write a call or JSON."""
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
     kinds = set()
@@ -149,12 +149,12 @@ async def test_an_unsupported_pattern_is_ignored_unless_the_tool_is_strict(api: 
     assert "look-around" in message
 
 
-async def test_unsatisfiable_schemas_are_refused(api: Any) -> None:
+async def test_unsatisfiable_tool_schemas_are_refused(api: Any) -> None:
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "#/nowhere"}}}
     await api.check_refused(CHAT, {"messages": [USER], "tools": [broken], "tool_choice": "required"}, param="tools")
 
 
-async def test_schemas_that_are_too_large_to_force_are_refused(api: Any) -> None:
+async def test_tool_schemas_that_are_too_large_to_force_are_refused(api: Any) -> None:
     long = [tool(f"f{index}", *(f"{index}{'x' * 1000}{number}" for number in range(100))) for index in range(3)]
     message = await api.check_refused(
         CHAT, {"messages": [USER], "tools": long, "tool_choice": "required"}, param="tools"

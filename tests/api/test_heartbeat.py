@@ -1,4 +1,4 @@
-"""Heartbeats within a response, for routers that ask for them."""
+"""Tests heartbeats within a response, for routers that request heartbeats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def arrived_bytes(end) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_interim_responses_are_sent_before_the_head(autojump_clock, stream):
+async def test_heartbeats_before_the_head_are_interim_responses(autojump_clock, stream):
     async with open_memory_server(response="abc", max_num_seqs=1) as server:
         server.engine.pause()
         end = server.connect()
@@ -52,7 +52,7 @@ async def test_interim_responses_are_sent_before_the_head(autojump_clock, stream
         await server.assert_all_free()
 
 
-async def test_comments_are_sent_in_a_silent_stream_only(autojump_clock):
+async def test_heartbeat_comments_are_sent_only_in_a_silent_stream(autojump_clock):
     async with open_memory_server(response="abcdefgh", step_seconds=2) as server:
         end = server.connect()
         await ask(end, stream=True, max_tokens=8)
@@ -97,7 +97,7 @@ async def test_a_heartbeat_is_sent_at_once_if_asked_for_with_now(autojump_clock)
     ("heartbeat", "version"),
     [("", "1.1"), ("0.1", "1.1"), ("5;", "1.1"), ("1e1", "1.1"), ("99999", "1.1"), ("5", "1.0")],
 )
-async def test_other_clients_get_no_heartbeats(autojump_clock, heartbeat, version):
+async def test_clients_that_did_not_request_heartbeats_get_none(autojump_clock, heartbeat, version):
     async with open_memory_server(response="abc") as server:
         server.engine.pause()
         end = server.connect()

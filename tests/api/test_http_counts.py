@@ -1,4 +1,4 @@
-"""Metrics of HTTP requests by route, method and class of status, and their durations, under common names."""
+"""Tests the metrics of HTTP requests by route, method and class of status, and of their durations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_client_that_left_is_counted_once_with_the_seconds_until_then(ap
     assert shown(api, "http_request_duration_seconds_sum") == {("/v1/completions", "POST"): 7.5}
 
 
-async def test_a_preflight_is_counted_without_a_duration(api: Any) -> None:
+async def test_preflight_request_is_counted_without_a_duration(api: Any) -> None:
     app = api.app
     handler = CrossOrigin(app, ["https://chat.example.org"], on_preflight=app.note_preflight)
     headers = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}

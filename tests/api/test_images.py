@@ -1,4 +1,4 @@
-"""Images in prompts of each API: equal prompts give equal responses, and a text model refuses images."""
+"""Tests images in prompts of each API: equal prompts give equal responses, and a text model refuses images."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def say(server: MemoryServer, prompt: str, **fields: object) -> None:
 
 
 @pytest.mark.fake_engine(kv_events_max=1000, block_count=32)
-async def test_a_reader_knows_the_cached_blocks_after_stores_and_evictions(memory_server):
+async def test_reader_of_kv_events_knows_the_cached_blocks_after_stores_and_evictions(memory_server):
     await say(memory_server, "good morning")
     resident = memory_server.engine.core.cache.resident_hashes
     async with memory_server.client().ask(PATH) as response:
@@ -98,7 +98,7 @@ async def test_kv_events_are_off_by_default(memory_server):
     assert memory_server.engine.core.cache.on_residency is None
 
 
-async def test_with_keys_only_the_admin_reads_kv_events():
+async def test_only_the_admin_reads_kv_events_of_a_server_with_keys():
     async with open_memory_server(kv_events_max=10, api_keys=("user",), admin_api_key="boss") as server:
         assert (await server.client().get(PATH)).status == 401
         user = server.client(headers={"authorization": "Bearer user"})
@@ -111,7 +111,7 @@ async def test_with_keys_only_the_admin_reads_kv_events():
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_a_reader_that_leaves_makes_room_for_another_reader(memory_server, http, monkeypatch):
+async def test_reader_of_kv_events_that_leaves_frees_its_slot_for_another_reader(memory_server, http, monkeypatch):
     monkeypatch.setattr(kv_events, "READERS_MAX", 1)
     for _ in range(3):
         async with memory_server.client(http=http).ask(PATH) as response:
@@ -123,7 +123,7 @@ async def test_a_reader_that_leaves_makes_room_for_another_reader(memory_server,
 
 @pytest.mark.slow
 @pytest.mark.fake_engine(kv_events_max=64, block_count=512, max_model_len=2048, max_num_batched_tokens=2048)
-async def test_a_slow_reader_blocks_nothing_and_gets_the_final_state(memory_server):
+async def test_slow_reader_of_kv_events_blocks_nothing_and_gets_the_final_state(memory_server):
     engine = memory_server.engine
     async with memory_server.client().ask(PATH) as response:
         reader = Reader(response)

@@ -1,4 +1,4 @@
-"""`kv_transfer_params` in bodies and responses, with vLLM's fields and positions."""
+"""Tests `kv_transfer_params` in bodies and responses, with vLLM's fields and positions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_stream_has_kv_transfer_params_with_the_finish_reason(ask, kind,
 
 @pytest.mark.parametrize("ask", ["chat", "complete"])
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"a_field_of_tomorrow": 1}])
-async def test_without_kv_transfer_params_the_response_has_none(ask, params, make_api, autojump_clock):
+async def test_response_has_kv_transfer_params_only_if_the_request_has_them(ask, params, make_api, autojump_clock):
     async with opened(make_api) as (api, fake):
         exchange = await getattr(api, ask)(max_tokens=1, kv_transfer_params=params)
         assert "kv_transfer_params" not in exchange.json()
@@ -120,7 +120,7 @@ async def test_a_server_without_a_connector_refuses_kv_transfer_params(params, m
         assert "--kv-transfer-config" in exchange.json()["error"]["message"]
 
 
-async def test_with_a_connector_the_load_report_has_the_role(make_api, autojump_clock):
+async def test_load_report_of_an_engine_with_a_connector_has_its_role(make_api, autojump_clock):
     async with opened(make_api, role="prefill") as (api, _):
         assert (await api.context("GET", "/load")).json()["role"] == "prefill"
     async with open_fake_engine() as fake:

@@ -17,7 +17,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 
-def test_brackets_count_as_values():
+def test_brackets_in_a_body_count_as_values():
     """Nested empty lists have no commas, and cost as much as other values."""
     deep = b'{"messages":[' + b",".join([b"[" * 50 + b"]" * 50] * 50_000) + b"]}"
     with pytest.raises(InvalidRequest, match="the body has too many values"):
@@ -39,7 +39,7 @@ async def test_many_tokens_are_processed_in_a_thread(api: Any) -> None:
         assert api.engine.text_jobs == []
 
 
-async def test_an_invalid_id_among_many_is_named(api: Any) -> None:
+async def test_error_names_the_invalid_token_id_among_many(api: Any) -> None:
     await api.check_refused("/detokenize", {"tokens": [97] * 5000 + [-1]}, param="tokens[5000]")
 
 

@@ -61,7 +61,7 @@ async def ask(server: MemoryServer, method: str, path: str, body: object = None,
         ({"timeout": 1}, {"x_request_timeout": "3"}, "timeout", 1),
     ],
 )
-async def test_a_deadline_in_the_queue_is_a_504(stream, fields, headers, reason, seconds, autojump_clock):
+async def test_deadline_in_the_queue_gives_status_504(stream, fields, headers, reason, seconds, autojump_clock):
     """Scenario S35."""
     async with (
         open_memory_server(step_seconds=0.1, max_num_seqs=1) as server,
@@ -96,7 +96,7 @@ async def test_a_deadline_during_a_stream_is_an_error_event_without_a_clean_end(
         ({}, {"x_ttft_timeout": "soon"}, "X-TTFT-Timeout"),
     ],
 )
-async def test_a_bad_deadline_is_a_400_that_names_the_field(fields, headers, param, autojump_clock):
+async def test_invalid_deadline_is_refused_with_400_and_the_field(fields, headers, param, autojump_clock):
     async with open_memory_server() as server:
         response = await ask(server, "POST", "/v1/completions", completion(**fields), **headers)
         assert response.status == 400
@@ -158,7 +158,7 @@ async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all_requests
         assert (await as_key("boss", "DELETE", "/v1/requests/of-one")).json["result"] == "aborted"
 
 
-async def test_comments_are_sent_during_a_long_prefill(autojump_clock):
+async def test_keep_alive_comments_are_sent_during_a_long_prefill(autojump_clock):
     async with open_memory_server(step_seconds=10, max_num_batched_tokens=8) as server:
         response = await ask(server, "POST", "/v1/completions", completion("p" * 40, stream=True, max_tokens=2))
         # Each of five prefill steps and one decode step takes 10 s. Comments are sent every 15 s until the first token.
@@ -167,7 +167,7 @@ async def test_comments_are_sent_during_a_long_prefill(autojump_clock):
         assert response.body.index(b": keep-alive") < response.body.index(b"data: ")
 
 
-async def test_comments_during_several_prompts_lose_no_token(autojump_clock):
+async def test_keep_alive_comments_during_several_prompts_lose_no_token(autojump_clock):
     async with open_memory_server(step_seconds=10, max_num_batched_tokens=8) as server:
         prompts = ["p" * 20, "q" * 20]
         body = completion(stream=True, max_tokens=3) | {"prompt": prompts}
@@ -205,7 +205,7 @@ QUEUED_STREAMS = [
 
 
 @pytest.mark.parametrize(("path", "body", "comment", "end"), QUEUED_STREAMS, ids=[path for path, *_ in QUEUED_STREAMS])
-async def test_a_stream_in_the_queue_sends_comments(autojump_clock, path, body, comment, end):
+async def test_stream_in_the_queue_sends_keep_alive_comments(autojump_clock, path, body, comment, end):
     rules = AccessRules(keep_alive_seconds=5)
     async with (
         open_memory_server(step_seconds=1, max_num_seqs=1, access=rules) as server,

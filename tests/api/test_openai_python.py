@@ -1,4 +1,6 @@
-"""Unmodified openai-python with the whole server in memory: parse(), tools, and the stream helper of chats."""
+"""Tests the unmodified openai-python with the whole server in memory: parse(), tools, and the stream helper of
+chats.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,13 @@ async def opened(response: str | None, **options: Any) -> AsyncIterator[openai.A
         await server.assert_all_free()
 
 
-async def test_parse_returns_a_value_of_the_type() -> None:
+async def test_openai_parse_returns_a_value_of_the_type() -> None:
     async with opened(None) as client:
         completion = await client.chat.completions.parse(model="fake", messages=[USER], response_format=Verdict)
         assert isinstance(completion.choices[0].message.parsed, Verdict)
 
 
-async def test_parse_returns_the_arguments_of_a_tool() -> None:
+async def test_openai_parse_returns_the_arguments_of_a_tool() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened(None) as client:
         completion = await client.chat.completions.parse(
@@ -83,7 +85,7 @@ async def test_a_conversation_with_a_tool_result_continues() -> None:
         assert second.usage.prompt_tokens > first.usage.prompt_tokens + len("rain")
 
 
-async def test_the_stream_helper_follows_a_call() -> None:
+async def test_openai_stream_helper_follows_a_tool_call() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened("I look. " + CALL) as client:
         async with client.chat.completions.stream(model="fake", messages=[USER], tools=[tool]) as stream:
@@ -99,7 +101,7 @@ async def test_the_stream_helper_follows_a_call() -> None:
         assert call.parsed_arguments == Weather(city="Oslo", unit="celsius")
 
 
-async def test_the_stream_helper_refuses_a_partial_call() -> None:
+async def test_openai_stream_helper_refuses_a_partial_tool_call() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened(CALL) as client:
         with pytest.raises(openai.LengthFinishReasonError):
@@ -109,7 +111,7 @@ async def test_the_stream_helper_refuses_a_partial_call() -> None:
                 await stream.get_final_completion()
 
 
-async def test_the_stream_helper_returns_a_value_of_the_type() -> None:
+async def test_openai_stream_helper_returns_a_value_of_the_type() -> None:
     async with opened(None) as client:
         async with client.chat.completions.stream(model="fake", messages=[USER], response_format=Verdict) as stream:
             final = await stream.get_final_completion()

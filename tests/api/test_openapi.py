@@ -1,4 +1,4 @@
-"""The OpenAPI document describes every route, and matches the responses of the routes."""
+"""Tests that the OpenAPI document describes every route, and matches the responses of the routes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_the_document_names_every_path_and_who_may_use_it(make_api: Any) -
         assert bool(shown["security"]) == ("401" in shown["responses"]) == operation.needs_key
 
 
-async def test_every_reference_resolves(api: Any) -> None:
+async def test_every_reference_in_the_openapi_document_has_a_target(api: Any) -> None:
     document = await described(api)
 
     def check(value: Any) -> None:
@@ -69,7 +69,7 @@ async def test_sections_of_docstrings_become_descriptions_of_properties(api: Any
     assert any("description" in part for part in schemas["ChatMessage"]["properties"].values())
 
 
-async def test_refused_fields_are_not_offered(api: Any) -> None:
+async def test_openapi_document_does_not_offer_refused_fields(api: Any) -> None:
     schemas = (await described(api))["components"]["schemas"]
     for name in ("ChatBody", "CompletionBody"):
         for field in REFUSED:
@@ -117,7 +117,7 @@ async def test_responses_match_their_description(api: Any, method: str, path: st
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ],
 )
-async def test_events_match_their_description(
+async def test_stream_events_match_their_openapi_description(
     api: Any, path: str, body: dict[str, Any], kind: type, fields: dict[str, Any]
 ) -> None:
     if "chat" in path and "logprobs" in fields:

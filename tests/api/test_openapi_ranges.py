@@ -38,7 +38,7 @@ def numbers(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-async def test_every_checked_range_is_described(api: Any, body: str) -> None:
+async def test_every_checked_number_range_is_in_the_openapi_document(api: Any, body: str) -> None:
     fields = await described(api, body)
     for name, allowed in SAMPLING_RANGES.items():
         if name == "logprobs" and body == "ChatBody":
@@ -51,7 +51,7 @@ async def test_every_checked_range_is_described(api: Any, body: str) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
-async def test_limits_are_accepted_and_values_beyond_them_are_refused(api: Any, body: str) -> None:
+async def test_limits_of_openapi_ranges_are_accepted_and_values_beyond_are_refused(api: Any, body: str) -> None:
     path, fields = BODIES[body]
     seen = 0
     for name, field in (await described(api, body)).items():

@@ -184,7 +184,7 @@ async def test_operators_routes_need_json_or_no_body(autojump_clock, kind):
                 await response.read()
 
 
-async def test_with_keys_a_page_may_operate_the_server_if_it_has_the_admins_key(autojump_clock):
+async def test_page_with_the_admins_key_may_operate_a_server_with_keys(autojump_clock):
     rules = AccessRules(host_names=(), operates_without_key=False)
     async with open_memory_server(api_keys=("a",), admin_api_key="admin", access=rules) as server:
         client = server.client(headers={"authorization": "Bearer admin"})

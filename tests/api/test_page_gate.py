@@ -1,4 +1,4 @@
-"""The gate for requests of browsers to a server without API keys."""
+"""Tests the gate, which decides which requests of browsers reach a server without API keys."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_addresses_localhost_and_allowed_names_are_accepted_as_host(host):
         "evil\u00e4.example",
     ],
 )
-def test_other_hosts_are_refused(host):
+def test_requests_with_other_host_names_are_refused(host):
     gate = PageGate(("gpubox", "*.inner.example.org"))
     for method in ("GET", "POST"):
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_benchmark_may_use_any_host_name():
 
 
 @pytest.mark.parametrize("names", [None, ("*",)])
-def test_any_host_is_accepted_if_hosts_are_not_checked(names):
+def test_any_host_name_is_accepted_if_hosts_are_not_checked(names):
     assert refusal(PageGate(names), host="evil.example") is None
 
 
@@ -185,7 +185,7 @@ def test_the_number_of_remembered_hosts_is_bounded():
         {"origin": "https://chat.example.org", "sec_fetch_site": "cross-site", "host": "localhost"},
     ],
 )
-def test_own_pages_allowed_pages_and_other_clients_pass(page):
+def test_gate_accepts_own_pages_allowed_pages_and_clients_other_than_browsers(page):
     gate = PageGate((), ["https://chat.example.org"])
     for method in ("GET", "POST", "DELETE", "OPTIONS"):
         assert refusal(gate, method, is_operators=True, **page) is None
@@ -234,7 +234,7 @@ def test_a_link_of_another_site_may_open_only_open_routes():
     assert refusal(gate, "GET", is_open=False, **LINK) == "other_site"
 
 
-def test_a_star_lets_every_page_use_but_not_operate_the_server():
+def test_allowed_origin_star_lets_every_page_use_but_not_operate_the_server():
     gate = PageGate((), ["*", "https://admin.example.org"])
     for origin in ("https://evil.example", "null"):
         page = {"origin": origin, "sec_fetch_site": "cross-site"}

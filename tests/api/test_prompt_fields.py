@@ -1,4 +1,4 @@
-"""Fields that change the prompt or select choices, with a whole engine."""
+"""Tests fields that change the prompt or select choices, with a whole engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_chat_and_its_token_count_are_truncated_alike() -> None:
     assert bytes(answer["tokens"]).decode() == "xxxxxxxx\nassistant: "
 
 
-async def test_best_of_shows_the_best_choices() -> None:
+async def test_best_of_returns_the_best_choices() -> None:
     body = {"prompt": "ab", "max_tokens": 8, "seed": 7, "logprobs": 0, "ignore_eos": True, "temperature": 1}
     _, all_of_them = await asked(PATH, {**body, "n": 6})
     _, best = await asked(PATH, {**body, "n": 2, "best_of": 6})
@@ -79,7 +79,7 @@ async def test_best_of_shows_the_best_choices() -> None:
     assert best["usage"]["completion_tokens"] == all_of_them["usage"]["completion_tokens"]
 
 
-async def test_best_of_shows_no_logprobs_unless_asked_for() -> None:
+async def test_best_of_returns_no_logprobs_unless_requested() -> None:
     status, answer = await asked(PATH, {"prompt": "ab", "max_tokens": 3, "best_of": 3})
     assert status == 200
     [choice] = answer["choices"]
@@ -101,7 +101,7 @@ def tokenizer_with(tokens: tuple[str, ...]) -> Tokenizer:
         (FORMATS[3], "[SUFFIX]c[PREFIX]a{b}"),
     ],
 )
-def test_a_gap_has_the_format_of_the_model_family(form: Any, prompt: str) -> None:
+def test_prompt_with_a_suffix_has_the_format_of_the_model_family(form: Any, prompt: str) -> None:
     tokenizer = tokenizer_with((*form.tokens, *form.ends))
     found = fill_in_middle(tokenizer)
     assert found is form
@@ -109,7 +109,7 @@ def test_a_gap_has_the_format_of_the_model_family(form: Any, prompt: str) -> Non
     assert len(found.end_token_ids(tokenizer)) == len(form.ends)
 
 
-async def test_a_suffix_is_sent_to_a_model_that_fills_gaps() -> None:
+async def test_suffix_is_accepted_only_by_a_model_that_fills_gaps() -> None:
     tokenizer = tokenizer_with(FORMATS[0].tokens)
     marks = [tokenizer.added_token_id(token) for token in FORMATS[0].tokens]
     body = {"prompt": "ab", "suffix": "cd", "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""The log line at the end of each request, and the count of responses."""
+"""Tests the log line at the end of each request, and the count of responses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def responses(api: Any) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_finished_request_logs_one_line_with_its_tokens(api: Any, lines, stream: bool) -> None:
+async def test_finished_request_logs_one_line_with_its_token_counts(api: Any, lines, stream: bool) -> None:
     await api.context(
         "POST",
         "/v1/completions",
@@ -83,7 +83,7 @@ async def test_without_debug_level_requests_are_not_logged(api: Any, caplog: pyt
         ("/health", {}, "405", "method_not_allowed"),
     ],
 )
-async def test_a_refusal_is_logged_with_its_reason(api, lines, path, body, status, reason) -> None:
+async def test_refused_request_is_logged_with_its_reason(api, lines, path, body, status, reason) -> None:
     await api.context("POST", path, body)
     [line] = lines()
     told = fields(line)
@@ -146,7 +146,7 @@ async def test_a_client_that_left_the_queue_is_logged_without_tokens(api: Any, l
     assert "tokens" not in line
 
 
-async def test_clients_cannot_forge_log_fields(api: Any, lines) -> None:
+async def test_clients_cannot_forge_fields_of_a_log_line(api: Any, lines) -> None:
     await api.context("GET", "/a b\nstatus=200 \x1b[31m", x_request_id='me status=200 "x"')
     [line] = lines()
     assert "\n" not in line
@@ -155,7 +155,7 @@ async def test_clients_cannot_forge_log_fields(api: Any, lines) -> None:
     assert fields(line)["status"] == "404"
 
 
-def test_single_words_are_not_quoted_and_other_values_are() -> None:
+def test_log_line_quotes_all_values_but_single_words() -> None:
     line = end_line({"a": "/v1/x", "b": None, "c": "", "d": "two words", "e": "k=v", "f": 7, "g": "é"})
     assert line == r'request ended a=/v1/x c="" d="two words" e="k=v" f=7 g="\u00e9"'
 

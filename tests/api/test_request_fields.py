@@ -1,4 +1,4 @@
-"""Each request field of other servers and client libraries is read, harmless, refused, or reported as ignored.
+"""Tests that each request field of other servers and client libraries is read, harmless, refused, or reported.
 
 If a new version of a library has a new field, these tests fail. Then decide in trioserve/api/unread_fields.py what
 happens to the field.

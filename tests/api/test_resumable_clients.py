@@ -1,4 +1,4 @@
-"""Unmodified openai-python reads resumable streams, whose events have ids, and their continuations."""
+"""Tests that the unmodified openai-python reads resumable streams, whose events have ids, and resumed streams."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ async def test_calls_and_reasoning_of_every_family_can_be_resumed(make_api: Any,
             assert said(copy.deepcopy(groups[:cut] + rest)) == whole, f"cut behind group {cut}"
 
 
-async def test_a_shutdown_is_an_error_event_in_every_api(make_api: Any) -> None:
+async def test_resumable_stream_ends_with_an_error_event_at_a_shutdown_in_every_api(make_api: Any) -> None:
     for path, fields in (
         (TEXT, {"prompt": "hello"}),
         (CHAT, {"messages": [USER]}),
@@ -258,7 +258,7 @@ async def test_a_resumed_stream_can_be_resumed_again(make_api: Any) -> None:
         assert said(begun + rest) == said(groups)
 
 
-async def test_without_the_header_a_stream_has_no_ids(make_api: Any) -> None:
+async def test_stream_events_have_no_ids_without_the_resume_header(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         for path, fields in ((TEXT, {"prompt": "hello"}), (CHAT, {"messages": [USER]})):
             exchange = await api.context("POST", path, {**fields, "stream": True, "max_tokens": 5})
@@ -291,7 +291,7 @@ async def test_known_output_is_freed_after_it_was_read(make_api: Any, path: str,
             engine.resume()
 
 
-async def test_a_whole_response_includes_the_known_output(make_api: Any) -> None:
+async def test_whole_resumed_response_includes_the_known_output(make_api: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 9, "temperature": 1.0, "n": 2, "seed": 3}
     async with opened(make_api) as (api, _):
         whole = (await api.context("POST", TEXT, body)).json()
@@ -344,7 +344,7 @@ async def test_resuming_with_other_prompts_is_refused(make_api: Any) -> None:
         assert exchange.json()["error"]["code"] == "resume_mismatch"
 
 
-async def test_a_whole_response_needs_the_known_logprobs(make_api: Any) -> None:
+async def test_whole_resumed_response_with_logprobs_needs_the_known_logprobs(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         resume = {"token_ids": [[65]], "finished": [False]}
         exchange = await api.context("POST", TEXT, {"prompt": "hello", "logprobs": 1, "resume": resume})
@@ -352,7 +352,7 @@ async def test_a_whole_response_needs_the_known_logprobs(make_api: Any) -> None:
         assert exchange.json()["error"]["param"] == "logprobs"
 
 
-async def test_the_head_has_the_fingerprint_of_the_model(make_api: Any) -> None:
+async def test_response_head_has_the_fingerprint_of_the_model(make_api: Any) -> None:
     async with opened(make_api) as (api, engine):
         exchange, _ = await groups_of(api, TEXT, {"prompt": "hello", "stream": True})
         assert exchange.response_headers["x-trioserve-fingerprint"] == engine.model.fingerprint

@@ -1,4 +1,4 @@
-"""Behaviour of all paths: which paths exist, request ids, API keys, errors, and counts."""
+"""Tests the behaviour of all paths: which paths exist, request ids, API keys, errors, and counts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_every_request_without_an_id_gets_a_new_id(api: Any) -> None:
 # --- API keys ---
 
 
-async def test_any_of_the_keys_opens_the_api(make_api: Any) -> None:
+async def test_request_with_any_of_the_api_keys_is_accepted(make_api: Any) -> None:
     api = make_api(api_keys=["first", "second"])
     for authorization in ("Bearer first", "bearer second", "Bearer  first"):
         assert (await api.context("GET", "/v1/models", authorization=authorization)).status == 200
@@ -127,14 +127,14 @@ async def test_any_of_the_keys_opens_the_api(make_api: Any) -> None:
     + [{"authorization": value} for value in ("Bearer", "Bearer ", "Bearer wrong", "Basic first", "first", "Bearer é")],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/letters", "/nowhere"])
-async def test_without_a_valid_key_the_api_is_closed(make_api: Any, headers: dict[str, str], path: str) -> None:
+async def test_request_without_a_valid_api_key_is_refused(make_api: Any, headers: dict[str, str], path: str) -> None:
     exchange = await make_api(api_keys=["first"]).context("GET", path, **headers)
     assert exchange.status == 401
     assert exchange.response_headers["www-authenticate"].startswith("Bearer")
     assert exchange.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_every_route_but_the_open_ones_needs_the_key(make_api: Any) -> None:
+async def test_every_route_except_open_routes_needs_an_api_key(make_api: Any) -> None:
     api = make_api(api_keys=["first"])
     for operation in OPERATIONS:
         if "{" not in operation.path:
@@ -151,7 +151,7 @@ def test_a_key_that_no_header_can_carry_is_refused_at_the_start(make_api: Any) -
 # --- faults of the server ---
 
 
-async def test_a_fault_is_a_500_without_details_and_a_log_line(api: Any, caplog: Any) -> None:
+async def test_server_fault_is_a_500_without_details_and_a_log_line(api: Any, caplog: Any) -> None:
     api.engine.script = lambda *_: [ValueError("secret detail")]
     with caplog.at_level(logging.ERROR):
         exchange = await api.chat()
@@ -163,7 +163,7 @@ async def test_a_fault_is_a_500_without_details_and_a_log_line(api: Any, caplog:
     assert record.exc_info is not None
 
 
-async def test_a_fault_in_a_stream_is_its_last_event(api: Any) -> None:
+async def test_server_fault_in_a_stream_is_its_last_event(api: Any) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="x", token_ids=(1,)), ValueError("secret detail")]
     exchange = await api.chat(stream=True)
     assert exchange.events()[-1]["error"]["code"] == "internal_error"

@@ -1,4 +1,4 @@
-"""/v1/rerank and /v1/score, with models that score pairs and models that make vectors."""
+"""Tests /v1/rerank and /v1/score with models that score pairs and models that compute vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, tokenization, and the operators' small endpoints."""
+"""Tests the endpoints for models and tokenization, and the operators' small endpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_every_served_name_is_a_model(api: Any) -> None:
     assert {model["max_model_len"] for model in response["data"]} == {100}
 
 
-async def test_one_model_is_found_by_its_name(api: Any) -> None:
+async def test_model_route_returns_a_model_by_its_name(api: Any) -> None:
     model = Model.model_validate((await api.context("GET", "/v1/models/org/letters")).json(), strict=True)
     assert (model.id, model.created) == ("org/letters", 1_700_000_000)
 
@@ -50,7 +50,7 @@ async def test_tokenize_accepts_a_prompt_or_a_chat(api: Any, body: dict[str, Any
     assert response == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
 
 
-async def test_tokens_are_also_strings_if_asked_for(api: Any) -> None:
+async def test_tokenize_returns_tokens_also_as_strings_if_requested(api: Any) -> None:
     response = (await api.context("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
     assert response["token_strs"] == ["\x01", "a", "b"]
 
@@ -123,7 +123,7 @@ async def test_health_reports_the_process_and_ready_reports_requests(api: Any) -
     assert await statuses() == (200, 503, "engine_fault")
 
 
-async def test_version_is_a_string(api: Any) -> None:
+async def test_version_route_returns_a_string(api: Any) -> None:
     assert isinstance((await api.context("GET", "/version")).json()["version"], str)
 
 

@@ -14,7 +14,7 @@ LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 @pytest.mark.parametrize("character", LINE_ENDS)
-def test_no_character_in_a_text_ends_a_line(character: str) -> None:
+def test_no_character_in_a_text_ends_a_line_of_an_event(character: str) -> None:
     text = f"a{character}ö\\{character}b"
     writer = ChunkWriter({"model": text}, null_usage=False)
     event = writer.chunk(encode({"text": text}), fields=b"").decode()

@@ -69,7 +69,7 @@ def streamed(exchange: Any) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(("fields", "pattern"), FORMS.values(), ids=FORMS.keys())
-async def test_output_fits_every_field_in_both_apis_whole_and_streamed(
+async def test_output_fits_every_structured_output_field_in_both_apis(
     api: Any, engine: FakeEngine, fields: dict[str, Any], pattern: str
 ) -> None:
     for ask in (api.chat, api.complete):
@@ -87,7 +87,7 @@ async def test_json_object_format_forces_the_output_to_begin_an_object(api: Any)
     assert response["choices"][0]["message"]["content"].startswith("{")
 
 
-async def test_a_structural_tag_restricts_the_text_inside_the_tag(make_api: Any) -> None:
+async def test_structural_tag_restricts_the_text_inside_the_tag(make_api: Any) -> None:
     async with open_fake_engine(response='so <f>{"ok": maybe') as engine:
         api = make_api()
         api.engine = engine

@@ -75,7 +75,7 @@ async def test_weights_that_do_not_fit_are_refused_with_success_false(autojump_c
         ("weight_version", 3),
     ],
 )
-async def test_unsupported_fields_are_refused(autojump_clock, field: str, value: object):
+async def test_unsupported_fields_of_a_weight_update_are_refused(autojump_clock, field: str, value: object):
     async with open_memory_server() as server:
         status, answer = await ask(server, DISK, {"model_path": "b", field: value})
         assert status == 400
@@ -84,7 +84,7 @@ async def test_unsupported_fields_are_refused(autojump_clock, field: str, value:
         assert (status, answer["error"]["param"]) == (400, "in_flight")
 
 
-async def test_after_a_partial_update_the_server_is_not_ready(autojump_clock):
+async def test_server_is_not_ready_after_a_partial_weight_update(autojump_clock):
     async with open_memory_server() as server:
         server.engine.weights.breaks = True
         status, answer = await ask(server, DISK, {"model_path": "b"})

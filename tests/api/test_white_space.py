@@ -1,4 +1,4 @@
-"""Whole JSON responses that send head and white space before the body, with the whole server in memory."""
+"""Tests whole JSON responses whose head and white space are sent before the body, with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_a_client_of_http_1_0_gets_white_space_and_body_until_the_connecti
 
 
 @pytest.mark.parametrize("status", [200, 503])
-async def test_a_space_is_sent_completely_before_the_body(autojump_clock, status):
+async def test_white_space_is_sent_completely_before_the_body(autojump_clock, status):
     inner = MemoryExchange("POST", "/v1/completions", b"", ())
     inner.gate = trio.Event()
     async with trio.open_nursery() as nursery:

@@ -37,7 +37,7 @@ def bounded(shape: ResponseShape = PLAIN, *, tokens_max: int = CONTEXT, **sampli
     ],
     ids=str,
 )
-def test_usual_output_is_neither_refused_nor_shortened(shape, sampling):
+def test_whole_response_with_usual_output_is_neither_refused_nor_shortened(shape, sampling):
     assert bounded(shape, **sampling) == SamplingParams(**sampling)
 
 
@@ -75,7 +75,7 @@ def test_the_estimate_counts_output_up_to_the_context_length():
     assert bounded(tokens_max=4096, max_tokens=10**9, logprobs=20).max_tokens == 10**9
 
 
-def test_without_max_tokens_the_output_gets_the_tokens_that_fit():
+def test_output_without_max_tokens_gets_as_many_tokens_as_fit():
     given = bounded(n=4, logprobs=20).max_tokens
     assert given is not None
     assert 4 * given * (6 + 80 * 21) <= ResponseBound().bytes_max < 4 * (given + 1) * (6 + 80 * 21)
@@ -146,7 +146,7 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_the_bound_does_not_apply_to_the_total_of_a_stream(autojump_clock, path):
+async def test_size_limit_of_responses_does_not_apply_to_the_total_of_a_stream(autojump_clock, path):
     """A whole response with 50 tokens would be allowed."""
     async with open_memory_server(
         access=AccessRules(response_bytes_max=300),
@@ -316,7 +316,7 @@ async def test_every_kind_of_large_response_counts_until_it_ends(autojump_clock,
         server.engine.assert_all_free()
 
 
-async def test_a_client_that_leaves_releases_its_bytes(autojump_clock):
+async def test_client_that_leaves_releases_the_bytes_of_its_large_response(autojump_clock):
     async with open_memory_server(access=ROOM_FOR_TWO, max_model_len=256, block_count=512) as server:
         with trio.move_on_after(60):
             async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""The API over a real engine with a scripted model: properties of whole, streamed, echoed and scored responses."""
+"""Tests the API with a real engine and a scripted model: whole, streamed, echoed and scored responses."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_frees_its_blocks(make_api: Any, autojump_clo
         assert b'trioserve:aborts_total{engine="0",model_name="fake",phase="decode"} 2.0' in exposed
 
 
-async def test_text_becomes_tokens_and_tokens_become_text(
+async def test_tokenize_and_detokenize_convert_text_to_tokens_and_back(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with opened(make_api) as (api, _):

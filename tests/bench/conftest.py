@@ -29,7 +29,7 @@ class Call:
         self.path = path
         self.headers = headers
         self.raw_body = body
-        self.left: str | None = None  # how the client disconnected before the response was complete
+        self.left: str | None = None  # how the client disconnected, if it did so before the response was complete
         self.left_at: float | None = None
         self.sent_count = 0
         self.scope = trio.CancelScope()

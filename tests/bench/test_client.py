@@ -433,7 +433,9 @@ async def test_server_with_another_protocol_is_recognized(autojump_clock, http, 
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", b"abc", FailureKind.DISCONNECT, 2),
     ],
 )
-async def test_ends_of_http1_responses(autojump_clock, response, data, failure_kind, connections):
+async def test_http1_response_ends_by_length_chunks_or_connection_close(
+    autojump_clock, response, data, failure_kind, connections
+):
     opened = []
 
     async def open_stream():
@@ -496,7 +498,7 @@ async def test_server_without_http2_settings_times_out(autojump_clock):
 
 
 @both
-async def test_refused_connection_is_a_failure_with_its_reason(autojump_clock, http):
+async def test_refused_connection_of_a_bench_client_is_a_failure_with_its_reason(autojump_clock, http):
     async def refuse():
         raise ConnectionRefusedError("nobody listens")
 
@@ -632,7 +634,7 @@ async def test_receive_reads_available_data_and_waits_for_the_rest(monkeypatch):
         assert await receive(stream) == b""
 
 
-async def test_receive_from_a_broken_connection_raises():
+async def test_receive_from_a_broken_connection_raises_an_error():
     async with socket_pair() as (stream, theirs):
         await stream.send_all(b"never read")
         theirs.close()

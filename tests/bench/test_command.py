@@ -75,14 +75,14 @@ def test_help_of_every_part_has_defaults(part, capsys):
     assert "(default: " in shown
 
 
-def test_unknown_part_is_refused_with_the_known_ones(capsys):
+def test_unknown_bench_part_is_refused_with_the_known_parts(capsys):
     with pytest.raises(SystemExit) as left:
         main(["bench", "inside", "nothing"])
     assert left.value.code == 2
     assert "'core', 'delivery'" in capsys.readouterr().err
 
 
-def test_part_gets_its_flags_and_the_functions_that_open_engines(monkeypatch):
+def test_bench_part_gets_its_flags_and_the_functions_that_open_engines(monkeypatch):
     given = []
 
     def measured(arguments: argparse.Namespace) -> int:

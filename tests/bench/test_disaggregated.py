@@ -121,7 +121,7 @@ def test_server_and_pair_get_the_same_load_in_turn(fakes, tmp_path, capsys):
     assert "1 transfers over tcp under the load above: 10 blocks, 1.0 MB at 2.00 GB/s; 0 failed." in text
 
 
-def test_failed_request_ends_the_comparison(fakes, monkeypatch, capsys):
+def test_failed_request_ends_the_comparison_of_a_pair_with_one_server(fakes, monkeypatch, capsys):
     monkeypatch.setenv("PRETEND_TO_FAIL", "1")
     assert main(SETTINGS) == 1
     assert "a request failed: status 500" in capsys.readouterr().err

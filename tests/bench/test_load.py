@@ -19,7 +19,7 @@ def prompts(settings, prompt_mode="ids"):
     return [json.loads(one.body)["prompt"] for one in planned(settings, prompt_mode)]
 
 
-def test_seed_decides_the_requests(bench_settings):
+def test_seed_decides_the_requests_of_a_load(bench_settings):
     settings = bench_settings(rate_per_second=2.0, abort_fraction=0.5)
     assert planned(settings) == planned(settings)
     other = bench_settings(rate_per_second=2.0, abort_fraction=0.5, seed=1)
@@ -27,7 +27,7 @@ def test_seed_decides_the_requests(bench_settings):
     assert [one.arrival_seconds for one in planned(settings)] != [one.arrival_seconds for one in planned(other)]
 
 
-def test_longer_load_begins_like_the_shorter_one(bench_settings):
+def test_longer_load_begins_with_the_requests_of_a_shorter_load(bench_settings):
     short, long = planned(bench_settings(requests=3)), planned(bench_settings(requests=9))
     assert [one.body for one in long[:3]] == [one.body for one in short]
 
@@ -39,7 +39,7 @@ def test_prompts_share_only_the_prefix(bench_settings):
     assert len({prompt[16] for prompt in made}) == 5
 
 
-def test_warm_up_prompts_share_only_the_prefix_with_the_measured_ones(bench_settings):
+def test_warm_up_prompts_share_only_the_prefix_with_measured_prompts(bench_settings):
     settings = bench_settings(prompt_tokens=20, prefix_tokens=8, warmup_requests=3)
     load = Load(settings, model="m", prompt_mode="ids")
     warm = [json.loads(one.body)["prompt"] for one in load.warmups()]

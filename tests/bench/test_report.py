@@ -52,7 +52,7 @@ def test_percentiles_agree_with_the_standard_library():
     "ordered, percent, value",
     [([7.0], 50, 7.0), ([7.0], 99, 7.0), ([1.0, 2.0], 50, 1.5), ([1.0, 2.0, 4.0], 100, 4.0), ([1.0, 2.0], 0, 1.0)],
 )
-def test_percentiles_of_few_samples(ordered, percent, value):
+def test_percentiles_of_few_samples_have_their_defined_values(ordered, percent, value):
     assert percentile(ordered, percent) == value
 
 
@@ -129,7 +129,7 @@ def report(bench_settings, measurements, **changes):
     return BenchReport(settings=settings, model="m", prompt_mode="ids", figures=figures, notes=["A note."])
 
 
-def test_table_has_every_figure_in_its_column(bench_settings):
+def test_report_table_has_every_figure_in_its_column(bench_settings):
     shown = bench_text(
         report(bench_settings, [completed(), failed(FailureKind.STATUS, "429", "slow down")], label="night run")
     )
@@ -147,7 +147,7 @@ def test_table_has_every_figure_in_its_column(bench_settings):
     assert lines[-1] == "A note."
 
 
-def test_table_without_responses_has_dashes(bench_settings):
+def test_report_table_without_responses_has_dashes(bench_settings):
     shown = bench_text(report(bench_settings, [failed(FailureKind.TIMEOUT, "")], rate_per_second=3.0, http=2))
     assert "over HTTP/2" in shown
     assert "3 requests/s at random" in shown
@@ -155,7 +155,7 @@ def test_table_without_responses_has_dashes(bench_settings):
     assert line.split()[-6:] == ["-", "-", "-", "-", "-", "0"]
 
 
-def test_json_has_settings_machine_date_and_figures_but_not_the_api_key(bench_settings):
+def test_report_json_has_settings_machine_date_and_figures_but_not_the_api_key(bench_settings):
     shown = bench_json(report(bench_settings, [completed()], label="l"))
     content = json.loads(shown)
     assert b"secret" not in shown

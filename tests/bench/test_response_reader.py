@@ -49,13 +49,13 @@ def test_events_do_not_depend_on_how_the_stream_is_divided(events, line_end, cut
         (b"data: unfinished\n", []),
     ],
 )
-def test_events_follow_the_specification(stream, events):
+def test_parsed_events_follow_the_specification_of_event_streams(stream, events):
     for size in (1, 2, len(stream)):
         parser = EventParser()
         assert [event for i in range(0, len(stream), size) for event in parser.feed(stream[i : i + size])] == events
 
 
-def test_event_without_end_is_refused():
+def test_stream_that_ends_inside_an_event_is_refused():
     parser = EventParser()
     with pytest.raises(EventTooLong):
         parser.feed(b"data: " + bytes(EVENT_BYTES_MAX))
@@ -84,7 +84,7 @@ def text(content: str, **more: object) -> dict[str, object]:
 def test_times_begin_at_the_start_and_gaps_are_between_chunks_with_tokens():
     heard = Heard()
     heard.tell(0.5, text("a"))
-    heard.tell(0.75, text(""))  # no text, so no gap ends here
+    heard.tell(0.75, text(""))  # This chunk has no text, so it ends no gap.
     heard.tell(1.0, text("b"))
     heard.tell(3.0, text("c", finish_reason="length"))
     heard.tell(3.25, {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}})
@@ -163,7 +163,7 @@ def test_response_other_than_requested_is_a_failure(chunks, name, said):
     assert said in one.failure.message
 
 
-def test_refusal_is_counted_by_status_and_has_the_servers_message():
+def test_refusal_of_a_request_is_counted_by_status_with_the_servers_message():
     heard = Heard(status=503)
     heard.reader.body(b'{"error": {"message": "queue ', 101.0)
     heard.reader.body(b'is full"}}', 102.0)
@@ -191,5 +191,5 @@ def test_interrupted_request_is_neither_failed_nor_completed():
         (b"x" * 500, "x" * 200 + " ..."),
     ],
 )
-def test_excerpt_is_one_short_line(body, said):
+def test_excerpt_of_a_response_is_one_short_line(body, said):
     assert excerpt(body) == said

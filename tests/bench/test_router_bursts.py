@@ -30,7 +30,7 @@ def settings(**changes: object) -> RouterBenchSettings:
 
 
 @pytest.mark.slow
-def test_plan_alternates_between_twice_the_capacity_and_rest():
+def test_burst_plan_alternates_between_twice_the_capacity_and_a_rest():
     chosen = settings(burst_seconds=20.0)
     plan = burst_plan(chosen)
     for begin in (0.0, 40.0):
@@ -41,7 +41,7 @@ def test_plan_alternates_between_twice_the_capacity_and_rest():
         assert len(rest) / 20.0 == pytest.approx(0.25 * chosen.capacity_per_second, rel=0.1)
 
 
-def test_plan_depends_only_on_the_seed():
+def test_burst_plan_depends_only_on_the_seed():
     moments = [[each.at_seconds for each in burst_plan(settings(seed=seed))] for seed in (1, 1, 2)]
     assert moments[0] == moments[1] != moments[2]
 

@@ -1,4 +1,4 @@
-"""Small measurements of a router with real processes, with every figure in the table and in the JSON."""
+"""Tests small measurements of a router with real processes: the table and the JSON have every figure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-def test_small_measurement_has_every_figure(tmp_path, capsys):
+def test_small_router_measurement_has_every_figure(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main(RouterBenchSettings(**SMALL, json_path=str(path), label="small")) == 0
     report = json.loads(path.read_text())
@@ -70,7 +70,7 @@ def test_small_measurement_has_every_figure(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_chosen_rows_are_measured_and_flags_reach_the_router(capsys):
+def test_only_chosen_rows_are_measured_and_flags_reach_the_router(capsys):
     assert main(RouterBenchSettings(**SMALL, rows=("throughput",), server_flags=("--policy", "round_robin"))) == 0
     table = capsys.readouterr().out
     assert "route with --policy round_robin" in table

@@ -31,7 +31,7 @@ async def refused(server, settings) -> CannotMeasure:
 
 
 @both
-async def test_closed_loop_has_exact_figures(start_server, tokens, bench_settings, autojump_clock, http):
+async def test_closed_loop_measurement_has_exact_figures(start_server, tokens, bench_settings, autojump_clock, http):
     server = start_server(lambda call: tokens(call, first_seconds=0.5, gap_seconds=0.1), http=http)
     outcome = await measured(server, bench_settings(http=http, requests=4, concurrency=2, output_tokens=3))
     figures = outcome.report.figures

@@ -28,7 +28,7 @@ def difference(after: dict[float, float], before: dict[float, float] | None = No
     return HistogramDifference.between(before or {}, after)
 
 
-def test_value_is_found_by_name_and_labels():
+def test_scraped_value_is_found_by_name_and_labels():
     scrape = Scrape(TEXT)
     assert scrape.total("kv_blocks", state="used") == 3
     assert scrape.total("kv_blocks") == 7
@@ -49,7 +49,7 @@ def test_buckets_of_several_series_are_added():
     assert scrape.buckets("other") == {}
 
 
-def test_difference_counts_only_between_the_two_scrapes():
+def test_histogram_difference_counts_only_events_between_two_scrapes():
     counted = difference({1.0: 5, 2.0: 9, math.inf: 10}, {1.0: 5, 2.0: 6, math.inf: 7})
     assert counted.counts == (0, 3, 0)
     assert counted.count == 3
@@ -67,7 +67,7 @@ def test_quantile_above_the_last_finite_bound_is_that_bound():
     assert counted.bound(0.99) == math.inf
 
 
-def test_empty_difference_has_no_quantile():
+def test_empty_histogram_difference_has_no_quantile():
     counted = difference({1.0: 4, math.inf: 4}, {1.0: 4, math.inf: 4})
     assert counted.quantile(0.5) is None
     assert counted.bound(0.5) is None

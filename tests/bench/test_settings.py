@@ -196,11 +196,11 @@ def test_value_out_of_range_is_refused_with_its_flag(words, said):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://127.8.9.1", "http://[::1]:80", "http://localhost"])
-def test_loopback_needs_no_permission(url):
+def test_measuring_a_loopback_server_needs_no_permission(url):
     assert BenchSettings(url=url).target.is_loopback
 
 
-def test_remote_server_needs_permission():
+def test_measuring_a_remote_server_needs_permission():
     assert BenchSettings(url="http://192.0.2.1:8000", allow_remote=True).target.host == "192.0.2.1"
 
 

@@ -52,7 +52,7 @@ def test_slot_of_a_request_that_leaves_goes_to_the_next_one():
     assert queue.ended(1.25) == [2]
 
 
-def test_depth_has_the_maximum_and_the_mean_over_time():
+def test_queue_depth_has_its_maximum_and_its_mean_over_time():
     depth = Depth(10.0)
     depth.note(4, 11.0)
     depth.note(1, 12.0)
@@ -60,7 +60,7 @@ def test_depth_has_the_maximum_and_the_mean_over_time():
     assert depth.mean(14.0) == pytest.approx((0 + 4 + 1 + 1) / 4)
 
 
-def test_reset_depth_begins_with_the_waiting_requests():
+def test_queue_depth_after_a_reset_begins_with_the_waiting_requests():
     queue = slots(slots_max=1)
     for key in (1, 2, 3):
         queue.enter(key, 0.0)

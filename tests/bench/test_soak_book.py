@@ -9,7 +9,7 @@ from trioserve.bench.soak_plan import Slice
 
 
 def book(begins_at: float, *responses: tuple[int, float, float], is_control: bool = False) -> SliceBook:
-    """Return a record with responses: number of the client, time of the end, and the only gap."""
+    """Return a record with responses. Each response is given by its client's number, its end time and its only gap."""
     made = SliceBook(Slice(is_control=is_control, request_indices=range(10)))
     made.start(begins_at)
     for number, responded_at, gap in responses:

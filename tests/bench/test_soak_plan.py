@@ -23,13 +23,13 @@ def body(client) -> dict:
     return json.loads(client.planned.body)
 
 
-def test_seed_decides_the_clients():
+def test_seed_decides_the_clients_of_a_soak():
     assert clients(plan_of(requests=50)) == clients(plan_of(requests=50))
     assert clients(plan_of(requests=50)) != clients(plan_of(requests=50, seed=1))
 
 
 @pytest.mark.parametrize("requests", [2, 299, 10_000])
-def test_slices_alternate_and_have_the_requested_number_of_requests(requests):
+def test_soak_slices_alternate_and_have_the_requested_number_of_requests(requests):
     slices = plan_of(requests=requests).slices()
     assert [piece.is_control for piece in slices] == [False, True] * (len(slices) // 2)
     assert sum(len(piece.request_indices) for piece in slices if not piece.is_control) == requests

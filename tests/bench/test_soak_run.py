@@ -1,4 +1,4 @@
-"""Whole soaks in memory, with the real front end and an engine without weights."""
+"""Tests whole soaks in memory, with the real front end and an engine without weights."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_task_that_stays_breaks_only_its_claim(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_refusals_are_failures(autojump_clock):
+async def test_refused_requests_of_a_soak_are_failures(autojump_clock):
     async with open_memory_server(**{**ENGINE, "max_queued_requests": 1}) as server:
         outcome = await soaked(server, settings(abort_fraction=0.0, requests=40))
         assert "failed requests" in broken(outcome)
@@ -137,7 +137,7 @@ async def test_refusals_are_failures(autojump_clock):
         assert outcome.exit_code == 1
 
 
-async def test_busy_server_is_refused(autojump_clock):
+async def test_soak_refuses_a_busy_server(autojump_clock):
     async with open_memory_server(**ENGINE) as server, server.engine.generate("hello"):
         outcome = await outcome_of(server, settings())
         assert isinstance(outcome, CannotMeasure)
@@ -145,7 +145,7 @@ async def test_busy_server_is_refused(autojump_clock):
         assert "has other requests" in outcome.message
 
 
-async def test_server_of_another_project_is_refused_in_one_sentence(start_server, tokens, autojump_clock):
+async def test_soak_refuses_a_server_of_another_project_in_one_sentence(start_server, tokens, autojump_clock):
     server = start_server(tokens, http=1)
     outcome = await soak(settings(), opener=lambda http: server.open_stream, progress=io.StringIO())
     assert isinstance(outcome, CannotMeasure)
@@ -222,7 +222,7 @@ async def test_unanswered_half_close_is_counted_and_ends_after_a_time(autojump_c
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grows_until", "verdict"), [(30, True), (10_000, False)])
-async def test_memory_is_judged_after_the_warmup(autojump_clock, grows_until, verdict):
+async def test_memory_of_a_soak_is_judged_after_the_warmup(autojump_clock, grows_until, verdict):
     async with open_memory_server(**{**ENGINE, "step_seconds": 0.5}) as server:
         metrics = server.engine.metrics
         expose = metrics.expose

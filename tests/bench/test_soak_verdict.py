@@ -156,7 +156,7 @@ def test_metrics_that_are_missing_at_the_end_break_their_claims():
     assert len(broken) == 8  # Every claim about the final state fails.
 
 
-def test_cancel_to_free_counts_only_after_the_warmup():
+def test_cancel_to_free_claim_counts_only_aborts_after_the_warmup():
     figures = SoakFigures.from_evidence(evidence())
     decode = next(phase for phase in figures.cancel_to_free if phase.phase == "decode")
     assert decode.aborts == 11  # One abort frees its blocks at once, and ten aborts free them after one step.
@@ -179,7 +179,7 @@ def report(**changes) -> SoakReport:
     return SoakReport(settings=SoakSettings(api_key="secret", label="night"), model="m", figures=figures)
 
 
-def test_table_has_every_claim_and_its_verdict():
+def test_soak_table_has_every_claim_and_its_verdict():
     shown = soak_text(report(control_failed_requests=1, memory=[]))
     lines = shown.splitlines()
     assert lines[0].startswith("night: soak of m at http://127.0.0.1:8000")
@@ -192,7 +192,7 @@ def test_table_has_every_claim_and_its_verdict():
     assert "50/50  50/50" in shown
 
 
-def test_json_has_claims_and_figures_but_not_the_api_key():
+def test_soak_json_has_claims_and_figures_but_not_the_api_key():
     shown = soak_json(report())
     content = json.loads(shown)
     assert b"secret" not in shown

@@ -54,7 +54,7 @@ def test_response_ends_with_its_last_byte_for_any_division(data):
     assert [response.feed(data[index : index + 1]) for index in range(len(data))] == [False] * (len(data) - 1) + [True]
 
 
-def test_refusal_has_its_reason():
+def test_refused_socket_request_has_its_reason():
     response = Response()
     response.feed(REFUSED)
     assert (response.reason, response.closes) == ("429 queue_full", True)
@@ -65,7 +65,7 @@ def test_response_without_a_length_is_refused():
         Response().feed(b"HTTP/1.1 200 OK\r\n\r\n")
 
 
-def test_every_request_has_its_time(start):
+def test_every_socket_request_has_its_duration(start):
     [address] = start()
     with opened(address, 3) as connections:
         seconds = at_a_time(connections, WireRequest(PATH, BODY), requests=10)

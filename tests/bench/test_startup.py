@@ -105,7 +105,7 @@ def test_model_is_read_from_the_disk_before_each_start(tmp_path, monkeypatch, ca
     )
 
 
-def test_missing_model_is_refused(tmp_path):
+def test_startup_measurement_refuses_a_missing_model(tmp_path):
     with pytest.raises(StartupError, match=r"--cold .* does not exist: name the folder or file of a model"):
         StartupSettings(cold_path=str(tmp_path / "nothing"))
 
@@ -116,7 +116,7 @@ def test_server_that_ends_is_reported_with_its_last_log_line(tmp_path, monkeypat
     assert "last line of its log: trioserve: the model is not there" in capsys.readouterr().err
 
 
-def test_table_has_medians_and_dashes_for_unknown_values():
+def test_startup_table_has_medians_and_dashes_for_unknown_values():
     starts = [
         Start(
             checkout="",
@@ -132,7 +132,7 @@ def test_table_has_medians_and_dashes_for_unknown_values():
     assert startup_text(report).splitlines()[2] == "| mine | 2.00 | 1.00 | - | 3 | - | 1024 | - | - |"
 
 
-def test_memory_is_read_from_proc(tmp_path):
+def test_memory_of_a_process_is_read_from_proc(tmp_path):
     folder = tmp_path / "proc/7"
     folder.mkdir(parents=True)
     (folder / "status").write_text("Name:\tserver\nVmHWM:\t    30 kB\nVmRSS:\t    20 kB\nThreads:\t3\n")

@@ -73,7 +73,7 @@ async def test_failed_request_is_reported_and_removes_only_its_round(start_serve
     assert "finish_reason error" in structured_text(report)
 
 
-async def test_structured_measurement_of_an_unreachable_server(start_server):
+async def test_structured_measurement_reports_an_unreachable_server(start_server):
     async def refuse():
         raise OSError("nobody")
 
@@ -130,7 +130,7 @@ async def test_each_schema_gets_one_judged_request(start_server, tmp_path, autoj
         ('{"x": 1.', True, Verdict.INVALID),
     ],
 )
-def test_verdicts_of_responses(text, is_cut, verdict):
+def test_response_gets_its_expected_verdict(text, is_cut, verdict):
     assert Judge().judge(POINT, text, is_cut=is_cut)[0] is verdict
 
 

@@ -130,7 +130,7 @@ def test_decode_bound_is_the_time_to_read_a_steps_memory():
     assert decode_bound(row_named("b"), COST, 1e6) == pytest.approx(16 / 0.130_720)
 
 
-def test_row_bound_includes_the_prompts():
+def test_bound_of_a_suite_row_includes_the_prompts():
     # 16 prompts of 128 tokens, which attend to 64.5 tokens on average, at a million operations per second, then 127
     # steps.
     prompts = 16 * 128 * (1_000 + 64.5 * 2) / 1e6
@@ -165,7 +165,7 @@ def test_server_without_all_cost_metrics_has_no_bound(short_rows, tmp_path):
     assert [(one["bound"], one["decode_bound"]) for one in json.loads(path.read_text())["results"]] == [(None, None)]
 
 
-def test_decode_bound_exists_without_a_product_rate(short_rows, monkeypatch, capsys):
+def test_decode_bound_is_known_without_a_product_rate(short_rows, monkeypatch, capsys):
     monkeypatch.setattr(suite, "product_rate", lambda: None)
     with served(**MODEL) as url:
         assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256)) == 0
@@ -178,7 +178,7 @@ def test_every_row_has_valid_settings():
         assert BenchSettings(**row.load).requests >= BenchSettings(**row.load).concurrency
 
 
-def test_unknown_row_is_refused():
+def test_unknown_row_of_the_suite_is_refused():
     with pytest.raises(StartupError, match="--rows has 'z', allowed are: a, b, c, d, e, f, o1, o32"):
         SuiteSettings(rows=("a", "z"))
 
@@ -191,7 +191,7 @@ def test_machine_speed_is_measured():
     assert rate > 1e9
 
 
-def test_product_rate_without_torch_is_none(monkeypatch):
+def test_machine_without_torch_has_no_product_rate(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert product_rate() is None
 
@@ -215,7 +215,7 @@ def test_interruption_ends_the_suite_and_reports_the_rows_so_far(short_rows, cap
 
 
 @pytest.mark.parametrize("rates", [(1e9, 5e9), (5e9, 1e9), (None, 5e9), (5e9, None)])
-def test_bounds_use_the_faster_of_two_rates(rates, short_rows, monkeypatch, tmp_path):
+def test_bounds_use_the_faster_of_two_measured_rates(rates, short_rows, monkeypatch, tmp_path):
     speeds, products = iter((1e9, 4e9)), iter(rates)
     monkeypatch.setattr(suite, "read_bandwidth", lambda: next(speeds))
     monkeypatch.setattr(suite, "product_rate", lambda: next(products))

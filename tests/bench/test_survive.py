@@ -49,7 +49,7 @@ def test_changed_part_of_a_stream_is_a_difference(other, part):
     assert part in found
 
 
-def test_tool_call_is_joined_and_its_id_is_compared():
+def test_streamed_tool_call_is_joined_and_its_id_is_compared():
     def call(id: str, *pieces: str) -> bytes:
         deltas = [{"role": "assistant"}, {"tool_calls": [{"index": 0, "id": id, "function": {"name": "f"}}]}]
         deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": one}}]} for one in pieces]
@@ -92,7 +92,7 @@ def test_incomplete_stream_is_a_failure(body):
         content_of(body)
 
 
-def test_comment_of_a_resumption_is_not_content():
+def test_stream_comment_about_a_resumption_is_not_content():
     body = b": x-trioserve-continued endpoint=b tokens=same\n\n" + events(*WHOLE)
     assert content_of(body).continued == 1
     assert content_of(body).differences(content_of(events(*WHOLE))) == []

@@ -1,4 +1,4 @@
-"""The conformance suite finds broken connectors: each connector here violates one rule of the contract."""
+"""Tests that the conformance suite finds broken connectors. Each connector of this file violates one rule."""
 
 from __future__ import annotations
 
@@ -241,11 +241,11 @@ BROKEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_broken_connector_fails_the_suite(broken):
+def test_broken_connector_fails_the_conformance_suite(broken):
     failures = failures_of(broken)
     assert BROKEN[broken] in failures, f"not found, only {failures}"
 
 
 @pytest.mark.slow
-def test_correct_connector_passes_the_suite():
+def test_correct_connector_passes_the_conformance_suite():
     assert failures_of(make_loopback) == {}

@@ -1,4 +1,4 @@
-"""Connector and role of an engine from --kv-transfer-config and --role, and refused combinations."""
+"""Tests how --kv-transfer-config and --role set the connector and role of an engine, and refused combinations."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_role_without_connector_selects_tcp(role):
 @pytest.mark.parametrize(
     ("given", "role"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
 )
-def test_roles_of_vllm_are_accepted(given, role):
+def test_kv_roles_of_vllm_are_accepted(given, role):
     assert settings_of(kv_connector="tcp", kv_role=given).role == role
 
 
-def test_configuration_for_vllm_is_accepted():
+def test_kv_transfer_configuration_for_vllm_is_accepted():
     settings = settings_of(
         kv_connector="NixlConnector",
         kv_role="kv_both",
@@ -52,7 +52,7 @@ def test_configuration_for_vllm_is_accepted():
     assert settings.ignored == ("kv_buffer_device",)
 
 
-def test_configuration_can_be_an_object_or_json():
+def test_kv_transfer_configuration_can_be_an_object_or_json():
     assert connector_settings({"kv_connector": "tcp"}, "decode").role == "decode"
 
 
@@ -79,7 +79,7 @@ def test_connector_within_one_engine_shows_no_role():
         ("both", {"kv_connector": "tcp", "kv_connector_module_path": "a.b"}, "entry point"),
     ],
 )
-def test_invalid_configuration_is_refused_before_a_model_is_loaded(role, given, says):
+def test_invalid_kv_transfer_configuration_is_refused_before_a_model_is_loaded(role, given, says):
     with pytest.raises(StartupError, match=says):
         connector_settings(given, role)
     with pytest.raises(StartupError, match=says):

@@ -1,4 +1,4 @@
-"""Conversion of another engine's KV, value for value, and refusal of KV that cannot be used."""
+"""Tests that KV of another engine is converted value for value, and that KV that cannot be used is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored(dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("wanted", FORMATS)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_numbers_are_rounded_like_in_the_model_package(dtype, wanted):
+def test_converted_kv_is_rounded_like_in_the_model_package(dtype, wanted):
     values = stored(dtype)
     expected = number_formats.empty_values(values.shape, wanted)
     number_formats.convert(values, expected)
@@ -43,7 +43,7 @@ def test_numbers_are_rounded_like_in_the_model_package(dtype, wanted):
     assert dtype == wanted or len(values) > 60_000
 
 
-def test_equal_dtypes_are_not_copied():
+def test_kv_with_an_equal_dtype_is_not_copied():
     content = bytearray(b"12345678")
     view = convert(content, "float32", "float32")
     content[0] = ord("9")

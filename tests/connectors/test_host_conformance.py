@@ -1,4 +1,4 @@
-"""The host connector obeys the contract, with blocks in memory and with blocks in files."""
+"""Tests that the host connector obeys the contract, with blocks in memory and with blocks in files."""
 
 from __future__ import annotations
 

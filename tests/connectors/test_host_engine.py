@@ -1,4 +1,4 @@
-"""The host store with a real core: evicted blocks are loaded again, and no response changes."""
+"""Tests the host store with a real core: evicted blocks are loaded again, and no response changes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ SALTS = (None, "x")
 
 
 class History:
-    """History from a seed: a core with a small pool, a store, and requests that come, leave and share prefixes.
+    """History from a seed: a core with a small pool, a store, and requests that arrive, end early and share prefixes.
 
     The seed also decides how slow the store's threads are.
     """
@@ -233,7 +233,7 @@ class History:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_responses_are_the_same_with_and_without_a_store(tmp_path, in_files):
+def test_responses_are_the_same_with_and_without_a_host_store(tmp_path, in_files):
     """The executor checks every slot that it reads, so it detects any wrong byte that is loaded."""
     loaded = faults = 0
     for seed in range(70):

@@ -1,4 +1,4 @@
-"""Files of blocks in a directory: locking, the files at a start, and files of other programs."""
+"""Tests the files of blocks in a directory: locking, the files at a start, and files of other programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def name_of(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(16, "big"))
 
 
-def test_written_block_is_read(open_files, tmp_path):
+def test_block_written_to_a_file_can_be_read(open_files, tmp_path):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     into = np.empty(block_bytes(SMALL_LAYOUT), np.uint8)
@@ -65,7 +65,7 @@ def test_written_block_is_read(open_files, tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_file_is_read_only_with_the_right_proof(open_files):
+def test_block_file_is_read_only_with_the_right_proof(open_files):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     for other in (
@@ -77,7 +77,7 @@ def test_file_is_read_only_with_the_right_proof(open_files):
             files.read(NAME, other, np.empty(block_bytes(SMALL_LAYOUT), np.uint8))
 
 
-def test_any_changed_byte_of_a_file_is_detected(open_files, tmp_path):
+def test_any_changed_byte_of_a_block_file_is_detected(open_files, tmp_path):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     path = tmp_path / "kv" / files.key(NAME)
@@ -92,7 +92,7 @@ def test_any_changed_byte_of_a_file_is_detected(open_files, tmp_path):
             files.read(NAME, PROOF, np.empty(block_bytes(SMALL_LAYOUT), np.uint8))
 
 
-def test_directory_is_used_by_one_engine_at_a_time(open_files, tmp_path):
+def test_host_directory_is_used_by_one_engine_at_a_time(open_files, tmp_path):
     files = open_files()
     with pytest.raises(StartupError, match="is used by another engine: give each one a directory of its own"):
         open_files()
@@ -102,13 +102,13 @@ def test_directory_is_used_by_one_engine_at_a_time(open_files, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_path_that_cannot_be_a_directory_is_refused(tmp_path):
+def test_path_that_cannot_be_a_host_directory_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StartupError, match="the host connector cannot use the directory"):
         BlockFiles(tmp_path / "file", SMALL_LAYOUT).open(PLENTY)
 
 
-def test_unwritable_directory_is_refused(tmp_path, monkeypatch):
+def test_unwritable_host_directory_is_refused(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -121,7 +121,7 @@ def test_unwritable_directory_is_refused(tmp_path, monkeypatch):
     files.close()
 
 
-def test_start_lists_files_oldest_first_within_the_limit(open_files, tmp_path):
+def test_block_files_are_listed_at_start_oldest_first_within_the_limit(open_files, tmp_path):
     files = open_files()
     for number, age in enumerate((3, 1, 2)):
         files.write(name_of(number), PROOF, content_of(number))
@@ -146,7 +146,7 @@ def test_reading_updates_the_time_of_a_file(open_files, tmp_path):
     assert files.found == [files.key(name_of(1)), files.key(name_of(0))]
 
 
-def test_number_of_files_is_limited(open_files, tmp_path, monkeypatch):
+def test_number_of_block_files_is_limited(open_files, tmp_path, monkeypatch):
     monkeypatch.setattr(block_files, "FILES_MAX", 2)
     files = open_files()
     for number in range(3):
@@ -196,7 +196,7 @@ def test_files_of_another_layout_count_for_the_limit_and_are_not_read(open_files
     )
 
 
-def test_failed_write_leaves_no_file(open_files, tmp_path, monkeypatch):
+def test_failed_write_of_a_block_leaves_no_file(open_files, tmp_path, monkeypatch):
     files = open_files()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
@@ -204,7 +204,7 @@ def test_failed_write_leaves_no_file(open_files, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "kv").rglob("*") if path.is_file()] == ["lock"]
 
 
-def test_removed_directory_is_created_again(open_files, tmp_path):
+def test_removed_host_directory_is_created_again(open_files, tmp_path):
     files = open_files()
     (tmp_path / "kv" / files.key(NAME)).parent.rmdir()
     files.write(NAME, PROOF, content_of(7))

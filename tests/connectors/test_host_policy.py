@@ -1,4 +1,4 @@
-"""Policy of the host store, driven by hand: saved blocks, loaded blocks, and memory that must stay unchanged."""
+"""Tests the policy of the host store step by step: saved blocks, loaded blocks, and memory that must stay unchanged."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_saved_blocks_are_loaded_into_other_blocks(make, in_files, has_views):
         pytest.param(tokens_of("b", 12), 0, 0, id="a stranger"),
     ],
 )
-def test_consecutive_stored_blocks_match(make, tokens, computed_count, expect):
+def test_prompt_matches_only_consecutive_stored_blocks(make, tokens, computed_count, expect):
     stage = make()
     stage.save(tokens_of("a", 13))
     assert stage.matched(tokens, computed_count) == expect
@@ -252,7 +252,7 @@ def test_the_last_token_of_a_prompt_is_never_matched(make):
     assert stage.host.num_matched_tokens(stage.request(tokens_of("a", 12)), 0) == 8
 
 
-def test_matching_changes_nothing(make):
+def test_matching_a_prompt_changes_nothing_in_the_host_store(make):
     stage = make(memory_blocks=2)
     stage.save(tokens_of("a", 4))
     stage.save(tokens_of("b", 4))
@@ -289,7 +289,7 @@ def test_block_names_of_a_prompt_are_computed_once(make):
     assert len(named) == 3, "ended requests are not remembered"
 
 
-def test_salts_keep_blocks_apart(make):
+def test_blocks_with_different_salts_are_not_exchanged(make):
     stage = make()
     stage.save(tokens_of("a", 8), salt="x")
     assert [stage.matched(tokens_of("a", 8), salt=salt) for salt in ("x", "y", "", None)] == [8, 0, 0, 0]
@@ -312,7 +312,7 @@ def test_load_of_a_partial_block_writes_only_its_tokens(make):
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_name_collision_causes_a_miss(make, in_files):
+def test_collision_of_block_names_causes_a_miss(make, in_files):
     stage = make(in_files=in_files, hash_block=poor_hash)
     salts = (None, "x", "y")
     prompts = [(name, salt) for name in "abcdef" for salt in salts]
@@ -434,7 +434,7 @@ def test_held_blocks_have_no_transfer_params(make):
     assert stage.host.transfer_params(request.id) is None
 
 
-def test_memory_is_reused_after_its_last_reference(monkeypatch):
+def test_host_memory_is_reused_after_its_last_reference(monkeypatch):
     monkeypatch.setattr(copying, "SLAB_BYTES", 3 * 100)
     memory = BlockMemory(100, 1000)
     taken = [memory.take() for _ in range(5)]
@@ -451,7 +451,7 @@ def test_memory_is_reused_after_its_last_reference(monkeypatch):
     assert set(kept.tolist()) == {4}, "memory with a reference is not reused"
 
 
-def test_memory_of_evicted_blocks_is_reused_in_place(make):
+def test_host_memory_of_evicted_blocks_is_reused_in_place(make):
     stage = make(memory_blocks=4)
     for name in "abcdef":
         stage.save(tokens_of(name, 12))
@@ -475,7 +475,7 @@ def run(stage: Stage, job) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_copy_is_dropped_if_its_hold_expires(make, pieces):
+def test_copy_of_blocks_is_dropped_if_its_hold_expires(make, pieces):
     stage = make()
     request = stage.finish(tokens_of("a", 8), [0, 1])
     reads = []
@@ -494,7 +494,7 @@ def test_copy_is_dropped_if_its_hold_expires(make, pieces):
     stage.check()
 
 
-def test_earlier_batches_are_kept_if_the_hold_expires(make, monkeypatch):
+def test_earlier_batches_of_a_copy_are_kept_if_the_hold_expires(make, monkeypatch):
     monkeypatch.setattr("trioserve.connectors.host.jobs.BATCH_BYTES", BLOCK_BYTES)
     stage = make()
     request = stage.finish(tokens_of("a", 12), [0, 1, 2])
@@ -510,7 +510,7 @@ def test_earlier_batches_are_kept_if_the_hold_expires(make, monkeypatch):
     assert stage.events() == []
 
 
-def test_hold_that_expires_before_its_copy_saves_nothing(make):
+def test_no_block_is_saved_if_the_hold_expires_before_the_copy(make):
     stage = make()
     request = stage.finish(tokens_of("a", 8), [0, 1])
     stage.host.hold_expired(request.id, HoldKind.SEND)
@@ -612,7 +612,7 @@ def test_load_of_evicted_blocks_fails(make):
     assert stage.events() == [LoadFailed(request.id, "no block of it is stored any more")]
 
 
-def test_closing_a_gate_waits_for_the_current_piece():
+def test_closing_a_memory_gate_waits_for_the_current_piece():
     order = []
 
     class Recording:
@@ -678,7 +678,7 @@ def test_evicted_block_is_read_from_its_file_into_memory(make):
     assert stage.count("loaded_from_files") == 4
 
 
-def test_load_combines_memory_and_files(make):
+def test_load_combines_blocks_in_memory_and_files(make):
     stage = make(in_files=True, memory_blocks=2)
     stage.save(tokens_of("a", 8))
     stage.save((*tokens_of("a", 8), *tokens_of("b", 8))[:12])
@@ -708,7 +708,7 @@ def test_blocks_evicted_before_they_are_written_are_counted(make):
     assert stage.count("written") == 2
 
 
-def test_files_are_found_after_a_restart_least_recently_used_first(make):
+def test_block_files_are_found_after_a_restart_least_recently_used_first(make):
     stage = make(in_files=True)
     for name in "abc":
         stage.save(tokens_of(name, 4))
@@ -765,7 +765,7 @@ def test_damaged_file_ends_the_load_at_its_block(make, damage, files_left, index
     assert stage.load(tokens) == 8, "blocks that are computed again are stored again"
 
 
-def test_same_damage_found_by_two_loads_is_dropped_once(make):
+def test_damaged_file_found_by_two_loads_is_dropped_once(make):
     stage = make(in_files=True, memory_blocks=1)
     tokens = tokens_of("a", 4)
     stage.save(tokens)
@@ -835,7 +835,7 @@ def test_blocks_of_another_layout_are_not_loaded(make, tmp_path):
 # --- closing ---------------------------------------------------------------------------------------------------------
 
 
-def test_closed_policy_touches_and_reports_nothing(make):
+def test_closed_host_policy_changes_and_reports_nothing(make):
     stage = make()
     stage.save(tokens_of("a", 12))
     load, send = stage.start(tokens_of("a", 12)), stage.finish(tokens_of("b", 8), [0, 1])

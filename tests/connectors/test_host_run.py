@@ -1,4 +1,4 @@
-"""The host store as a task of an engine: threads run its work by lanes, and are abandoned at its end."""
+"""Tests the host store as a task of an engine: threads run its work by lanes, and are abandoned at its end."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_directory_in_use_is_refused_with_a_sentence(tmp_path):
     files.close()
 
 
-async def test_files_survive_a_restart(autojump_clock, tmp_path):
+async def test_block_files_survive_a_restart(autojump_clock, tmp_path):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:
         kept = await here.save("a", A)
@@ -202,7 +202,7 @@ async def test_hanging_disk_does_not_block_loads_from_memory(autojump_clock, tmp
         assert await here.reports() == [Loaded(RequestId("a2"), 8)]
 
 
-async def test_threads_of_a_cancelled_connector_touch_nothing(autojump_clock, tmp_path):
+async def test_threads_of_a_cancelled_connector_change_no_memory_and_no_file(autojump_clock, tmp_path):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:
         await here.save("a", A)
@@ -226,7 +226,7 @@ async def test_threads_of_a_cancelled_connector_touch_nothing(autojump_clock, tm
     files.close()
 
 
-async def test_error_in_a_thread_ends_one_transfer_and_not_the_engine(autojump_clock, caplog):
+async def test_error_in_a_host_thread_ends_one_transfer_and_not_the_engine(autojump_clock, caplog):
     async with running() as here:
         kept = await here.save("a", A)
 
@@ -289,7 +289,7 @@ DAMAGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_one_surprise_triggers_a_count_of_all_files(autojump_clock, tmp_path, damage):
+async def test_unexpected_change_of_the_directory_triggers_a_count_of_all_files(autojump_clock, tmp_path, damage):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:
         kept = {tokens: await here.save(name, tokens) for name, tokens in (("a", A), ("b", B), ("c", C))}

@@ -1,4 +1,4 @@
-"""Options of the host connector, and the messages about invalid options."""
+"""Tests the options of the host connector, and the messages about invalid options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trioserve.testing.memory_pages import SMALL_LAYOUT
         ),
     ],
 )
-def test_limits_are_bytes_or_gib(options, expect):
+def test_limits_of_the_host_connector_are_bytes_or_gib(options, expect):
     assert host_settings_from(options, SMALL_LAYOUT) == expect
 
 

@@ -1,4 +1,4 @@
-"""The loopback connector, beyond the contract: its hub, its reports of active readers, and its holds."""
+"""Tests of the loopback connector besides the contract: its hub, its reports of active readers, and its holds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def reports_of(
     return seen
 
 
-async def test_transfer_params_of_a_hold():
+async def test_transfer_params_describe_the_hold_of_a_request():
     async with running(setup("p")) as (sender,):
         params = hold(sender)
         assert params == KVTransferParams(
@@ -189,7 +189,7 @@ async def test_blocks_and_dtype_are_converted_for_the_reader(change):
         assert any(byte for layer in expected for token in layer for byte in token)
 
 
-async def test_counts_include_both_sides():
+async def test_transfer_counts_include_both_sides():
     async with running(setup("p"), setup("d")) as (sender, reader):
         reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 18)
         assert await reports_of(reader) == [Loaded("b", 18)]
@@ -199,7 +199,7 @@ async def test_counts_include_both_sides():
         assert (reader.counts()["loads_completed_total"], sender.counts()["sends_completed_total"]) == (1, 1)
 
 
-async def test_every_end_is_counted_once():
+async def test_every_end_of_a_transfer_is_counted_once():
     async with running(setup("p"), setup("d")) as (sender, reader):
         there = (9, 10, 11, 12, 13)
         hold(sender, "a")

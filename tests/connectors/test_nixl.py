@@ -1,4 +1,4 @@
-"""NIXL transfer with a fake agent whose READs complete on demand, also after their loads have ended."""
+"""Tests of NIXL transfers with a fake agent whose READs complete on demand, also after their loads have ended."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_held_blocks_are_read_and_confirmed(options):
         assert sent["sends_completed_total"] == 1
 
 
-async def test_other_dtype_and_block_size_are_converted():
+async def test_nixl_load_converts_another_dtype_and_block_size():
     layout = msgspec.structs.replace(SMALL_LAYOUT, dtype="bfloat16", block_size=8)
     async with engines(layout) as (there, here):
         begin(there, here)
@@ -290,7 +290,7 @@ async def test_blocks_without_address_are_sent_over_the_connection(monkeypatch):
         Places(b"trioserve-there", "DRAM", (Region(0, 100),) * 2, (0, 1, 2, 3)),
     ],
 )
-async def test_invalid_places_are_not_read(monkeypatch, places):
+async def test_invalid_memory_addresses_of_a_peer_are_not_read(monkeypatch, places):
     async with engines() as (there, here):
         monkeypatch.setattr(nixl, "Places", lambda *arguments: places)
         monkeypatch.setattr(nixl, "receive_body", _receive_body_as(Places))
@@ -309,7 +309,7 @@ def _receive_body_as(kind: type) -> Any:
     return receive
 
 
-def test_regions_of_the_blocks():
+def test_memory_regions_cover_the_blocks():
     kind, regions = regions_of(MemoryPages(8))
     block_bytes = SMALL_LAYOUT.block_size * SMALL_LAYOUT.token_bytes
     assert kind == "DRAM"
@@ -329,7 +329,7 @@ def test_invalid_option_is_refused(options):
         read_options(NixlOptions, options)
 
 
-async def test_failed_start_is_reported_in_one_sentence(monkeypatch):
+async def test_failed_start_of_nixl_is_reported_in_one_sentence(monkeypatch):
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(StartupError, match="cannot be listened on"):
         await Engine("there", port=taken.getsockname()[1]).connector.run(task_status=trio.TASK_STATUS_IGNORED)
@@ -342,7 +342,7 @@ async def test_failed_start_is_reported_in_one_sentence(monkeypatch):
         await Engine("there").connector.run(task_status=trio.TASK_STATUS_IGNORED)
 
 
-def test_missing_package_is_reported_with_the_install_command(monkeypatch):
+def test_missing_nixl_package_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"pip install .*\[nixl\]"):
         Engine("there")

@@ -1,4 +1,4 @@
-"""The connector `nixl` obeys the contract, in host memory."""
+"""Tests that the connector `nixl` obeys the contract, in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With the connector `none`, every step is the same as without a connector."""
+"""Tests that every step with the connector `none` is the same as without a connector."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def history(connector: KVConnector | None) -> tuple[list[object], EngineCore]:
     return seen, core
 
 
-def test_steps_are_the_same_as_without_a_connector():
+def test_steps_with_the_connector_none_are_the_same_as_without_a_connector():
     seen, core = history(NoConnector())
     assert seen == history(None)[0]
     stats = core.stats()
@@ -82,7 +82,7 @@ def test_no_tokens_match_and_no_blocks_are_held():
         ("hold_expired", ("a", HoldKind.SEND)),
     ],
 )
-def test_calls_that_the_core_must_not_make_raise(call, arguments):
+def test_calls_that_the_core_must_not_make_raise_an_error(call, arguments):
     with pytest.raises(AssertionError, match=r"^a: |^a: no "):
         getattr(NoConnector(), call)(*arguments)
 

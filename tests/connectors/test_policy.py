@@ -1,4 +1,4 @@
-"""Records of both sides of a KV transfer between two processes, driven by hand."""
+"""Tests the records of both sides of a KV transfer between two processes, step by step."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_expired_hold_is_not_reported(end):
     assert books.reports() == []
 
 
-def test_reports_wake_the_core_and_orders_wake_the_transport():
+def test_transfer_reports_wake_the_core_and_orders_wake_the_transport():
     books = Books()
     books.hold("a")
     books.policy.sends.released(["a"])
@@ -217,7 +217,7 @@ def test_reports_wake_the_core_and_orders_wake_the_transport():
     assert (books.wakes, books.works) == (2, 2)
 
 
-def test_ends_of_sends_are_counted():
+def test_ends_of_kv_sends_are_counted():
     books = Books()
     for name in "abcd":
         books.hold(name)
@@ -233,7 +233,7 @@ def test_ends_of_sends_are_counted():
     assert ends == [1, 1, 1, 1, 3]
 
 
-def test_every_count_has_its_metric():
+def test_every_transfer_count_has_its_metric():
     names = {metric.name for metric in CATALOGUE}
     assert {f"kv_transfer_{name}" for name in Books().policy.counts()} <= names
 
@@ -476,7 +476,7 @@ def test_holder_silent_for_the_duration_of_a_hold_counts_as_released():
     assert not load.is_alive
 
 
-def test_holder_that_refuses_connections_is_given_up_soon():
+def test_load_from_a_holder_that_refuses_connections_soon_fails():
     books = Books()
     load = books.load()
     assert load is not None
@@ -515,13 +515,13 @@ def test_blocks_of_another_prompt_are_refused(proof):
     assert not isinstance(books.policy.sends.asked("a", 2, 5, proof_of(None, range(7)), 0.0), str)
 
 
-def test_load_sends_a_proof_of_its_tokens():
+def test_kv_load_sends_a_proof_of_its_tokens():
     books = Books()
     load = books.load("a")
     assert load is not None
     assert load.proof == proof_of(None, request("a", FROM_THERE).prompt_token_ids[:10])
 
 
-def test_too_many_blocks_are_refused_unread():
+def test_transfer_params_with_too_many_blocks_are_refused_without_reading_them():
     params = msgspec.structs.replace(FROM_THERE, remote_block_ids=(1,) * 100_001)
     assert "100000 are allowed" in str(origin_of(params, StreamOptions(), KEY))

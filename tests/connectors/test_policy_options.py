@@ -1,4 +1,4 @@
-"""Options of the stream connectors. Invalid ones are refused at the start with one sentence."""
+"""Tests the options of the stream connectors. An invalid option is refused at the start with one sentence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_white_space_around_a_key_is_ignored(tmp_path):
     assert read_options(StreamOptions, {}).read_key() == b""
 
 
-def test_address_that_readers_get():
+def test_readers_get_the_configured_or_detected_address():
     assert read_options(StreamOptions, {}).advertised == "127.0.0.1"
     options = read_options(StreamOptions, {"key": "k" * 16, "host": "0.0.0.0", "advertised_host": "node1"})
     assert options.advertised == "node1"

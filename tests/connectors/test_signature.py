@@ -1,4 +1,4 @@
-"""Keys with which engines sign the location of held KV."""
+"""Tests of the keys with which engines sign the location of held KV."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_engines_of_one_user_on_one_machine_share_a_private_key(place):
     assert is_signed(signed(PLACE, signing_key(StreamOptions())), signing_key(StreamOptions()))
 
 
-def test_directory_of_key_can_be_chosen(place, tmp_path, monkeypatch):
+def test_directory_of_the_kv_key_can_be_chosen(place, tmp_path, monkeypatch):
     monkeypatch.setenv("TRIOSERVE_KV_KEY_DIRECTORY", str(tmp_path / "chosen"))
     assert machine_key() == machine_key() == (tmp_path / "chosen" / "kv-key").read_bytes()
     assert not place.exists()
 
 
-def test_tests_write_no_key_into_cache_of_user():
+def test_tests_write_no_kv_key_into_the_users_cache():
     directory = Path(os.environ["TRIOSERVE_KV_KEY_DIRECTORY"])
     machine_key()
     assert (directory / "kv-key").exists()

@@ -1,4 +1,4 @@
-"""The connector `tcp` over sockets of this machine, with and without TLS."""
+"""Tests the connector `tcp` over sockets of this machine, with and without TLS."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def certificates(tmp_path):
 
 @pytest.mark.parametrize("layout", [SMALL_LAYOUT, WIDE, EIGHT_BITS])
 @pytest.mark.parametrize("kind", ["plain", "key", "tls"])
-async def test_transfer_over_sockets(certificates, kind, layout):
+async def test_kv_is_transferred_over_sockets(certificates, kind, layout):
     options = {
         "plain": ({}, {}),
         "key": ({"key": KEY}, {"key": KEY}),
@@ -145,7 +145,7 @@ async def test_transfer_over_sockets(certificates, kind, layout):
         )
 
 
-async def test_several_concurrent_transfers():
+async def test_several_kv_transfers_run_concurrently():
     async with engines({}, {"reads_max": 3, "chunk_bytes": 50}) as (there, here):
         for index in range(10):
             begin(there, here, f"r{index}")
@@ -198,7 +198,7 @@ async def test_load_from_a_closed_port_fails():
         assert await here.next_report() == LoadFailed(RequestId("r"), f"127.0.0.1:{port}: {BROKE_OFF}")
 
 
-async def test_used_port_is_reported_in_one_sentence():
+async def test_port_in_use_by_another_program_is_reported_in_one_sentence():
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(StartupError, match=r"127\.0\.0\.1:\d+ cannot be listened on"),
@@ -243,7 +243,7 @@ async def wires() -> tuple[SocketWire, SocketWire]:
         return SocketWire(await listener.accept(), 5.0), SocketWire(theirs, 5.0)
 
 
-async def test_pieces_cut_anywhere_arrive_in_order():
+async def test_frames_divided_at_any_byte_arrive_in_order():
     sender, receiver = await wires()
     content = bytes(range(256)) * 20_000
     cuts = [0, 1, 1, 5_000, 70_000, 70_001, 3_000_000, len(content)]
@@ -267,7 +267,7 @@ async def test_pieces_cut_anywhere_arrive_in_order():
     receiver.close()
 
 
-async def test_empty_pieces_are_sent_and_received():
+async def test_empty_pieces_of_a_frame_are_sent_and_received():
     sender, receiver = await wires()
     assert await receiver.receive(0) == b""
     await sender.send([b"", b"ab", memoryview(b"")])
@@ -332,7 +332,7 @@ async def test_transfer_stops_when_its_memory_is_withdrawn():
 
 
 @pytest.mark.parametrize("direction", ["send", "receive"])
-async def test_silence_ends_a_wait_for_bytes(autojump_clock, direction):
+async def test_wait_for_bytes_of_a_silent_peer_times_out(autojump_clock, direction):
     sender, receiver = await wires()
     with pytest.raises(trio.TooSlowError):
         await (sender.send([bytes(50_000_000)]) if direction == "send" else receiver.receive(1))

@@ -1,4 +1,4 @@
-"""The connector `tcp` obeys the contract over sockets."""
+"""Tests that the connector `tcp` obeys the contract over sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sides of the stream transport over streams in memory: malicious peers, and failures at any moment."""
+"""Tests both sides of the stream transport over streams in memory: malicious peers, and failures at any moment."""
 
 from __future__ import annotations
 
@@ -566,7 +566,7 @@ class DirectWire:
 
 
 @pytest.mark.parametrize("data_count", range(1, 13))
-async def test_end_is_not_confirmed_if_the_hold_ended_with_the_last_byte(autojump_clock, data_count):
+async def test_end_of_a_read_is_not_confirmed_if_the_hold_ended_with_the_last_byte(autojump_clock, data_count):
     """Check this for any order of frames, with a wire that never lets other tasks run between two frames."""
     there = Side("there")
     there.hold()
@@ -599,11 +599,13 @@ async def test_received_bytes_are_not_written_to_blocks_of_an_ended_load():
     assert here.pages.touched == []
 
 
-# --- strangers ---
+# --- clients without the key ---
 
 
 async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Side, bytes]:
-    """Connect a stranger that sends bytes to a holder. Returns the answer up to the end of the connection."""
+    """Connect a client without the key that sends bytes to a holder. Return the answer up to the end of the
+    connection.
+    """
     side = Side("there", key=key)
     ours, theirs = memory_stream_pair()
     received = b""
@@ -647,7 +649,7 @@ async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Si
     ids=lambda content: f"{len(content)}_bytes",
 )
 @pytest.mark.parametrize("ends", [False, True])
-async def test_stranger_gets_nothing_and_is_counted(autojump_clock, content, ends):
+async def test_client_without_the_key_gets_nothing_and_is_counted(autojump_clock, content, ends):
     side, received = await meet(content, ends=ends)
     assert side.policy.counts()["peers_refused_total"] == 1
     assert len(side.troubles) == 1
@@ -664,7 +666,7 @@ def heads(content: bytes) -> list[frames.Head]:
     return found
 
 
-async def test_silent_strangers_are_disconnected_after_a_time_or_for_new_peers(autojump_clock):
+async def test_silent_clients_without_the_key_are_disconnected_after_a_time_or_for_new_peers(autojump_clock):
     side = Side("there")
     count = GREETINGS_OF_ADDRESS_MAX + 3
     async with trio.open_nursery() as nursery:
@@ -690,7 +692,7 @@ async def test_silent_strangers_are_disconnected_after_a_time_or_for_new_peers(a
 
 
 @pytest.mark.parametrize("address_count", [1, 5, 100])
-async def test_silent_strangers_do_not_block_readers(autojump_clock, address_count):
+async def test_silent_clients_without_the_key_do_not_block_readers(autojump_clock, address_count):
     side = Side("there")
     side.hold()
     async with trio.open_nursery() as nursery:
@@ -709,7 +711,7 @@ async def test_silent_strangers_do_not_block_readers(autojump_clock, address_cou
     assert side.holder.strangers.count == 0
 
 
-async def test_strangers_cannot_use_connection_places_of_readers(autojump_clock):
+async def test_clients_without_the_key_cannot_use_connection_slots_of_readers(autojump_clock):
     side = Side("there")
     async with trio.open_nursery() as nursery:
         wires = [(await greeted(side, nursery))[1] for _ in range(GREETINGS_OF_ADDRESS_MAX + 4)]
@@ -744,7 +746,7 @@ CONVERSATIONS = [
     length=st.floats(0, 1),
     hangs_up=st.booleans(),
 )
-def test_any_bytes_of_a_stranger_cause_no_error(conversation, changes, length, hangs_up):
+def test_bytes_of_a_client_without_the_key_cause_no_error(conversation, changes, length, hangs_up):
     content = bytearray(conversation)
     for where, new in changes:
         start = int(where * len(content))
@@ -972,7 +974,7 @@ async def test_handshake_identifies_both_sides(autojump_clock):
 
 
 @pytest.mark.parametrize(("reader_key", "holder_key"), [(KEY, b"x" * 16), (b"", KEY), (KEY, b"")])
-async def test_other_key_is_refused(autojump_clock, reader_key, holder_key):
+async def test_handshake_with_another_key_is_refused(autojump_clock, reader_key, holder_key):
     reader, holder = await shake(reader_key, holder_key)
     assert isinstance(reader, Refused)
     assert isinstance(holder, Refused)

@@ -1,4 +1,6 @@
-"""Two engines with a real model in one program: one computes the prompt, the other continues from its KV."""
+"""Tests two engines with a real model in one program: one engine computes the prompt, the other continues from
+its KV.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ async def test_engines_with_different_rank_counts_exchange_kv(checkpoint, prefil
         assert response == await text_of(prefill)
 
 
-async def test_released_blocks_are_computed_again(checkpoint):
+async def test_blocks_that_the_other_engine_released_are_computed_again(checkpoint):
     async with opened(checkpoint) as prefill, opened(checkpoint) as decode:
         async with prefill.generate(PROMPT, FIRST, kv_transfer=HELD) as stream:
             params = [delta async for delta in stream][-1].kv_transfer

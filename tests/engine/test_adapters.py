@@ -70,7 +70,7 @@ async def test_unknown_adapter_is_refused_on_entering():
 
 
 @pytest.mark.parametrize("phase", ["queued", "waiting", "preparing", "prefill", "forward", "decode", "ended"])
-async def test_request_that_leaves_releases_its_adapter_lease(phase: str):
+async def test_request_that_leaves_its_engine_releases_its_adapter_lease(phase: str):
     options: dict[str, Any] = {"max_num_seqs": 1} if phase == "waiting" else {}
     if phase == "preparing":
         options = {"max_model_len": 100_000, "block_count": 25_000}
@@ -120,7 +120,7 @@ async def _forever(engine: FakeEngine) -> None:
             pass
 
 
-async def test_unload_waits_for_users_and_frees_the_name_at_once():
+async def test_unload_of_an_adapter_waits_for_users_and_frees_the_name_at_once():
     async with opened(paused=True) as engine, trio.open_nursery() as nursery:  # noqa: SIM117
         async with engine.generate(PROMPT, TEN, adapter="a") as stream:
             await engine.step()
@@ -147,7 +147,7 @@ async def test_unload_waits_for_users_and_frees_the_name_at_once():
             assert id not in in_memory(engine)
 
 
-async def test_unload_with_a_deadline_ends_remaining_users(autojump_clock: trio.testing.MockClock):
+async def test_unload_of_an_adapter_ends_remaining_users_at_its_deadline(autojump_clock: trio.testing.MockClock):
     async with (
         opened(step_seconds=1.0, max_model_len=1000, block_count=512) as engine,
         engine.generate("x", SamplingParams(max_tokens=500), adapter="a") as stream,
@@ -163,7 +163,7 @@ async def test_unload_with_a_deadline_ends_remaining_users(autojump_clock: trio.
         assert [delta async for delta in other][-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_unload_deadline_applies_after_its_caller_has_left(autojump_clock: trio.testing.MockClock):
+async def test_adapter_unload_deadline_applies_after_its_caller_has_left(autojump_clock: trio.testing.MockClock):
     async with opened(step_seconds=1.0, max_model_len=1000, block_count=512) as engine:
         async with engine.generate("x", SamplingParams(max_tokens=500), adapter="a") as stream:
             with trio.move_on_after(1):
@@ -209,7 +209,7 @@ async def test_unreadable_adapter_leaves_no_memory():
         assert in_memory(engine) == {1, 2}
 
 
-async def test_cancelled_or_unloaded_load_leaves_no_memory(monkeypatch: pytest.MonkeyPatch):
+async def test_adapter_load_that_is_cancelled_or_unloaded_leaves_no_memory(monkeypatch: pytest.MonkeyPatch):
     async with opened() as engine:
         gate = trio.Event()
         place = engine.adapters._place

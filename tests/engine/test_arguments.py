@@ -112,7 +112,7 @@ async def test_abort_with_a_wrong_argument_ends_no_request(arguments, autojump_c
         fake.assert_all_free()
 
 
-async def test_single_string_is_one_request_id(autojump_clock):
+async def test_abort_of_a_single_string_means_one_request_id(autojump_clock):
     async with open_fake_engine(paused=True) as fake, fake.generate("a prompt", request_id="r-1"):
         assert fake.abort("r-1") == {"r-1": AbortOutcome.ABORTED}
 
@@ -120,7 +120,7 @@ async def test_single_string_is_one_request_id(autojump_clock):
 @pytest.mark.parametrize(
     ("arguments", "param"), [((math.nan, print), "at"), (("soon", print), "at"), ((5.0, None), "function")]
 )
-async def test_wrong_time_does_not_end_the_deadline_task(arguments, param, autojump_clock):
+async def test_deadline_of_a_wrong_type_does_not_end_the_deadline_task(arguments, param, autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(InvalidRequest) as raised:
             fake.call_at(*arguments)
@@ -151,7 +151,7 @@ async def test_stream_of_a_refused_request_has_ended(autojump_clock):
 
 @pytest.mark.parametrize("value", ["5", math.nan, math.inf, 10**400, True, [1.0], 0])
 @pytest.mark.parametrize("name", ["queue_timeout", "ttft_timeout", "timeout"])
-def test_deadlines_are_given_in_seconds(name, value):
+def test_request_deadlines_are_given_in_seconds(name, value):
     with pytest.raises(InvalidRequest) as raised:
         Deadlines(**{name: value})
     assert raised.value.param == name

@@ -216,7 +216,7 @@ def test_retry_delay_follows_from_the_rate_of_ended_requests():
     assert rate.seconds_for(32, 184.0) == pytest.approx(32.0)
 
 
-async def test_idle_time_does_not_raise_the_retry_delay(autojump_clock):
+async def test_idle_time_of_an_engine_does_not_raise_the_retry_delay(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1, max_queued_requests=0) as fake:
         for _ in range(3):
             await ask(fake, "prompt", max_tokens=2)
@@ -227,7 +227,7 @@ async def test_idle_time_does_not_raise_the_retry_delay(autojump_clock):
     assert refused.value.retry_after_seconds == 1.0  # This is the smallest delay.
 
 
-async def test_new_engine_is_awake(autojump_clock):
+async def test_new_engine_is_not_asleep(autojump_clock):
     async with open_fake_engine() as fake:
         states = ("awake", "weights_offloaded", "discard_all")
         assert [count(fake, "engine_sleep_state", state) for state in states] == [1, 0, 0]

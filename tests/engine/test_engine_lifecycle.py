@@ -98,7 +98,7 @@ async def test_fault_reaches_a_queued_request_that_resumes_an_ended_response(aut
     assert sorted(faults) == ["other"] * 12 + ["resumed"]
 
 
-async def test_on_fault_has_bounded_time(autojump_clock):
+async def test_on_fault_callback_has_a_time_limit(autojump_clock):
     async def never_done() -> None:
         await trio.sleep_forever()
 

@@ -110,7 +110,7 @@ async def test_request_that_requires_loaded_kv_ends_without_a_step(autojump_cloc
         await trio.sleep(10.0)
 
 
-async def test_kv_that_arrives_wakes_the_loop(autojump_clock):
+async def test_kv_that_arrives_wakes_the_step_loop(autojump_clock):
     stage = Stage()
     async with running(stage) as begun_at:
         stage.add()
@@ -130,7 +130,7 @@ async def test_failed_kv_load_is_reported_at_once(autojump_clock):
         assert [event.reason for _, event in stage.events] == [FinishReason.ERROR]
 
 
-async def test_unreleased_hold_ends_at_its_deadline_in_an_idle_engine(autojump_clock):
+async def test_unreleased_kv_hold_ends_at_its_deadline_in_an_idle_engine(autojump_clock):
     stage = Stage(hold_seconds_max=3.0)
     stage.holds = {A}
     async with running(stage):
@@ -186,7 +186,7 @@ async def test_idle_work_runs_one_by_one_and_never_during_a_step(autojump_clock)
         assert stage.began == 3
 
 
-async def test_cancelled_loop_waits_for_idle_work(autojump_clock):
+async def test_cancelled_step_loop_waits_for_idle_work(autojump_clock):
     stage = IdleStage()
 
     async def release_later() -> None:
@@ -234,7 +234,7 @@ class WrittenStage(Stage):
 
 
 @pytest.mark.parametrize("readers_first", (True, False))
-async def test_readers_run_before_or_during_the_next_step(readers_first: bool, autojump_clock):
+async def test_stream_readers_run_before_or_during_the_next_step(readers_first: bool, autojump_clock):
     stage = WrittenStage(readers_first=readers_first)
     async with running(stage), trio.open_nursery() as nursery:
         nursery.start_soon(stage.run_reader)

@@ -56,7 +56,7 @@ async def test_blocks_of_a_handed_over_request_outlive_its_scope_until_released_
         fake.connector.check()
 
 
-async def test_hold_ends_at_its_timeout_if_no_engine_reads_the_blocks(autojump_clock):
+async def test_hold_of_a_handed_over_request_ends_at_its_timeout_if_no_engine_reads(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, kv_hold_timeout=7.0) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
@@ -114,7 +114,7 @@ async def test_last_delta_of_one_choice_reports_the_hand_over_for_all_choices(au
         fake.assert_all_free()
 
 
-async def test_hold_ends_if_the_reader_leaves_before_the_last_delta(autojump_clock):
+async def test_hold_of_a_hand_over_ends_if_the_reader_leaves_before_the_last_delta(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True):
             await trio.sleep(0.045)

@@ -1,4 +1,4 @@
-"""Random histories of chat requests with images, which arrive, leave and wait for image memory.
+"""Tests random histories of chat requests with images, which arrive, are cancelled, and wait for image memory.
 
 At the end, all resources are free. Each request that did not leave has the same response as if it had run alone.
 """
@@ -103,7 +103,7 @@ async def test_history_of_image_requests_frees_everything() -> None:
 
 
 @pytest.mark.parametrize("bug", ["never released", "released early", "values of another"])
-async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_image_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await answers()
     if bug == "never released":
         monkeypatch.setattr(ImageEncoding, "release", lambda self, request: None)
@@ -121,7 +121,7 @@ async def test_history_detects_a_planted_ownership_bug(bug: str, monkeypatch: py
         monkeypatch.setattr(EncoderOutputs, "values", _anybodys)
     with pytest.raises((AssertionError, ExceptionGroup)) as found:
         for seed in range(30):
-            await play(seed, expected, rooms=(40,))  # There is enough memory, so that no request waits for ever.
+            await play(seed, expected, rooms=(40,))  # There is enough memory, so that no request waits forever.
             if bug == "released early":  # Count the embeddings that running requests use.
                 paused = open_fake_engine(image_limits=ImageLimits(), paused=True, **OPTIONS)
                 async with paused as fake, fake.generate(chat((0,)), TEN):

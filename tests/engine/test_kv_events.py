@@ -150,7 +150,7 @@ def test_each_engine_has_its_own_epoch():
     assert Cache().events.epoch != Cache().events.epoch
 
 
-def test_number_of_subscribers_is_limited(monkeypatch):
+def test_number_of_subscribers_of_kv_events_is_limited(monkeypatch):
     monkeypatch.setattr(kv_events, "READERS_MAX", 1)
     cache = Cache()
     with cache.events.reading(), pytest.raises(Overloaded, match="1 clients read"), cache.events.reading():
@@ -159,7 +159,7 @@ def test_number_of_subscribers_is_limited(monkeypatch):
         pass
 
 
-async def test_waiting_subscriber_wakes_at_the_next_change_and_at_the_end():
+async def test_waiting_subscriber_of_kv_events_wakes_at_the_next_change_and_at_the_end():
     cache = Cache()
     got = []
 

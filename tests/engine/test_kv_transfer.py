@@ -105,7 +105,7 @@ async def test_an_aborted_response_is_not_held(autojump_clock):
         assert not fake.connector.sends
 
 
-async def test_wait_until_released_inside_the_scope(autojump_clock):
+async def test_request_scope_can_wait_until_its_held_blocks_are_released(autojump_clock):
     async with engine_with_connector() as fake, trio.open_nursery() as nursery:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
@@ -121,7 +121,7 @@ async def test_wait_until_released_inside_the_scope(autojump_clock):
         assert fake.connector.calls["request_aborted_after_finish"] == 0
 
 
-async def test_a_hold_ends_at_its_deadline(autojump_clock):
+async def test_unread_hold_of_a_response_ends_at_its_deadline(autojump_clock):
     async with engine_with_connector(kv_hold_timeout=5.0) as fake:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
@@ -209,7 +209,7 @@ async def test_only_the_first_choice_loads_kv(autojump_clock):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-async def test_missing_kv_is_handled_by_the_failure_policy(policy, autojump_clock):
+async def test_failure_policy_decides_what_happens_if_kv_is_missing(policy, autojump_clock):
     async with engine_with_connector(kv_load_failure_policy=policy) as fake:
         async with fake.generate(PROMPT, FEW, kv_transfer=LOAD) as stream:
             await wait_all_tasks_blocked()

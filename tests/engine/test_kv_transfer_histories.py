@@ -1,4 +1,4 @@
-"""Random histories of requests with KV transfer. The connector reports early, late, repeatedly, wrongly or never.
+"""Tests random histories of requests with KV transfer. The connector reports early, late, repeatedly, wrongly or never.
 
 Clients leave at any time, and operators abort requests. At the end, all resources are free.
 """

@@ -99,7 +99,7 @@ async def test_step_is_launched_before_the_previous_one_is_awaited():
     check_idle(core)
 
 
-async def test_cancelled_loop_waits_for_all_launched_steps():
+async def test_cancelled_step_loop_waits_for_all_launched_steps():
     core, reader = make_core(50), Reader(3)
     device = Device()
     async with WorkerThread("compute") as thread, trio.open_nursery() as nursery:

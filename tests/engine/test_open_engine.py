@@ -346,7 +346,7 @@ async def test_overlapping_steps_are_launched_on_a_device_with_its_own_queue(
         assert bool(launched) == (overlap_steps and launches)
 
 
-async def test_closing_waits_for_a_running_memory_claim(runner_class):
+async def test_closing_the_engine_waits_for_a_running_memory_claim(runner_class):
     token = trio.lowlevel.current_trio_token()
     begun, may_end = trio.Event(), threading.Event()
 
@@ -411,7 +411,7 @@ async def test_checkpoint_is_opened_with_the_served_context_length(runner_class,
     assert asked == [40, None]
 
 
-async def test_error_of_the_body_closes_the_runner_and_is_raised_unchanged(runner_class):
+async def test_error_in_the_engine_scope_closes_the_runner_and_is_raised_unchanged(runner_class):
     with pytest.raises(KeyError, match="mine"):
         async with assemble.open_engine("m") as engine, engine.generate("prompt"):
             raise KeyError("mine")
@@ -432,7 +432,7 @@ async def test_engine_in_an_outer_nursery_ends_with_it(runner_class):
     check_closed(runner_class)
 
 
-async def test_wrong_settings_are_raised_after_the_runner_is_closed(runner_class):
+async def test_error_about_wrong_settings_is_raised_after_the_runner_is_closed(runner_class):
     with pytest.raises(StartupError, match="max-model-len is 1000"):
         async with assemble.open_engine("m", max_model_len=1000):
             pytest.fail("was opened")
@@ -571,7 +571,7 @@ async def test_cancelled_opening_ends_the_kernel_compiler(runner_class):
     assert runner_class.made == []
 
 
-async def test_load_error_is_raised_unchanged(runner_class):
+async def test_model_load_error_is_raised_unchanged(runner_class):
     runner_class.at["load"] = raising(ModelLoadError("no weights"))
     with pytest.raises(ModelLoadError, match="no weights"):
         async with assemble.open_engine("m"):
@@ -597,7 +597,7 @@ async def test_tokenizer_error_ends_the_loading_of_the_weights(runner_class, mon
     assert runner_class.made == []
 
 
-async def test_loading_ends_when_it_is_cancelled(runner_class):
+async def test_model_loading_ends_when_it_is_cancelled(runner_class):
     scope = trio.CancelScope()
     token = trio.lowlevel.current_trio_token()
 

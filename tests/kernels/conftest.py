@@ -19,7 +19,8 @@ def library_of(level: str) -> Library:
     try:
         if level == EMULATED_AMX:
             header = Path(__file__).with_name("emulated_amx.h")
-            vbmi = ("-mavx512vbmi",) if "avx512vbmi" in CPUINFO.read_text() else ()  # every CPU with AMX has it
+            # Every CPU with AMX also has this feature.
+            vbmi = ("-mavx512vbmi",) if "avx512vbmi" in CPUINFO.read_text() else ()
             # An emulated level only serves to check results. Less optimization halves the time to compile it.
             flags = ("-O1", "-include", str(header), *vbmi)
             return Library(build_library("avx512_bf16", more_flags=flags), level)

@@ -100,9 +100,9 @@ def test_amx_computes_few_rows_differently_without_batch_invariance(engine: Engi
 
 # --- attention ------------------------------------------------------------------------------------------------------
 
-TOKENS = 420  # of each sequence: more than one part, and the last span is not full
+TOKENS = 420  # Length of each sequence: more than one part, and the last span is not full.
 
-Chunk = tuple[int, int, int]  # sequence, start, count
+Chunk = tuple[int, int, int]  # Each chunk is its sequence, its start and its number of tokens.
 
 
 class Sequences:

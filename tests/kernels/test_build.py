@@ -61,14 +61,14 @@ def test_library_is_compiled_once(compiler: Path) -> None:
     assert "avx2" in said[0]
 
 
-def test_other_flags_or_another_compiler_give_another_library(compiler: Path) -> None:
+def test_other_flags_or_another_compiler_compile_another_library(compiler: Path) -> None:
     libraries = {build_library("avx2"), build_library("avx512"), build_library("avx2", more_flags=("-g",))}
     compiler.write_text(compiler.read_text().replace("test 1", "test 2"))
     libraries.add(build_library("avx2"))
     assert len(libraries) == call_count(compiler.parent) == 4
 
 
-def test_two_concurrent_builds_compile_once(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_builds_compile_the_library_once(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
     together = threading.Barrier(4)
     libraries = []
@@ -113,7 +113,7 @@ def test_exception_of_the_progress_callback_ends_the_compiler(compiler: Path, mo
 
 
 def test_compiler_ends_and_its_files_are_removed_if_our_process_is_killed(compiler: Path) -> None:
-    # The compiler has a child process, as g++ does, and never ends. Both hold a pipe open, which shows when they ended.
+    # The compiler has a child process, as g++ does, and never ends. Both hold a pipe open until they end.
     pipe, cache = compiler.parent / "pipe", compiler.parent / "cache" / "trioserve"
     os.mkfifo(pipe)
     never_ends = f'exec 7>{pipe}; echo > "$TMPDIR/x.s"; echo begun >&7; sleep 600 & wait; '
@@ -123,7 +123,7 @@ def test_compiler_ends_and_its_files_are_removed_if_our_process_is_killed(compil
         assert reports.readline() == "begun\n"
         assert list(cache.glob("build-*/x.s"))
         building.kill()
-        assert reports.read() == ""  # returns when no process holds the pipe open
+        assert reports.read() == ""  # This call returns when no process holds the pipe open.
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
@@ -172,7 +172,7 @@ def test_failed_compilation_gives_the_reason_and_leaves_no_files(compiler: Path)
     assert call_count(compiler.parent) == 2
 
 
-def test_missing_compiler_is_reported(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_error_names_a_missing_compiler(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CannotBuild, match="no-such-compiler"):
         build_library("avx2")
@@ -182,7 +182,7 @@ def test_missing_compiler_is_reported(compiler: Path, monkeypatch: pytest.Monkey
         build_library("avx2")
 
 
-def test_cache_that_cannot_be_written_is_reported(compiler: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_of_libraries_is_reported(compiler: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotBuild, match="cannot be written"):
         build_library("avx2", cache=tmp_path / "file" / "cache")
@@ -233,14 +233,14 @@ def test_supported_levels_are_sorted_best_first(tmp_path: Path) -> None:
     assert supported_levels(tmp_path / "nothing") == ()
 
 
-def test_environment_variable_disables_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_disables_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
     with pytest.raises(NoNativeKernels, match="TRIOSERVE_NATIVE"):
         load_library()
 
 
 @pytest.mark.skipif(not supported_levels(), reason="needs Linux on x86-64 with AVX2")
-def test_damaged_library_is_reported(compiler: Path) -> None:
+def test_damaged_kernel_library_is_reported(compiler: Path) -> None:
     with pytest.raises(NoNativeKernels, match="cannot be loaded"):
         load_library()
 

@@ -30,7 +30,7 @@ def test_unpacked_values_equal_those_of_the_gguf_package(block_type: str) -> Non
 
 
 @pytest.mark.parametrize("group", (32, 64, 128))
-def test_join_merges_blocks_with_equal_scales(group: int) -> None:
+def test_join_of_four_bit_matrices_merges_blocks_with_equal_scales(group: int) -> None:
     """Merge only if the blocks of all parts have equal scales."""
     blocks = torch.randint(0, 256, (40, 8, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
     for start in range(0, 8, group // 32):

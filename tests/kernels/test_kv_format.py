@@ -26,7 +26,7 @@ def coded(heads: Tensor, kv_format: str) -> Tensor:
 
 
 @FORMATS
-def test_rounding_error_is_at_most_half_a_step(kv_format: str) -> None:
+def test_rounding_error_of_8_bit_kv_is_at_most_half_a_step(kv_format: str) -> None:
     heads = random(50, 3, 64) * torch.logspace(-6, 4, 50)[:, None, None]
     heads[7] = 0
     kept = decode(coded(heads, kv_format), torch.float32)
@@ -48,7 +48,7 @@ def test_head_with_nan_or_infinity_becomes_nan_alone(kv_format: str) -> None:
     assert torch.equal(is_finite, expected)
 
 
-def test_fp8_numbers_are_exact() -> None:
+def test_numbers_that_fp8_can_represent_stay_exact() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 127) != 127]  # NaN
     numbers = codes.view(torch.float8_e4m3fn).float()[None]
@@ -74,7 +74,7 @@ def test_8_bit_slots_are_written_and_cleared(kv_format: str) -> None:
 @FORMATS
 @DTYPES
 @pytest.mark.parametrize("batch_invariant", (False, True))
-def test_torch_attends_over_decoded_numbers(kv_format: str, dtype: torch.dtype, batch_invariant: bool) -> None:
+def test_torch_attends_over_decoded_8_bit_kv(kv_format: str, dtype: torch.dtype, batch_invariant: bool) -> None:
     kernels = reference_invariant if batch_invariant else reference
     pages = coded(random(9, 8, 2, 2, 32), kv_format)
     queries = random(6, 4 * 32, dtype=dtype, seed=2)

@@ -72,7 +72,7 @@ def written(path: Path, *weights: npt.NDArray[Any]) -> Path:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("rows, columns", ((16, 32), (33, 70), (48, 47), (5, 3), (64, 1000)))
-def test_packed_position_of_each_number(
+def test_each_number_of_a_packed_weight_is_at_its_documented_position(
     library: Library, memories: list[WeightMemory], dtype: str, rows: int, columns: int
 ) -> None:
     """Check the layout: blocks of 16 rows. A unit in a block is one number of every row, or two adjacent numbers."""
@@ -148,7 +148,7 @@ def test_blocks_from_a_file_and_from_memory_are_packed_equally(
     assert ctypes.string_at(place, size) == ctypes.string_at(expected, size)
 
 
-def test_copied_rows_stay_as_they_are(library: Library, tmp_path: Path) -> None:
+def test_copied_rows_of_a_file_are_not_repacked(library: Library, tmp_path: Path) -> None:
     first, second = bits(30, 40, dtype="bfloat16"), bits(20, 40, dtype="bfloat16", seed=1)
     paths = [written(tmp_path / name, weight) for name, weight in (("a", first), ("b", second))]
     place = np.zeros((50, 40), dtype=np.uint16)
@@ -160,7 +160,7 @@ def test_copied_rows_stay_as_they_are(library: Library, tmp_path: Path) -> None:
     assert (place == np.concatenate((first, second))).all()
 
 
-def test_truncated_and_missing_files_are_reported(library: Library, tmp_path: Path) -> None:
+def test_truncated_and_missing_weight_files_are_reported(library: Library, tmp_path: Path) -> None:
     weight = bits(30, 40, dtype="bfloat16")
     path = written(tmp_path / "short", weight[:29])
     place = np.zeros((30, 40), dtype=np.uint16)
@@ -168,21 +168,21 @@ def test_truncated_and_missing_files_are_reported(library: Library, tmp_path: Pa
     with pytest.raises(EOFError, match="short"):
         loading.run()
     assert loading.bytes_done == 0
-    loading.run()  # another thread stops at once
+    loading.run()  # Another thread stops at once.
     with pytest.raises(FileNotFoundError):
         Loading(library, [tmp_path / "gone"], []).run()
 
 
 def test_read_error_of_the_system_is_raised(library: Library, tmp_path: Path) -> None:
     weight = bits(30, 40, dtype="bfloat16")
-    rows = rows_of(weight, to=0)  # an invalid destination address
+    rows = rows_of(weight, to=0)  # This destination address is invalid.
     path = written(tmp_path / "weights", weight)
     with pytest.raises(OSError, match="Bad address") as caught:
         Loading(library, [path], [rows]).run()
     assert caught.value.filename == str(path)
 
 
-def test_no_row_is_read_after_stop(library: Library, tmp_path: Path) -> None:
+def test_no_row_of_a_weight_is_read_after_stop(library: Library, tmp_path: Path) -> None:
     weight = bits(30, 40, dtype="bfloat16")
     place = np.zeros((30, 40), dtype=np.uint16)
     path = written(tmp_path / "weights", weight)

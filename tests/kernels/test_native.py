@@ -78,7 +78,9 @@ def as_tensor(array: npt.NDArray[Any]) -> Tensor:
         (1100, 40, 64),
     ),
 )
-def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
+def test_native_products_equal_float64(
+    engine: Engine, dtype: torch.dtype, rows: int, outputs: int, inputs: int
+) -> None:
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     library = engine.library
     # Memory after a weight is read ahead but must not affect the result. Here it is NaN.
@@ -96,7 +98,7 @@ def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, i
 
 
 @pytest.mark.slow
-def test_product_of_two_matrices_with_interleaved_blocks(engine: Engine) -> None:
+def test_native_product_of_interleaved_matrices_equals_float64(engine: Engine) -> None:
     """Interleave two matrices block by block, as gate and up projections are stored."""
     x, gate, up = random(6, 64), random(48, 64, seed=1), random(48, 64, seed=2)
     library = engine.library
@@ -269,27 +271,33 @@ def check_attention(
     ),
     ids=str,
 )
-def test_attention_of_decodes_and_prompts(engine: Engine, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> None:
+def test_native_attention_of_decodes_and_prompts_equals_float64(
+    engine: Engine, dtype: torch.dtype, chunks: list[tuple[int, int]]
+) -> None:
     check_attention(engine, dtype, chunks=chunks)
 
 
 @DTYPE_IDS
 @pytest.mark.parametrize("window", (1, 7, 16, 64, 100))
-def test_attention_in_a_window(engine: Engine, dtype: torch.dtype, window: int) -> None:
+def test_native_attention_in_a_window_equals_float64(engine: Engine, dtype: torch.dtype, window: int) -> None:
     check_attention(engine, dtype, chunks=[(0, 1), (6, 1), (90, 1), (300, 1), (0, 130), (77, 50)], window=window)
 
 
 @DTYPE_IDS
 @pytest.mark.parametrize("head_dim", (16, 32, 48, 80, 96, 128, 256))
 @pytest.mark.parametrize("heads, kv_heads", ((1, 1), (4, 4), (5, 1), (14, 2)))
-def test_attention_of_other_heads(engine: Engine, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
+def test_native_attention_of_other_head_shapes_equals_float64(
+    engine: Engine, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
+) -> None:
     chunks = [(33, 1), (0, 20), (16, 1)]
     check_attention(engine, dtype, chunks=chunks, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
 
 
 @DTYPE_IDS
 @pytest.mark.parametrize("heads, head_dim, latent_dim", ((1, 48, 32), (5, 80, 48), (16, 576, 512), (40, 288, 256)))
-def test_attention_of_latents(engine: Engine, dtype: torch.dtype, heads: int, head_dim: int, latent_dim: int) -> None:
+def test_native_attention_of_latents_equals_float64(
+    engine: Engine, dtype: torch.dtype, heads: int, head_dim: int, latent_dim: int
+) -> None:
     """Use one key for all heads, whose first numbers are also its value."""
     shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "latent_dim": latent_dim}
     check_attention(engine, dtype, chunks=[(33, 1), (0, 150), (300, 1), (20, 3)], **shape)
@@ -299,8 +307,10 @@ def test_attention_of_latents(engine: Engine, dtype: torch.dtype, heads: int, he
 @DTYPE_IDS
 @pytest.mark.parametrize("window", (None, 200))
 @pytest.mark.parametrize("spread", (1.0, 8.0))
-def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: int | None, spread: float) -> None:
-    """Use prompts of several pieces, in which later spans have much larger scores than earlier ones."""
+def test_native_attention_of_long_prompts_equals_float64(
+    engine: Engine, dtype: torch.dtype, window: int | None, spread: float
+) -> None:
+    """Use prompts of several pieces, in which later spans have much larger scores than earlier spans."""
     chunks = [(0, 300), (203, 120), (5, 7)]
     check_attention(engine, dtype, chunks=chunks, heads=9, kv_heads=3, window=window, spread=spread)
 
@@ -308,7 +318,9 @@ def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: i
 @DTYPE_IDS
 @pytest.mark.parametrize("head_dim", (48, 64, 256))
 @pytest.mark.parametrize("score_cap", (0.5, 50.0))
-def test_attention_with_capped_scores(engine: Engine, dtype: torch.dtype, head_dim: int, score_cap: float) -> None:
+def test_native_attention_with_capped_scores_equals_float64(
+    engine: Engine, dtype: torch.dtype, head_dim: int, score_cap: float
+) -> None:
     """Use decodes alone and on shared blocks, short chunks, and prompts of several spans."""
     chunks = [(0, 1), (90, 1), (300, 1), (310, 1), (30, 3), (0, 130), (77, 50)]
     check_attention(
@@ -327,7 +339,7 @@ def test_attention_with_capped_scores(engine: Engine, dtype: torch.dtype, head_d
 @DTYPE_IDS
 @pytest.mark.parametrize("sink", (-300.0, 0.0, 4.0, 300.0))
 @pytest.mark.parametrize("heads, kv_heads, head_dim", ((6, 2, 64), (20, 4, 48), (5, 1, 96)))
-def test_attention_with_sinks(
+def test_native_attention_with_sinks_equals_float64(
     engine: Engine, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sink: float
 ) -> None:
     """Use decodes alone and on shared blocks, short chunks, and prompts of several spans."""
@@ -340,7 +352,7 @@ def test_attention_with_sinks(
 @pytest.mark.slow
 @DTYPE_IDS
 @pytest.mark.parametrize("head_dim, window", ((64, None), (80, 600), (128, 70)))
-def test_attention_of_prompts_longer_than_one_packed_span(
+def test_native_attention_of_prompts_longer_than_a_span_equals_float64(
     engine: Engine, dtype: torch.dtype, window: int | None, head_dim: int
 ) -> None:
     chunks = [(0, 650), (1000, 40), (490, 70)]
@@ -389,7 +401,9 @@ def test_attention_over_8_bits_equals_attention_over_decoded_numbers(
 
 @DTYPE_IDS
 @pytest.mark.parametrize("growth", (4, 6, 9, 11, 80, 95, 200, 280, 400, 700, 1e5))
-def test_scores_far_above_all_earlier_ones(engine: Engine, dtype: torch.dtype, growth: float) -> None:
+def test_scores_far_above_all_earlier_scores_give_the_attention_of_float64(
+    engine: Engine, dtype: torch.dtype, growth: float
+) -> None:
     """Give tokens 70, 135 and 270 scores far above all earlier ones, in even rows only."""
     dim = 32
     pages = random(25, 16, 2, 1, dim, dtype=dtype, seed=3)
@@ -412,7 +426,7 @@ def test_nan_key_of_a_prompt_spoils_only_rows_that_see_it(engine: Engine, dtype:
     table = [list(range(13))]
     attended = attention_of(engine, queries, pages, table, [(0, 200)])
     expected = expected_attention(queries, pages, table, [(0, 200)], None)
-    is_number = torch.isfinite(expected).all(dim=1)  # a score of minus infinity is a weight of 0
+    is_number = torch.isfinite(expected).all(dim=1)  # A score of minus infinity gives a weight of 0.
     assert is_number[:100].all()
     assert not is_number[100:].all()
     assert (attended.double() - expected)[is_number].abs().max() < ATTENTION_TOLERANCES[dtype]
@@ -426,7 +440,8 @@ def test_bits_of_a_row_do_not_depend_on_growing_scores_of_others(engine: Engine,
     dim, heads, rows = 32, 8, 400
     pages = random(25, 16, 2, heads, dim, dtype=torch.bfloat16, seed=3)
     pages[:, :, 0, :, :2] = 0
-    pages[5, 3, 0, :, 0] = 1  # raises the scores of all rows, but too little in odd rows to change their result
+    # This key raises the scores of all rows, but too little in odd rows to change their result.
+    pages[5, 3, 0, :, 0] = 1
     pages[9, 7, 0, :, 1] = 1
     queries = random(rows, heads, dim, dtype=torch.bfloat16, seed=4)
     queries[:, :, 0] = torch.linspace(5.2, 9.0, rows)[:, None] * dim**0.5
@@ -440,7 +455,9 @@ def test_bits_of_a_row_do_not_depend_on_growing_scores_of_others(engine: Engine,
 
 @DTYPE_IDS
 @pytest.mark.parametrize("page_tokens", (1, 4, 5, 24, 32, 256))
-def test_attention_over_other_pages(engine: Engine, dtype: torch.dtype, page_tokens: int) -> None:
+def test_native_attention_over_other_page_sizes_equals_float64(
+    engine: Engine, dtype: torch.dtype, page_tokens: int
+) -> None:
     chunks = [(70, 1), (0, 37), (3, 9), (300, 1), (127, 2)]
     check_attention(engine, dtype, chunks=chunks, page_tokens=page_tokens)
     check_attention(engine, dtype, chunks=chunks, page_tokens=page_tokens, window=90)
@@ -472,7 +489,7 @@ def test_infinite_score_spoils_only_its_row(engine: Engine, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("bits", (0x7FC00000, 0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF))
 @pytest.mark.parametrize("chunk", ((0, 8), (7, 1)), ids=("prompt", "decode"))
-def test_every_nan_gives_nan(engine: Engine, chunk: tuple[int, int], bits: int) -> None:
+def test_every_encoding_of_nan_in_keys_or_values_gives_nan(engine: Engine, chunk: tuple[int, int], bits: int) -> None:
     pages = random(1, 16, 2, 1, 32, seed=0)
     pages.view(torch.int32)[0, 3, 0, 0, 5] = int(np.uint32(bits).view(np.int32))
     attended = attention_of(engine, random(chunk[1], 32, seed=2), pages, [[0]], [chunk])
@@ -496,7 +513,9 @@ SHARINGS: dict[str, tuple[list[tuple[int, int]], dict[int, tuple[int, int]]]] = 
 @pytest.mark.slow
 @DTYPE_IDS
 @pytest.mark.parametrize("name", SHARINGS)
-def test_attention_of_sequences_that_share_blocks(engine: Engine, dtype: torch.dtype, name: str) -> None:
+def test_native_attention_of_sequences_that_share_blocks_equals_float64(
+    engine: Engine, dtype: torch.dtype, name: str
+) -> None:
     chunks, shared = SHARINGS[name]
     check_attention(engine, dtype, chunks=chunks, shared=shared)
     check_attention(engine, dtype, chunks=chunks, shared=shared, heads=5, kv_heads=1, head_dim=48)
@@ -504,14 +523,16 @@ def test_attention_of_sequences_that_share_blocks(engine: Engine, dtype: torch.d
 
 @DTYPE_IDS
 @pytest.mark.parametrize("page_tokens", (1, 5, 48))
-def test_shared_blocks_of_other_sizes(engine: Engine, dtype: torch.dtype, page_tokens: int) -> None:
+def test_native_attention_over_shared_blocks_of_other_sizes_equals_float64(
+    engine: Engine, dtype: torch.dtype, page_tokens: int
+) -> None:
     chunks = [(400 + 7 * index, 1) for index in range(9)]
     shared = {index: (index - 1, (380 - 30 * index) // page_tokens) for index in range(1, 9)}
     check_attention(engine, dtype, chunks=chunks, shared=shared, page_tokens=page_tokens)
 
 
 @pytest.mark.parametrize("window", (64, 300, 2000))
-def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
+def test_native_attention_over_shared_blocks_in_a_window_equals_float64(engine: Engine, window: int) -> None:
     """Mix rows whose window has left the shared blocks with rows that still see them."""
     chunks = [(250, 1), (280, 1), (290, 1), (310, 1), (900, 1)]
     check_attention(engine, torch.float32, chunks=chunks, shared=dict.fromkeys(range(1, 5), (0, 14)), window=window)
@@ -519,7 +540,7 @@ def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
 
 @pytest.mark.slow
 @DTYPE_IDS
-def test_attention_of_many_decodes(engine: Engine, dtype: torch.dtype) -> None:
+def test_native_attention_of_many_decodes_equals_float64(engine: Engine, dtype: torch.dtype) -> None:
     """Use more pieces than a thread takes at once, with all lengths within a block and within a span."""
     chunks = [(17 * index % 331, 1) for index in range(80)]
     for heads, kv_heads, head_dim in ((9, 3, 64), (8, 1, 32), (10, 2, 128)):
@@ -539,7 +560,7 @@ def test_engine_computes_with_any_number_of_threads_and_closes(threads: int, lib
     engine = Engine(library, threads)
     assert thread_count() == before + threads - 1
     for rows in (1, 7, 130):
-        test_products(engine, torch.float32, rows, 80, 96)
+        test_native_products_equal_float64(engine, torch.float32, rows, 80, 96)
     check_attention(engine, torch.bfloat16, chunks=[(200, 1), (0, 70), (80, 1)])
     engine.close()
     engine.close()

@@ -30,7 +30,7 @@ from trioserve_kernels.native import (
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-Bits = npt.NDArray[np.uint16]  # the bits of bfloat16
+Bits = npt.NDArray[np.uint16]  # These are the bits of bfloat16.
 BLOCK_TYPES = pytest.mark.parametrize("block_type", BLOCK_FORMATS)
 OWN_BLOCK_BYTES = {"Q4_F32": 24, "Q8_F32": 40}  # 32 numbers: two float32, then the codes as in Q4_0 or Q8_0
 # Positions in a block of a type's float16 scales, or of our own types' float32 scales.
@@ -52,7 +52,7 @@ def block_size(block_type: str) -> tuple[int, int]:
 
 
 def stored_scales(block_type: str, numbers: Doubles) -> npt.NDArray[Any]:
-    if block_type == "MXFP4":  # the exponents of powers of 2
+    if block_type == "MXFP4":  # These are the exponents of powers of 2.
         return np.round(np.log2(np.abs(numbers) + 2**-100) + 127).astype(np.uint8)
     return numbers.astype(np.float32 if block_type in OWN_BLOCK_BYTES else np.float16)
 
@@ -118,7 +118,7 @@ def weight_of_values(library: Library, format: WeightFormat, values: Floats) -> 
 
 
 def random_rows(rows: int, columns: int, seed: int = 9) -> Bits:
-    """Make rows like activations: a few numbers far larger than the rest, and a group of zeros."""
+    """Make rows like activations: a few numbers are far larger than the others, and one group is all zeros."""
     x = np.random.default_rng(seed).normal(0, 1, (rows, columns)).astype(np.float32)
     x[:, 5::37] *= 30
     x[0, :32] = 0
@@ -134,7 +134,7 @@ def floats_of(bits: Bits) -> Floats:
 
 
 def quantized_rows(x: Bits) -> tuple[Doubles, Doubles]:
-    """Return the numbers that a product uses instead of x, and half of the step of each."""
+    """Return the numbers that a product uses instead of x, and half of the rounding step of each number."""
     values = floats_of(x)
     rows, columns = values.shape
     padded = np.zeros((rows, -(-columns // 32), 32), dtype=np.float32)
@@ -206,7 +206,7 @@ def test_packed_blocks_have_the_values_of_the_gguf_package(
 
 @pytest.mark.parametrize("format, steps", ((WeightFormat.Q8, 127), (WeightFormat.Q4_MIN, 15)))
 @pytest.mark.parametrize("rows, columns", ((1, 32), (33, 48), (40, 576)))
-def test_quantization_error_is_at_most_half_a_step(
+def test_quantization_error_of_weights_is_at_most_half_a_step(
     library: Library, format: WeightFormat, steps: int, rows: int, columns: int
 ) -> None:
     values = np.random.default_rng(1).normal(0, 0.05, (rows, columns)).astype(np.float32)
@@ -221,7 +221,7 @@ def test_quantization_error_is_at_most_half_a_step(
     assert (kept[0, :32] == 0).all()
 
 
-def test_nan_stays_nan(library: Library) -> None:
+def test_quantized_nan_stays_nan(library: Library) -> None:
     values = np.ones((20, 64), dtype=np.float32)
     values[3, 40], values[7, 2] = np.nan, np.inf
     for format in (WeightFormat.Q8, WeightFormat.Q4_MIN):
@@ -238,7 +238,7 @@ def test_nan_stays_nan(library: Library) -> None:
 @pytest.mark.slow
 @BLOCK_TYPES
 @pytest.mark.parametrize("outputs", (16, 70))
-def test_products_of_any_number_of_rows(engine: Engine, block_type: str, outputs: int) -> None:
+def test_quantized_products_of_any_number_of_rows_equal_float64(engine: Engine, block_type: str, outputs: int) -> None:
     weight = weight_of_blocks(engine.library, block_type, outputs, 512)
     x = random_rows(70, 512)
     for rows in (*range(1, 20), 33, 70):
@@ -249,7 +249,9 @@ def test_products_of_any_number_of_rows(engine: Engine, block_type: str, outputs
     "rows, outputs, inputs", ((1, 50, 576), (3, 33, 48), (5, 17, 1056), (97, 64, 160), (300, 48, 80), (600, 40, 96))
 )
 @pytest.mark.parametrize("format", (WeightFormat.Q8, WeightFormat.Q4_MIN), ids=str)
-def test_products_of_other_shapes(engine: Engine, format: WeightFormat, rows: int, outputs: int, inputs: int) -> None:
+def test_quantized_products_of_other_shapes_equal_float64(
+    engine: Engine, format: WeightFormat, rows: int, outputs: int, inputs: int
+) -> None:
     values = np.random.default_rng(2).normal(0, 0.05, (outputs, inputs)).astype(np.float32)
     weight = weight_of_values(engine.library, format, values)
     x = random_rows(rows, inputs)
@@ -257,7 +259,7 @@ def test_products_of_other_shapes(engine: Engine, format: WeightFormat, rows: in
 
 
 @BLOCK_TYPES
-def test_largest_numbers_do_not_overflow(engine: Engine, block_type: str) -> None:
+def test_largest_quantized_numbers_do_not_overflow(engine: Engine, block_type: str) -> None:
     """Use the extreme codes of every value and every row, for which 16-bit sums would overflow."""
     for fill in (0x00, 0xFF, 0x80, 0x7F):
         blocks = np.full_like(random_blocks(block_type, 32, 256), fill)
@@ -274,7 +276,7 @@ def test_largest_numbers_do_not_overflow(engine: Engine, block_type: str) -> Non
 
 
 def test_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
-    """Compare one row and many. Where few rows are quantized and many are not, compare numbers of rows on one side."""
+    """Compare one row and many rows. If only few rows are quantized, compare only row counts with the same method."""
     for block_type in BLOCK_FORMATS:
         weight = weight_of_blocks(engine.library, block_type, 40, 512)
         x = random_rows(300, 512)
@@ -308,14 +310,14 @@ def test_weights_are_rounded_to_the_nearest_bfloat16(engine: Engine, block_type:
     assert np.array_equal(rounded[is_held], exact[is_held])
     is_large = (np.abs(exact) > 64 * slack) & ~is_held
     if block_type == "MXFP4":
-        assert is_held.all()  # 2 bits times a power of 2
+        assert is_held.all()  # The numbers are 2 bits times a power of 2.
         return
     assert abs(((np.abs(rounded) - np.abs(exact)) / steps)[is_large].mean()) < 0.02
 
 
 @pytest.mark.parametrize("outputs", (16, 70))
 @BLOCK_TYPES
-def test_products_with_rounded_weights(engine: Engine, block_type: str, outputs: int) -> None:
+def test_products_with_rounded_weights_equal_float64(engine: Engine, block_type: str, outputs: int) -> None:
     if not rounds_weights(engine):
         pytest.skip("rows are quantized at this level")
     weight = weight_of_blocks(engine.library, block_type, outputs, 512)
@@ -357,7 +359,7 @@ def test_one_matrix_may_have_parts_of_different_formats(engine: Engine) -> None:
         check_product(engine, x, second.values, product[:, 128:])
 
 
-def test_product_of_matrices_with_interleaved_blocks(engine: Engine) -> None:
+def test_quantized_product_of_interleaved_matrices_equals_float64(engine: Engine) -> None:
     library = engine.library
     weight = Weight(library, WeightFormat.Q4_MIN, 96, 64)
     gate, up = (random_blocks("Q4_1", 48, 64, seed) for seed in (1, 2))

@@ -86,14 +86,14 @@ def test_rotary_rotates_each_pair_by_its_angle(dtype: torch.dtype, device: str) 
 
 @DTYPES
 @DEVICES
-def test_activate_and_mul(dtype: torch.dtype, device: str) -> None:
+def test_activation_times_up_equals_the_formula(dtype: torch.dtype, device: str) -> None:
     x = values(4, 20, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, -1)
     check_close(reference.activate_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
 
 
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))
-def test_other_activations(activation: reference.Activation) -> None:
+def test_other_activation_functions_equal_the_formula(activation: reference.Activation) -> None:
     gate, up = values(4, 20).chunk(2, -1)
     x = gate.double()
     exact = x * (1 + torch.erf(x / math.sqrt(2))) / 2
@@ -102,7 +102,7 @@ def test_other_activations(activation: reference.Activation) -> None:
     check_close(reference.activate_and_mul(torch.cat((gate, up), -1), activation), exact * up, torch.float32)
 
 
-def test_clamped_activation() -> None:
+def test_clamped_activation_equals_its_formula() -> None:
     """Use numbers on both sides of each bound."""
     gate, up = (values(4, 20, seed=seed) * 10 for seed in (0, 1))
     low, near = gate.double().clamp(max=7.0), up.double().clamp(-7.0, 7.0)
@@ -115,8 +115,8 @@ def test_clamped_activation() -> None:
 
 @pytest.mark.parametrize("sink", (-1e4, 0.0, 3.0, 1e4))
 @pytest.mark.parametrize("score_cap", (None, 2.0))
-def test_sinks_of_prompts_and_decodes(sink: float, score_cap: float | None) -> None:
-    """Check one extra score with value 0. Far below all scores it has no effect. Far above, the result is 0."""
+def test_sink_changes_attention_of_prompts_and_decodes_as_an_extra_score(sink: float, score_cap: float | None) -> None:
+    """A sink is an extra score with value 0. Far below all scores, a sink has no effect. Far above, the result is 0."""
     pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     context = pages.flatten(0, 1)
     queries = values(2, HEADS * HEAD_DIM, seed=1) * 3
@@ -143,8 +143,8 @@ def test_sinks_of_prompts_and_decodes(sink: float, score_cap: float | None) -> N
 
 
 @pytest.mark.parametrize("score_cap", (0.5, 30.0))
-def test_capped_scores_of_prompts_and_decodes(score_cap: float) -> None:
-    """Compare with the formula. A cap far above all scores must have no effect."""
+def test_capped_scores_of_prompts_and_decodes_equal_the_formula(score_cap: float) -> None:
+    """Compare capped scores with the formula. A cap far above all scores must have no effect."""
     pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     context = pages.flatten(0, 1)
     queries = values(2, HEADS * HEAD_DIM, seed=1) * 5
@@ -166,7 +166,7 @@ def test_capped_scores_of_prompts_and_decodes(score_cap: float) -> None:
     torch.testing.assert_close(reference.attention_prompt(queries, context, mask, 1e4), plain, atol=1e-4, rtol=0)
 
 
-def test_store_and_clear_change_only_their_slots() -> None:
+def test_store_and_clear_of_kv_change_only_their_slots() -> None:
     pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     rows = pages.view(3 * PAGE_TOKENS, -1)
     wanted = rows.clone()
@@ -230,7 +230,7 @@ def test_prompt_attention_equals_dense_attention(
 
 @DTYPES
 @pytest.mark.parametrize("window", (None, 3))
-def test_walking_block_tables_equals_dense_attention(window: int | None, dtype: torch.dtype) -> None:
+def test_attention_over_block_tables_equals_dense_attention(window: int | None, dtype: torch.dtype) -> None:
     """Use a chunk of three tokens after a prefix, and a decode with a padded table. Tokens out of sight are NaN."""
     pages = values(20, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM, dtype=dtype)
     pages[[0, 5]] = math.nan
@@ -293,5 +293,5 @@ def test_pages_of_other_sequences_do_not_affect_a_row() -> None:
     assert not torch.equal(before[0], after[0])
 
 
-def test_selected_implementation_has_its_name() -> None:
+def test_selected_kernels_have_their_name() -> None:
     assert pick_kernels().NAME == "torch"

@@ -11,8 +11,8 @@ from trioserve_kernels.build import SOURCES, CannotBuild, find_compiler, support
 
 
 @pytest.mark.slow
-def test_each_piece_is_taken_once_and_own_pieces_first(tmp_path: Path) -> None:
-    """Run team_check.cpp. It includes the case that only one thread takes pieces, including those of all others."""
+def test_compute_threads_take_each_piece_once_and_own_pieces_first(tmp_path: Path) -> None:
+    """Run team_check.cpp. In one of its cases, a single thread takes its own pieces and those of all other threads."""
     if not supported_levels():
         pytest.skip("needs Linux on x86-64 with AVX2")
     try:

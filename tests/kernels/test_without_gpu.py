@@ -56,16 +56,17 @@ def interpreted_parts() -> list[str]:
     HAS_TRITON and not INTERPRETS, reason="the interpreter of this triton does not work with newer numpy"
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: tests/kernels/triton runs on it")
-@pytest.mark.timeout(1800)  # all parts together take eight minutes, and several times that beside other programs
+# seconds. All parts together take eight minutes, and several times as long beside other programs.
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", interpreted_parts())
-def test_results_in_the_interpreter(part: str) -> None:
+def test_triton_tests_pass_in_the_interpreter(part: str) -> None:
     output = run("pytest", "-q", "--numprocesses", "0", f"{TESTS_OF_TRITON}/{part}", TRITON_INTERPRET="1")
     assert " passed" in output
 
 
 @pytest.mark.slow
 @NEEDS_TRITON
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+def test_every_triton_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     output = run("trioserve_kernels.compile_check", TRITON_CACHE_DIR=str(tmp_path))
     folder = Path(trioserve_kernels.__path__[0]) / "triton"
     for file in folder.glob("*.py"):

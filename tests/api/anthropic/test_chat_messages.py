@@ -1,4 +1,4 @@
-"""Translation of Anthropic's messages and tools to OpenAI's chat shape."""
+"""Tests the translation of Anthropic's messages and tools to OpenAI's chat format."""
 
 from __future__ import annotations
 
@@ -148,13 +148,13 @@ def test_images_keep_their_position_among_texts() -> None:
         ([user("a"), assistant([use()])], "messages[1]", "send the tool_result"),
     ],
 )
-def test_invalid_block_is_refused_with_its_path(messages: Any, param: str, words: str) -> None:
+def test_invalid_content_block_is_refused_with_its_path(messages: Any, param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words.replace("[", r"\[")) as caught:
         chat_messages(body_of(messages))
     assert caught.value.param == param
 
 
-def test_unknown_block_type_is_refused() -> None:
+def test_unknown_content_block_type_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="server_tool_use"):
         body_of([user([{"type": "server_tool_use"}])])
 

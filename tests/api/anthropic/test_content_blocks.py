@@ -1,4 +1,4 @@
-"""Content blocks of whole and streamed responses, read by the client library's own accumulator."""
+"""Tests the content blocks of whole and streamed responses, which the client library itself reads."""
 
 from __future__ import annotations
 

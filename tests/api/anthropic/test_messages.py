@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, checked with the types of Anthropic's client library."""
+"""Tests POST /v1/messages and /v1/messages/count_tokens with the types of Anthropic's client library."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_whole_message_has_text_usage_and_stop_reason(api: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_each_kind_of_end_has_its_stop_reason(
+async def test_each_kind_of_message_end_has_its_stop_reason(
     api: Any, reason: FinishReason, stop: Any, expected: Any, stream: bool
 ) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="ab", token_ids=(1, 2), finish_reason=reason, stop_reason=stop)]
@@ -150,7 +150,7 @@ async def test_aborted_request_is_an_error_and_no_message(api: Any, reason: Any,
 # --- requests ---
 
 
-async def test_fields_of_the_body_reach_the_engine(api: Any) -> None:
+async def test_fields_of_a_message_body_reach_the_engine(api: Any) -> None:
     schema = {"type": "object"}
     tool = {"name": "f", "description": "d", "input_schema": schema}
     await ask(
@@ -246,7 +246,9 @@ async def test_unknown_model_is_refused_with_the_served_names(api: Any) -> None:
         (InvalidRequest("broken"), 400, "invalid_request_error"),
     ],
 )
-async def test_errors_before_the_body_arrived_have_the_same_shape(api: Any, error: Any, status: int, kind: str) -> None:
+async def test_errors_before_the_body_arrived_have_the_error_format_of_anthropic(
+    api: Any, error: Any, status: int, kind: str
+) -> None:
     exchange = api.exchange("POST", PATH, {})
     exchange.body_error = error
     await api.app(exchange)
@@ -287,7 +289,7 @@ async def test_invalid_count_request_is_refused(api: Any) -> None:
 # --- OpenAPI ---
 
 
-async def test_described_ranges_are_enforced(api: Any) -> None:
+async def test_number_ranges_in_the_openapi_document_are_enforced(api: Any) -> None:
     schemas = (await api.context("GET", "/openapi.json")).json()["components"]["schemas"]
     fields = schemas["MessagesBody"]["properties"]
     assert fields["max_tokens"]["minimum"] == 1

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in messages, whole and streamed, over a real engine with a scripted model."""
+"""Tests tool calls and reasoning in messages, whole and streamed, with a real engine and a scripted model."""
 
 from __future__ import annotations
 
@@ -135,14 +135,14 @@ async def test_tool_choice_forces_a_call(make_api: Any, stream: bool) -> None:
 
 
 @BOTH
-async def test_call_syntax_is_text_without_tools(make_api: Any, stream: bool) -> None:
+async def test_tool_call_syntax_is_text_without_tools(make_api: Any, stream: bool) -> None:
     async with opened(make_api, CALL) as api:
         message = await ask(api, stream=stream, tool_choice={"type": "none"})
         assert message["stop_reason"] == "end_turn"
         assert [kind for kind, _ in shape(message)] == ["text"]
 
 
-async def test_call_that_max_tokens_interrupts_is_not_reported_as_complete(make_api: Any) -> None:
+async def test_tool_call_that_max_tokens_interrupts_is_not_reported_as_complete(make_api: Any) -> None:
     async with opened(make_api, CALL) as api:
         message = await ask(api, max_tokens=60)
         assert message["stop_reason"] == "max_tokens"

@@ -75,7 +75,7 @@ async def test_request_of_a_client_that_leaves_the_queue_is_never_computed(autoj
     await server.assert_all_free()
 
 
-async def test_silent_stream_sends_pings(autojump_clock):
+async def test_silent_message_stream_sends_pings(autojump_clock):
     async with open_memory_server(step_seconds=10, max_num_batched_tokens=16) as server:
         response = await server.client().post(PATH, body("p" * 40, max_tokens=2))
         assert response.body.count(b"event: ping\n") >= 3

@@ -1,4 +1,4 @@
-"""Batches over the whole server in memory: results of lines, statuses, owners and limits."""
+"""Tests batches with the whole server in memory: results of lines, statuses, owners and limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.memory_server import open_memory_server
 KEYS = ("alice-key", "bob-key")
 
 
-async def test_every_line_gets_its_response(owner_of, batch_line, autojump_clock):
+async def test_every_line_of_a_batch_gets_its_response(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.01) as server:
         owner = owner_of(server)
         made = await owner.batch(
@@ -47,7 +47,7 @@ async def test_every_line_gets_its_response(owner_of, batch_line, autojump_clock
         await server.assert_all_free()
 
 
-async def test_lines_are_not_counted_as_http_requests(owner_of, batch_line, autojump_clock):
+async def test_batch_lines_are_not_counted_as_http_requests(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         await owner.ended((await owner.batch(batch_line("a"), batch_line("b")))["id"])
@@ -92,7 +92,7 @@ BAD_LINES = [
 ]
 
 
-async def test_bad_lines_become_error_lines_and_other_lines_run(owner_of, batch_line, autojump_clock):
+async def test_invalid_batch_lines_become_error_lines_and_other_lines_run(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         bad = [content for content, _, _ in BAD_LINES]
@@ -129,7 +129,7 @@ async def test_batch_with_too_many_lines_fails(owner_of, batch_line, autojump_cl
         assert batch["errors"]["data"][0]["code"] == "too_many_lines"
 
 
-async def test_line_that_is_too_long_becomes_an_error_line(owner_of, batch_line, autojump_clock):
+async def test_batch_line_that_is_too_long_becomes_an_error_line(owner_of, batch_line, autojump_clock):
     async with open_memory_server(batches=BatchSettings(line_bytes_max=1000)) as server:
         owner = owner_of(server)
         made = await owner.batch(
@@ -172,7 +172,7 @@ async def test_batch_can_use_every_endpoint(owner_of, batch_line, autojump_clock
 # --- priority and limits ---
 
 
-async def test_lines_run_after_other_requests_and_use_half_of_the_engine(owner_of, batch_line, autojump_clock):
+async def test_batch_lines_run_after_other_requests_and_use_half_of_the_engine(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.01, max_num_seqs=4) as server:
         owner = owner_of(server)
         await owner.batch(*(batch_line(f"r{index}", priority=-100, max_tokens=50) for index in range(30)))
@@ -185,7 +185,7 @@ async def test_lines_run_after_other_requests_and_use_half_of_the_engine(owner_o
         assert trio.current_time() - began_at < 0.1
 
 
-async def test_lines_wait_while_the_queue_is_full(owner_of, batch_line, autojump_clock):
+async def test_batch_lines_wait_while_the_queue_is_full(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2, max_queued_requests=1) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(3)))
@@ -241,7 +241,7 @@ async def test_another_key_cannot_find_files_and_batches(owner_of, batch_line, a
             assert (await admin.ok(path))["data"]
 
 
-async def test_requests_of_lines_count_for_the_owner(owner_of, batch_line, autojump_clock):
+async def test_requests_of_batch_lines_count_for_the_owner_of_the_batch(owner_of, batch_line, autojump_clock):
     async with open_memory_server(api_keys=KEYS, step_seconds=1) as server:
         alice, bob = (owner_of(server, key) for key in KEYS)
         made = await alice.batch(batch_line("a", max_tokens=20), batch_line("cheeky", priority=-1))
@@ -257,7 +257,7 @@ HOSTILE = ["..", "%2e%2e", "x" * 200, "a%00b", "%27%20OR%201=1--", "file-" + "0"
 
 
 @pytest.mark.parametrize("id", HOSTILE)
-async def test_hostile_ids_are_not_found(owner_of, id, autojump_clock):
+async def test_malformed_ids_are_not_found(owner_of, id, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         for path in (f"/v1/files/{id}", f"/v1/files/{id}/content", f"/v1/batches/{id}"):

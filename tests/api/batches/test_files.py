@@ -1,4 +1,4 @@
-"""/v1/files over the whole server in memory."""
+"""Tests /v1/files with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_files_are_listed_page_by_page_and_by_purpose(owner_of, autojump_c
             assert (status, said["error"]["param"]) == (400, param)
 
 
-async def test_file_expires(owner_of, autojump_clock):
+async def test_uploaded_file_is_removed_when_it_expires(owner_of, autojump_clock):
     more = '--b\r\ncontent-disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at\r\n'
     more += '--b\r\ncontent-disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600\r\n'
     async with open_memory_server() as server:
@@ -140,7 +140,7 @@ async def test_interrupted_upload_stores_no_file(owner_of, autojump_clock):
         assert (await owner_of(server).ok("/v1/files"))["data"] == []
 
 
-async def test_download_breaks_off_if_the_file_is_deleted(owner_of, autojump_clock):
+async def test_file_download_ends_early_if_the_file_is_deleted(owner_of, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(b"x" * 60_000, b"y" * 4_000_000)

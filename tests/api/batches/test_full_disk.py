@@ -1,4 +1,4 @@
-"""Batches on a full disk: SQLite refuses further pages for as long as a test wants."""
+"""Tests batches on a full disk: SQLite refuses further pages until the test allows them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_batch_waits_if_the_disk_is_full_before_its_first_line(owner_of, b
         assert await accounted(owner, batch) == (20, 0)
 
 
-async def test_cancelling_on_a_full_disk_works_at_once_and_keeps_finished_lines(owner_of, batch_line, autojump_clock):
+async def test_batch_on_a_full_disk_is_cancelled_at_once_and_keeps_finished_lines(owner_of, batch_line, autojump_clock):
     async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
         cancelled = await owner.ok(f"/v1/batches/{batch_id}/cancel", b"", method="POST")
         assert cancelled["status"] == "cancelled"
@@ -106,7 +106,7 @@ async def test_completion_window_ends_a_batch_on_a_full_disk_at_once(owner_of, b
         assert await accounted(owner, batch) == (done, dropped)
 
 
-async def test_results_beyond_the_memory_limit_are_reported_as_not_kept(
+async def test_batch_results_beyond_the_memory_limit_are_reported_as_not_kept(
     owner_of, batch_line, monkeypatch, autojump_clock
 ):
     monkeypatch.setattr(batch_book, "WAITING_BYTES_MAX", 1000)
@@ -134,7 +134,7 @@ async def test_no_new_line_is_sent_while_the_batch_waits_for_the_disk(owner_of, 
 
 
 @pytest.mark.parametrize("is_full_to_the_end", [True, False])
-async def test_shutdown_on_a_full_disk_loses_no_line(
+async def test_shutdown_on_a_full_disk_loses_no_batch_line(
     owner_of, batch_line, tmp_path, is_full_to_the_end, autojump_clock
 ):
     async with in_progress(owner_of, batch_line, store_directory=tmp_path) as (server, owner, batch_id):
@@ -150,7 +150,7 @@ async def test_shutdown_on_a_full_disk_loses_no_line(
         assert await accounted(owner, batch) == (LINES, 0)
 
 
-async def test_deleting_frees_space_on_a_full_disk(owner_of, batch_line, autojump_clock):
+async def test_deleting_a_file_frees_space_on_a_full_disk(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(batch_line("a", user="x" * 50_000))
@@ -166,7 +166,7 @@ async def test_deleting_frees_space_on_a_full_disk(owner_of, batch_line, autojum
         await owner.upload(batch_line("b", user="x" * 30_000))  # The batch fits into the freed space.
 
 
-async def test_full_disk_shows_in_health_and_metrics_and_requests_are_served(owner_of, batch_line, autojump_clock):
+async def test_health_and_metrics_report_a_full_disk_and_requests_are_served(owner_of, batch_line, autojump_clock):
     async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
         for path in ("/health", "/ready"):
             assert "disk is full" in (await owner.ok(path))["store"]

@@ -1,4 +1,4 @@
-"""Batches that end before their last line: cancelled in each phase, expired, or resumed by the next server."""
+"""Tests batches that end before their last line: cancelled in each phase, expired, or resumed by the next server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def step(server) -> None:
 
 
 @pytest.mark.parametrize("step_count", [0, 1, 2, 4])
-async def test_cancelling_frees_all_blocks_one_step_later(owner_of, batch_line, step_count, autojump_clock):
+async def test_cancelling_a_batch_frees_all_blocks_one_step_later(owner_of, batch_line, step_count, autojump_clock):
     """Lines are in the prefill or between two output tokens. Other lines wait in the queue."""
     async with open_memory_server(max_num_batched_tokens=16, block_count=128, max_num_seqs=4) as server:
         owner = owner_of(server)
@@ -47,7 +47,7 @@ async def test_cancelling_frees_all_blocks_one_step_later(owner_of, batch_line, 
         assert cancelled["cancelling_at"] <= cancelled["cancelled_at"]
 
 
-async def test_results_of_finished_lines_are_kept_after_cancelling(owner_of, batch_line, autojump_clock):
+async def test_cancelled_batch_keeps_the_results_of_finished_lines(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(10)))
@@ -78,7 +78,7 @@ async def test_cancelling_an_ended_batch_changes_nothing(owner_of, batch_line, a
         assert await owner.ok(f"/v1/batches/{batch['id']}/cancel", b"", method="POST") == batch
 
 
-async def test_aborting_the_request_of_a_line_makes_it_an_error_line(owner_of, batch_line, autojump_clock):
+async def test_aborting_the_request_of_a_batch_line_makes_it_an_error_line(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         owner = owner_of(server)
         made = await owner.batch(batch_line("a", max_tokens=50), batch_line("b"))
@@ -90,7 +90,7 @@ async def test_aborting_the_request_of_a_line_makes_it_an_error_line(owner_of, b
         assert aborted["response"]["body"]["error"]["code"] == "request_aborted"
 
 
-async def test_lines_not_done_in_time_are_reported_as_expired(owner_of, batch_line, autojump_clock):
+async def test_batch_lines_not_done_in_time_are_reported_as_expired(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(600)), completion_window="2s")
@@ -223,7 +223,7 @@ async def test_batch_that_was_being_cancelled_is_not_restarted(owner_of, batch_l
         assert server.engine.live_requests() == []
 
 
-async def test_slow_line_does_not_delay_later_lines(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_slow_batch_line_does_not_delay_later_lines(owner_of, batch_line, tmp_path, autojump_clock):
     """Later lines are recorded as done, and the next server does not send these lines again."""
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])

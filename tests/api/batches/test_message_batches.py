@@ -1,4 +1,4 @@
-"""Batches of messages in Anthropic's shape."""
+"""Tests batches of messages in Anthropic's format."""
 
 from __future__ import annotations
 

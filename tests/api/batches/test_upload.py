@@ -1,4 +1,4 @@
-"""Parsing of the form that uploads a file, with size limits."""
+"""Tests the parsing of the form that uploads a file, and its size limits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def form(**fields: Any) -> tuple[bytes, str]:
     return request.read(), request.headers["content-type"]
 
 
-def test_form_is_parsed_into_fields_and_file() -> None:
+def test_upload_form_is_parsed_into_fields_and_file() -> None:
     upload = parsed_upload(*form())
     assert (upload.content, upload.filename, upload.purpose) == (CONTENT, "lines.jsonl", "batch")
     assert upload.seconds is None
 
 
-def test_large_and_empty_files_are_parsed() -> None:
+def test_large_and_empty_uploaded_files_are_parsed() -> None:
     large = bytes(range(256)) * 10_000
     assert parsed_upload(*form(file=("a", large))).content == large
     assert parsed_upload(*form(file=("a", b""))).content == b""
@@ -67,7 +67,7 @@ def test_body_that_is_not_a_form_is_refused(content_type: str | None) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 100, -3, -5, -60])
-def test_incomplete_form_is_refused(cut: int) -> None:
+def test_incomplete_upload_form_is_refused(cut: int) -> None:
     body, content_type = form()
     with pytest.raises(InvalidRequest):
         parsed_upload(body[:cut], content_type)
@@ -89,6 +89,6 @@ def part(name: str, content: str = "x", more: str = "") -> str:
         "--b\r\nX: " + "y" * 10_000 + "\r\n\r\nx\r\n",
     ],
 )
-def test_malformed_forms_are_refused(parts: str) -> None:
+def test_malformed_upload_forms_are_refused(parts: str) -> None:
     with pytest.raises(InvalidRequest):
         parsed_upload((parts + "--b--\r\n").encode(), "multipart/form-data; boundary=b")

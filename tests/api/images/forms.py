@@ -1,4 +1,4 @@
-"""Bodies of multipart/form-data, as clients write them."""
+"""Builds bodies of multipart/form-data, as clients write them."""
 
 from __future__ import annotations
 

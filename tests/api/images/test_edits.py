@@ -1,4 +1,4 @@
-"""POST /v1/images/edits over the whole server in memory: valid and refused forms."""
+"""Tests POST /v1/images/edits with the whole server in memory: valid and refused forms."""
 
 from __future__ import annotations
 

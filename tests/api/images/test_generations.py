@@ -1,4 +1,4 @@
-"""POST /v1/images/generations over the whole server in memory, whole and streamed."""
+"""Tests POST /v1/images/generations with the whole server in memory, whole and streamed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def events_of(response: MemoryResponse) -> list[dict[str, Any]]:
     return [event async for event in response]
 
 
-async def test_prompt_becomes_images() -> None:
+async def test_image_request_gets_the_requested_number_of_images() -> None:
     async with open_memory_image_server() as server:
         client = server.client()
         response = await client.post(PATH, {**CAT, "n": 2, "size": "32x16", "steps": 3})
@@ -81,7 +81,7 @@ async def test_images_have_the_requested_format(kind: str) -> None:
         assert image_of(body["data"][0]).format == kind.upper()
 
 
-async def test_stream_sends_partial_images_of_each_image() -> None:
+async def test_image_stream_sends_partial_images_of_each_image() -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**CAT, "n": 2, "steps": 4, "stream": True, "partial_images": 1}
         async with server.client().ask(PATH, body) as response:
@@ -111,7 +111,7 @@ async def test_stream_sends_partial_images_of_each_image() -> None:
         await server.assert_all_free()
 
 
-async def test_progress_events_are_sent_on_request() -> None:
+async def test_image_progress_events_are_sent_on_request() -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**CAT, "steps": 3, "stream": True, "stream_options": {"include_progress": True}}
         async with server.client().ask(PATH, body) as response:
@@ -132,7 +132,7 @@ async def test_silent_image_stream_sends_keep_alives(autojump_clock: MockClock) 
         assert len(events) == 1
 
 
-async def test_class_is_chosen_by_name_or_index() -> None:
+async def test_image_class_is_chosen_by_name_or_index() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, classes=FAKE_CLASSES)
     async with open_memory_image_server(model=model) as server:
         client = server.client()
@@ -163,7 +163,7 @@ async def test_class_is_chosen_by_name_or_index() -> None:
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_invalid_request_is_refused_before_the_response_begins(
+async def test_invalid_image_request_is_refused_before_the_response_begins(
     fields: dict[str, Any], param: str, says: str, is_streamed: bool
 ) -> None:
     limits = ImageRequestLimits(pixels_max=2048, steps_max=8, n_max=4)
@@ -224,7 +224,9 @@ async def test_deadlines_end_image_requests(autojump_clock: MockClock) -> None:
         await server.assert_all_free()
 
 
-async def test_log_line_has_the_number_of_images_and_steps(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_line_of_an_image_request_has_the_number_of_images_and_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     async with open_memory_image_server(logs_requests=True) as server:
         await server.client().post(PATH, {**CAT, "n": 2, "steps": 3})

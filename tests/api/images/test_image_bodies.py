@@ -1,4 +1,4 @@
-"""Bodies of image requests: the meaning of fields, and the refusal of invalid fields."""
+"""Tests the bodies of image requests: the meaning of fields, and the refusal of invalid fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def body(**fields: Any) -> ImageGenerationBody:
         ({"style": None, "svg": {}, "response_format": "b64_json"}, {}),
     ],
 )
-def test_body_fields_become_image_params(fields: dict[str, Any], expect: dict[str, Any] | None) -> None:
+def test_fields_of_an_image_body_become_image_params(fields: dict[str, Any], expect: dict[str, Any] | None) -> None:
     asked = body(**fields)
     asked.check()
     assert asked.params() == ImageParams(**(fields if expect is None else expect))
@@ -86,12 +86,12 @@ def test_invalid_field_is_refused_under_the_name_that_was_sent(fields: dict[str,
     assert refused.value.param == param
 
 
-def test_default_format_is_png() -> None:
+def test_default_format_of_generated_images_is_png() -> None:
     assert body().image_format() == ImageFormat("png", 100)
     assert body(output_format="webp", output_compression=0).image_format() == ImageFormat("webp", 0)
 
 
-def test_form_has_text_fields_and_files() -> None:
+def test_edit_form_is_parsed_into_text_fields_and_files() -> None:
     parts = [("prompt", "a dög"), ("n", "2"), ("strength", "0.5"), ("seed", ""), ("stream", "true")]
     more = [("stream_options[include_progress]", "true"), ("partial_images", "1"), ("new_field", "1")]
     asked = parsed_edit(*multipart(*parts, *more, IMAGE, ("mask", b"a mask", "m.png")))

@@ -1,4 +1,4 @@
-"""Other routes of a server that generates images: OpenAPI, operators' routes, and separation of keys."""
+"""Tests the other routes of a server that generates images: OpenAPI, operators' routes, and separation of keys."""
 
 from __future__ import annotations
 

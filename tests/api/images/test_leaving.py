@@ -1,4 +1,4 @@
-"""Clients that leave in each phase of an image request: all slots are free afterwards."""
+"""Tests that all slots are free after a client has disconnected, in each phase of an image request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def slots_used(server: MemoryImageServer) -> int:
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
-async def test_leaving_during_a_step_frees_slots_right_after_the_step(phase: str, http: int, is_streamed: bool) -> None:
+async def test_client_that_leaves_during_an_image_step_frees_its_slots_after_the_step(
+    phase: str, http: int, is_streamed: bool
+) -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**BODY, "stream": is_streamed, "partial_images": 2 if is_streamed else 0}
         async with server.client(http=http).ask(GENERATIONS, body):
@@ -56,7 +58,7 @@ async def test_leaving_during_a_step_frees_slots_right_after_the_step(phase: str
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", PHASES)
-async def test_leaving_between_two_steps_frees_slots_at_once(phase: str, way: str) -> None:
+async def test_client_that_leaves_between_image_steps_frees_its_slots_at_once(phase: str, way: str) -> None:
     async with open_memory_image_server(paused=True) as server:
         client = server.client()
         async with client.ask(GENERATIONS, {**BODY, "stream": True}):
@@ -68,7 +70,7 @@ async def test_leaving_between_two_steps_frees_slots_at_once(phase: str, way: st
         await server.assert_all_free()
 
 
-async def test_leaving_the_queue_admits_the_next_request() -> None:
+async def test_image_request_that_leaves_the_queue_admits_the_next_request() -> None:
     async with open_memory_image_server(paused=True, max_num_seqs=1) as server:
         first, second, third = (server.client() for _ in range(3))
         async with first.ask(GENERATIONS, {"prompt": "a"}), third.ask(GENERATIONS, {"prompt": "c"}) as response:
@@ -81,7 +83,7 @@ async def test_leaving_the_queue_admits_the_next_request() -> None:
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["partial", "whole"])
-async def test_leaving_while_an_image_is_encoded_frees_all_slots(is_whole: bool) -> None:
+async def test_client_that_leaves_while_an_image_is_encoded_frees_all_slots(is_whole: bool) -> None:
     """The other images of the request use their slots until the client leaves."""
     async with open_memory_image_server(paused=True) as server:
         body = {**BODY, "stream": True, "partial_images": 2}
@@ -98,7 +100,7 @@ async def test_leaving_while_an_image_is_encoded_frees_all_slots(is_whole: bool)
 
 
 class Noise(FakeImageExecutor):
-    """A fake executor that makes images of noise, so that their files are large."""
+    """A fake executor that generates noise images, whose files are large."""
 
     def shown(self, request: IterativeRequest, latent: int) -> RGBImage:
         image = super().shown(request, latent)
@@ -106,7 +108,7 @@ class Noise(FakeImageExecutor):
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_leaving_while_an_image_is_sent_frees_all_slots(http: int) -> None:
+async def test_client_that_leaves_while_an_image_is_sent_frees_all_slots(http: int) -> None:
     """The client reads nothing: its window is full, and the handler waits inside of an event."""
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     async with open_memory_image_server(paused=True, model=model, new_executor=Noise) as server:
@@ -122,7 +124,7 @@ async def test_leaving_while_an_image_is_sent_frees_all_slots(http: int) -> None
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
-async def test_leaving_while_an_upload_is_parsed_frees_all_resources(is_large: bool) -> None:
+async def test_client_that_leaves_while_an_upload_is_parsed_frees_all_resources(is_large: bool) -> None:
     file = io.BytesIO()
     side = 256 if is_large else 16
     Image.effect_noise((side, side), 80).save(file, "PNG")
@@ -140,7 +142,7 @@ async def test_leaving_while_an_upload_is_parsed_frees_all_resources(is_large: b
         await server.assert_all_free()
 
 
-async def test_unread_whole_response_holds_no_slot() -> None:
+async def test_unread_image_response_uses_no_slot() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     async with open_memory_image_server(model=model, new_executor=Noise) as server:
         async with server.client().ask(GENERATIONS, {**BODY, "size": "512x512"}):
@@ -169,7 +171,7 @@ async def test_memory_of_unread_images_is_limited(is_streamed: bool) -> None:
         assert unsent.byte_count == 0
 
 
-async def test_unread_edit_result_frees_the_decoded_image() -> None:
+async def test_unread_edit_result_frees_the_decoded_input_image() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     edits = EditSlots(1)
     file = io.BytesIO()

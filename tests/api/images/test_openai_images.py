@@ -1,4 +1,4 @@
-"""The unmodified client library openai-python against the whole server in memory: generate and edit images."""
+"""Tests that the unmodified openai-python generates and edits images with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_openai_client_edits_an_image_whole_and_streamed() -> None:
         assert [event.type async for event in stream][-1] == "image_edit.completed"
 
 
-async def test_refusal_becomes_an_exception_of_the_openai_client() -> None:
+async def test_refused_image_request_raises_an_exception_of_the_openai_client() -> None:
     async with opened() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.images.generate(model="fake", prompt="a cat", size="512x512")

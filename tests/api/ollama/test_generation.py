@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, checked with the types of Ollama's client library."""
+"""Tests POST /api/chat and /api/generate with the types of Ollama's client library."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def text_of(said: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
-async def test_response_is_streamed_by_default(api: Any, asked: Any) -> None:
+async def test_ollama_response_is_streamed_by_default(api: Any, asked: Any) -> None:
     exchange = await ask(api, asked, model="org/letters:latest")
     *pieces, last = lines(exchange)
     assert [text_of(piece) for piece in pieces] == ["Hello", "!"]
@@ -81,7 +81,7 @@ async def test_response_is_streamed_by_default(api: Any, asked: Any) -> None:
 
 
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
-async def test_whole_response_is_one_object(api: Any, asked: Any) -> None:
+async def test_whole_ollama_response_is_one_object(api: Any, asked: Any) -> None:
     said = whole(await ask(api, asked, stream=False))
     assert (text_of(said), said["done"], said["done_reason"]) == ("Hello!", True, "stop")
     assert said["model"] == "letters"
@@ -94,7 +94,7 @@ async def test_whole_response_is_one_object(api: Any, asked: Any) -> None:
 
 @pytest.mark.parametrize("reason, expected", [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_each_kind_of_end_has_its_stop_reason(
+async def test_each_kind_of_ollama_response_end_has_its_stop_reason(
     api: Any, reason: FinishReason, expected: str, stream: bool
 ) -> None:
     api.engine.script = api.say("ab", reason=reason)
@@ -118,7 +118,7 @@ async def test_request_without_a_prompt_reports_that_the_model_is_loaded(api: An
 # --- requests ---
 
 
-async def test_options_become_sampling_params(api: Any) -> None:
+async def test_ollama_options_become_sampling_params(api: Any) -> None:
     options = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -158,7 +158,7 @@ async def test_num_predict_beyond_the_context_is_reduced(api: Any, num_predict: 
     assert (sampling.max_tokens, sampling.clamp_max_tokens) == (num_predict, True)
 
 
-async def test_seed_of_minus_one_is_random(api: Any) -> None:
+async def test_ollama_seed_of_minus_one_is_random(api: Any) -> None:
     await ask(api, options={"seed": -1})
     assert api.engine.streams[0].sampling.seed is None
 
@@ -215,7 +215,7 @@ async def test_unsupported_body_field_is_refused_by_name(api: Any, asked: Any, f
     assert api.engine.streams == []
 
 
-async def test_format_is_json_or_a_schema(api: Any) -> None:
+async def test_ollama_format_is_json_or_a_schema(api: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for asked in (CHAT, GENERATE):
         for given, kind in (
@@ -388,7 +388,7 @@ async def test_missing_key_has_the_error_shape_of_ollama(make_api: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["nobody", "nobody:latest", "letters:7b"])
-async def test_unknown_model_is_404(api: Any, model: str) -> None:
+async def test_ollama_request_for_an_unknown_model_is_404(api: Any, model: str) -> None:
     for asked in (CHAT, GENERATE, ("/api/show", {}), ("/api/embed", {"input": "a"})):
         assert "not served here" in await check_refused(api, asked, status=404, model=model)
 

@@ -1,4 +1,4 @@
-"""The unmodified client library ollama-python against the whole server in memory."""
+"""Tests the unmodified client library ollama-python with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_ollama_client_chats_and_generates_streamed_and_whole() -> None:
         assert (await client.generate("fake")).done_reason == "load"
 
 
-async def test_durations_measure_the_phases(autojump_clock: trio.testing.MockClock) -> None:
+async def test_ollama_durations_measure_the_phases_of_a_request(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(step_seconds=0.5) as client:
         for stream in (False, True):
             said = await client.chat("fake", [USER], stream=stream)
@@ -160,7 +160,7 @@ async def test_errors_become_exceptions_of_the_ollama_client() -> None:
             await client.pull("fake")
 
 
-async def test_leaving_a_stream_frees_its_blocks(autojump_clock: trio.testing.MockClock) -> None:
+async def test_leaving_an_ollama_stream_frees_its_blocks(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(None, step_seconds=0.01) as client:
         stream = await client.chat("fake", [USER], options={"num_predict": 1000}, stream=True)
         async for _ in stream:

@@ -1,4 +1,4 @@
-"""A snapshot with all later changes applied equals a new snapshot, after any history."""
+"""Tests that a snapshot with all later changes applied equals a new snapshot, after any history."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def check(feed: LiveFeed, owner: str | None, last: Snapshots, shown: dict[str | 
             assert set(new.blocks[first : first + count]) <= {2, 3}, "each block with an owner is used or held"
 
 
-def test_a_slow_reader_gets_all_missed_points_together() -> None:
+def test_slow_page_reader_gets_all_missed_points_together() -> None:
     def snapshot(number: int) -> PageSnapshot:
         values = tuple(float(i) for i in range(max(0, number - HISTORY_POINTS_MAX + 1), number + 1))
         history = HistoryShown(interval_seconds=5, at=number * 5.0, number=number, series={"queue": values})
@@ -139,7 +139,7 @@ def test_a_slow_reader_gets_all_missed_points_together() -> None:
         assert shown["history"] == decoded(snapshot_fields(snapshot(second)))["history"]
 
 
-def test_a_pool_of_another_size_is_sent_completely() -> None:
+def test_block_pool_of_another_size_is_sent_completely() -> None:
     def snapshot(blocks: bytes) -> PageSnapshot:
         server = ServerShown(kind="engine", model="m", version="1", block_count=len(blocks))
         return PageSnapshot(now=0.0, server=server, blocks=blocks)

@@ -68,7 +68,7 @@ async def reading(server: MemoryServer, query: str = "", **headers: str) -> Asyn
         yield reader
 
 
-async def test_a_reader_gets_a_snapshot_and_then_changes(memory_server, mock_clock):
+async def test_page_reader_gets_a_snapshot_and_then_changes(memory_server, mock_clock):
     async with reading(memory_server) as reader:
         (name, snapshot), *others = reader.events
         assert (name, others) == ("snapshot", [])
@@ -120,7 +120,7 @@ def states(shown: dict[str, Any]) -> list[int]:
 
 @pytest.mark.fake_engine(paused=True, enable_prefix_caching=False)
 @pytest.mark.parametrize("way", ["by id", "by its client"])
-async def test_after_a_cancel_the_blocks_are_shown_as_free(memory_server, mock_clock, way):
+async def test_page_shows_the_blocks_of_a_cancelled_request_as_free(memory_server, mock_clock, way):
     engine = memory_server.engine
     async with reading(memory_server) as reader:
         client = memory_server.client()
@@ -169,7 +169,7 @@ async def test_blocks_that_other_requests_share_are_not_shown_as_free(memory_ser
         assert 0 < freed["blocks"] < sum(count for _, count in b)
 
 
-async def test_a_slow_reader_gets_one_change_for_all_missed_changes(memory_server, mock_clock):
+async def test_slow_page_reader_gets_one_change_for_all_missed_changes(memory_server, mock_clock):
     client, other = memory_server.client(), memory_server.client()
     async with client.ask(PATH) as response:
         reader = Reader(response)
@@ -251,7 +251,7 @@ async def test_a_finished_request_of_another_key_is_not_shown(mock_clock):
         assert b"of-a" not in other.response.body
 
 
-async def test_without_the_page_its_paths_do_not_exist(mock_clock):
+async def test_page_paths_do_not_exist_if_the_page_is_disabled(mock_clock):
     async with open_memory_server(page=PageSettings(is_shown=False)) as server:
         for path in ("/", "/ui/events", "/ui/page.css"):
             response = await server.client().get(path)
@@ -274,7 +274,7 @@ async def test_the_page_has_a_strict_policy_and_unchanged_files_are_not_sent_aga
 
 
 @pytest.mark.parametrize("interval", ["0", "0.09", "10.5", "nan", "x", "1e9"])
-async def test_the_interval_has_bounds(memory_server, interval):
+async def test_interval_of_page_events_has_bounds(memory_server, interval):
     response = await memory_server.client().get(f"{PATH}?interval={interval}")
     assert response.status == 400
     assert (await response.json())["error"]["param"] == "interval"
@@ -299,7 +299,7 @@ async def test_the_last_event_shows_the_shutdown_and_the_stream_ends(memory_serv
     assert (await memory_server.client().get(PATH)).status == 503
 
 
-async def test_nothing_is_cached_without_readers(memory_server, mock_clock):
+async def test_page_caches_nothing_without_readers(memory_server, mock_clock):
     feed = memory_server.engine.live_feed
 
     def kept() -> int:
@@ -332,7 +332,7 @@ async def test_requests_with_the_same_id_are_all_shown(memory_server, mock_clock
 
 
 @pytest.mark.fake_engine(step_seconds=0.01)
-async def test_a_later_reader_gets_the_history(autojump_clock):
+async def test_later_page_reader_gets_the_history(autojump_clock):
     async with open_memory_server(page=PageSettings(history_seconds=5), step_seconds=0.01) as server:
         await server.client().post(COMPLETIONS, {"prompt": "hi", "max_tokens": 100, "ignore_eos": True})
         await trio.sleep(11)
@@ -348,7 +348,7 @@ async def test_a_later_reader_gets_the_history(autojump_clock):
         assert 0.005 < history["series"]["itl_p50"][0] < 0.015
 
 
-async def test_expensive_events_are_sent_less_often(autojump_clock):
+async def test_expensive_page_events_are_sent_less_often(autojump_clock):
     """The fake CPU clock advances by 10 ms at each reading. So an event costs 10 ms, and the pause is 2 s."""
     seconds = itertools.count(0.0, 0.01)
     async with open_memory_server(step_seconds=0.05) as server:

@@ -118,7 +118,7 @@ async def test_bug_at_the_end_of_one_response_does_not_affect_others(opened, aut
         assert text_of(await api.ask(input="Hi")) == "Hello!"
 
 
-async def test_time_limit_ends_a_background_response(opened, autojump_clock):
+async def test_background_response_ends_at_its_time_limit(opened, autojump_clock):
     async with opened(response=None, step_seconds=10, background=BackgroundSettings(seconds_max=25)) as api:
         last = await ended(api, (await begin(api, timeout=1000))["id"])
         assert last["status"] == "failed"
@@ -158,7 +158,7 @@ async def test_another_caller_cannot_find_a_background_response(opened, autojump
 
 
 @pytest.mark.parametrize("hostile", ["..", "%00", "a" * 200, "resp_%2e%2e%2fx", "resp_'--", "resp_ä"])
-async def test_hostile_ids_are_not_found(opened, autojump_clock, hostile):
+async def test_malformed_ids_are_not_found(opened, autojump_clock, hostile):
     async with opened() as api:
         path = hostile if hostile.isascii() else "resp_%C3%A4"
         async with api.client().ask(f"{PATH}/{path}") as response:

@@ -1,4 +1,4 @@
-"""POST /v1/responses, whole and streamed: response fields, prompt, stored items and refusals."""
+"""Tests POST /v1/responses, whole and streamed: response fields, prompt, stored items and refusals."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_invalid_input_is_refused_with_its_path(opened, autojump_clock, fi
         assert error["message"]
 
 
-async def test_model_is_required(opened, autojump_clock):
+async def test_response_request_without_a_model_is_refused(opened, autojump_clock):
     async with opened() as api:
         response = await api.client().post(PATH, {"input": "Hi"})
         assert response.status == 400
@@ -268,7 +268,7 @@ async def test_input_tokens_are_counted(opened, autojump_clock):
         assert await response.json() == {"object": "response.input_tokens", "input_tokens": 20}
 
 
-async def test_compact_path_is_not_found(opened, autojump_clock):
+async def test_unsupported_compact_path_is_not_found(opened, autojump_clock):
     async with opened() as api:
         assert (await api.client().post(f"{PATH}/compact", {"model": "fake", "input": "Hi"})).status == 404
 

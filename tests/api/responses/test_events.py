@@ -1,4 +1,4 @@
-"""Events of a response: numbers, ids, order, and the output after each kind of end."""
+"""Tests the events of a response: numbers, ids, order, and the output after each kind of end."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_reasoning_is_sent_as_summary_on_request():
     assert played.response["output"][0]["summary"] == [{"type": "summary_text", "text": "hm"}]
 
 
-def test_interleaved_calls_keep_their_output_indices():
+def test_interleaved_tool_calls_keep_their_output_indices():
     first, second = call("f", '{"a": 1}'), call("f", '{"b": 2}', index=1)
     mixed = [part for pair in zip(first, second, strict=True) for part in pair]
     assert [item["arguments"] for item in Played(*mixed).response["output"]] == ['{"a": 1}', '{"b": 2}']
@@ -184,7 +184,7 @@ def test_local_shell_call_has_an_action():
 
 
 @pytest.mark.parametrize("end", ["complete", "fail", "cancel"])
-def test_incomplete_call_is_never_reported_as_complete(end):
+def test_incomplete_tool_call_is_never_reported_as_complete(end):
     played = Played(ContentText("x"), *call("f", '{"a": 1}', is_complete=False), finish="length", end=end)
     assert [item["type"] for item in played.response["output"]] == ["message"]
     assert "function_call_arguments.done" not in played.types

@@ -1,4 +1,4 @@
-"""Translation of input items to chat messages: the position of reasoning, tool calls and tool results."""
+"""Tests the translation of input items to chat messages: the position of reasoning, tool calls and tool results."""
 
 from __future__ import annotations
 

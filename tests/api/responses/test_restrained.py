@@ -1,4 +1,4 @@
-"""Reasoning, tool calls and schemas in responses over the whole engine."""
+"""Tests reasoning, tool calls and schemas in the Responses API with the whole engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def both(api, **fields):
     return whole, events
 
 
-async def test_reasoning_is_a_separate_item(opened, autojump_clock):
+async def test_reasoning_is_a_separate_item_of_a_response(opened, autojump_clock):
     async with opened(response=THINKS, reasoning_parser="qwen3") as api:
         response, events = await both(api, input="Oslo?")
         thought, message = response["output"]
@@ -54,7 +54,7 @@ async def test_thinking_budget_ends_the_reasoning(opened, autojump_clock):
         assert response["usage"]["output_tokens_details"]["reasoning_tokens"] < 10 + len("</think>")
 
 
-async def test_call_and_its_result_continue_a_conversation(opened, autojump_clock):
+async def test_tool_call_and_its_result_continue_a_conversation(opened, autojump_clock):
     async with opened(response=CALLS, tool_call_parser="hermes") as api:
         response, _ = await both(api, input="Go.", tools=[WASH])
         message, call = response["output"]
@@ -87,7 +87,7 @@ async def test_forced_custom_tool_call_has_plain_text_input(opened, autojump_clo
 
 
 @pytest.mark.parametrize("strict", [True, None, False])
-async def test_output_follows_the_schema(opened, autojump_clock, strict):
+async def test_output_of_a_response_follows_the_schema(opened, autojump_clock, strict):
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": strict}
     async with opened(response=None) as api:
         response, _ = await both(api, input="Go.", text={"format": form})

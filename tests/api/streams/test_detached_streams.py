@@ -1,4 +1,4 @@
-"""Streams that continue without their client: clients that leave in each phase, events exactly once, and limits."""
+"""Tests streams that continue without their client. Each event is delivered exactly once, and limits hold."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ollama_text(events):
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("steps", [1, 2, 5])
-async def test_returning_client_gets_each_event_once(autojump_clock, api, steps):
+async def test_returning_client_of_a_detached_stream_gets_each_event_once(autojump_clock, api, steps):
     expected = await whole_of(api)
     async with opened() as server:
         async with request_stream(server, api=api) as response:
@@ -113,7 +113,7 @@ async def test_returning_client_gets_each_event_once(autojump_clock, api, steps)
         assert server.app.detached.kept_count == 0
 
 
-async def test_leaving_cancels_a_stream_without_the_headers(autojump_clock):
+async def test_client_that_leaves_cancels_a_stream_without_detach_headers(autojump_clock):
     async with opened(response=None) as server:
         path, body = CHAT
         async with server.client().ask(path, {"model": "fake", "stream": True, **body}) as response:
@@ -124,7 +124,7 @@ async def test_leaving_cancels_a_stream_without_the_headers(autojump_clock):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-async def test_leaving_before_the_stream_begins_cancels_it(autojump_clock, steps):
+async def test_client_that_leaves_before_its_stream_begins_cancels_the_stream(autojump_clock, steps):
     async with opened(response=None, max_num_seqs=1) as server:
         async with request_stream(server, session="first"):
             await server.engine.step(2)
@@ -141,7 +141,7 @@ async def test_leaving_before_the_stream_begins_cancels_it(autojump_clock, steps
             assert (await response.json())["deleted"]
 
 
-async def test_whole_response_is_never_kept(autojump_clock):
+async def test_whole_response_is_never_kept_without_its_client(autojump_clock):
     async with opened(response=None) as server:
         async with request_stream(server, stream=False):
             await server.engine.step(3)
@@ -158,7 +158,7 @@ async def test_error_before_the_stream_begins_has_its_own_status(autojump_clock)
         assert server.app.detached.kept_count == 0
 
 
-async def test_stream_ends_after_its_time_without_a_reader(autojump_clock):
+async def test_detached_stream_ends_after_its_time_without_a_reader(autojump_clock):
     async with opened(response=None, paused=False, step_seconds=1) as server:
         async with request_stream(server, seconds="10") as response:
             await response.head()
@@ -195,7 +195,7 @@ async def test_complete_stream_can_be_read_again_until_its_time_has_passed(autoj
         assert server.app.detached.kept_count == 0
 
 
-async def test_second_reader_takes_over(autojump_clock):
+async def test_second_reader_of_a_stream_replaces_the_first(autojump_clock):
     async with opened() as server:
         async with request_stream(server) as first:
             await server.engine.step(3)

@@ -1,4 +1,4 @@
-"""Event logs: numbers, dropped events, and the size limit."""
+"""Tests event logs: numbers, dropped events, and the size limit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_last_events_ignore_the_size_limit():
         log.append(b"e")
 
 
-def test_joined_events_are_split():
+def test_joined_events_in_the_log_are_split():
     assert split_events(b"data: 1\n\nevent: x\ndata: 2\n\n") == [b"data: 1\n\n", b"event: x\ndata: 2\n\n"]
     with pytest.raises(AssertionError):
         split_events(b"data: 1\n\ndata")

@@ -1,4 +1,4 @@
-"""Streams that outlive the router that requested them: takeover by another router, end by name, and limits."""
+"""Tests streams that outlive the router that requested them: takeover by another router, end by name, and limits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_replaced_reader_cannot_end_the_stream(autojump_clock):
             assert await text_of(second) == TEXT
 
 
-async def test_leaving_cancels_a_request_before_its_stream_begins_or_without_a_stream(autojump_clock):
+async def test_router_that_leaves_cancels_a_request_that_has_no_stream_yet(autojump_clock):
     for stream in (True, False):
         async with opened() as server:
             async with request_stream(server, stream=stream):
@@ -184,7 +184,7 @@ async def test_invalid_stream_name_is_refused(header):
         assert "X-Trioserve-Keep" in (await response.json())["error"]["message"]
 
 
-async def test_leaving_cancels_if_the_grace_time_is_zero(autojump_clock):
+async def test_router_that_leaves_cancels_its_stream_if_the_grace_time_is_zero(autojump_clock):
     async with opened(settings=DetachSettings(seconds_max=0)) as server:
         async with request_stream(server) as response:
             await begin(server, response)

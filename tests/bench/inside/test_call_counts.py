@@ -11,7 +11,7 @@ from trioserve.bench.inside import call_counts
 
 
 @pytest.mark.parametrize("flow", call_counts.FLOWS)
-def test_flow_has_equal_counts_in_every_run(flow):
+def test_flow_has_equal_call_counts_in_every_run(flow):
     first = call_counts.counted(flow)
     assert first.flow == flow
     assert first.calls >= first.functions / call_counts.COUNTED_EVENTS
@@ -28,7 +28,7 @@ CEILINGS = {
 
 
 @pytest.mark.parametrize("flow", call_counts.FLOWS)
-def test_flow_does_not_grow_longer(flow):
+def test_number_of_calls_in_a_flow_is_limited(flow):
     counts = call_counts.counted(flow)
     calls, functions, files = CEILINGS[flow]
     assert counts.calls <= calls
@@ -36,7 +36,7 @@ def test_flow_does_not_grow_longer(flow):
     assert counts.files <= files
 
 
-def test_prompt_in_passes_through_the_expected_packages():
+def test_flow_of_a_prompt_passes_through_the_expected_packages():
     counts = call_counts.counted("prompt in")
     assert counts.packages >= 5, "from http to core"
     assert counts.files > counts.packages

@@ -61,7 +61,7 @@ def test_every_queue_length_is_compared_with_the_shortest_queue(capsys):
 
 
 @pytest.mark.parametrize("words", [("--rounds", "0"), ("--running", "0"), ("--queued", "-1"), ("--rounds", "x")])
-def test_what_cannot_be_measured_is_refused(words, capsys):
+def test_settings_that_cannot_be_measured_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         parsed(core_cost, *words)
     assert words[0] in capsys.readouterr().err

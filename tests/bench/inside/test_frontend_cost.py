@@ -15,7 +15,7 @@ from trioserve.bench.inside.frontend_load import ACK, DATA, END_STREAM, PING, SE
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 1, 2), (2, 1, 1)])
-def test_an_event_has_a_cost(shape):
+def test_event_of_a_stream_has_a_measured_cost(shape):
     cost = frontend_cost.event_cost(*shape, tokens=(2, 6), rounds=1)
     assert (cost.connection_count, cost.stream_count, cost.http) == shape
     assert cost.engine_us != 0

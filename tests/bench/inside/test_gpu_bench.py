@@ -61,7 +61,7 @@ def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
 
 
 def test_shapes_have_the_number_of_weights_of_their_models() -> None:
-    """Weights that a step reads, of 1.24, 8.03 and 8.19 billion: with the embedding only if it is tied."""
+    """A step reads 1.24, 8.03 and 8.19 billion weights. The embedding counts only if the model's head uses it."""
     read = {}
     for name, config in SHAPES.items():
         read[name] = bound_seconds(config, "bfloat16", Case(0, 1), bytes_per_second=2e9)
@@ -70,13 +70,13 @@ def test_shapes_have_the_number_of_weights_of_their_models() -> None:
     assert read["qwen3-8b"] == pytest.approx(8.1907 - 0.6223, abs=1e-3)
 
 
-def test_bound_includes_the_kv_of_every_token() -> None:
+def test_bound_of_a_step_includes_the_kv_of_every_token() -> None:
     config = SHAPES["llama-3.1-8b"]
     weights, whole = (bound_seconds(config, "bfloat16", case, 1.0) for case in (Case(0, 1), Case(64, 1024)))
     assert whole - weights == 64 * 1024 * 2 * 32 * 8 * 128 * 2
 
 
-def test_table_has_a_line_per_case_and_dashes_for_missing_values() -> None:
+def test_gpu_table_has_a_line_per_case_and_dashes_for_missing_values() -> None:
     one, many = Case(1, 256), Case(256, 4096)
     shown = table({one: 0.005, many: 0.050}, {"torch": {one: 0.020}, "graphs": {one: 0.00625, many: 0.0625}})
     head, first, second = (re.split(r"\s{2,}", line.strip()) for line in shown.splitlines())
@@ -127,7 +127,7 @@ def test_overlapped_steps_are_launched_before_the_last_tokens_are_known(monkeypa
 
 
 @pytest.mark.slow
-def test_kv_of_a_way_is_freed_before_the_next_runner_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_cache_of_a_runner_is_freed_before_the_next_runner_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its memory would count as in use."""
     pages: list[weakref.ref[torch.Tensor]] = []
     allocate, make = TorchStepModel.allocate_kv, gpu_bench._make_runner

@@ -28,7 +28,7 @@ def tiny_model(tmp_path: Path) -> Path:
     return tmp_path / "dit"
 
 
-def test_clients_leave_in_every_phase_and_every_way_makes_images(
+def test_image_bench_has_clients_that_leave_in_every_phase_and_every_case_generates_images(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_engine(*_arguments: Any, **_options: Any) -> None:

@@ -48,7 +48,7 @@ def test_bench_router_with_routers_measures_every_case(capsys):
         assert case["row"]["wait_p99"] >= case["row"]["wait_p50"] >= 0
 
 
-def test_cases_grow_to_the_requested_size_and_differ_in_one_property():
+def test_router_cases_grow_to_the_requested_size_and_differ_in_one_property():
     names = [case.what for case in scale_cases(16, 1000, policy="round_robin")]
     assert names[:5] == ["1 x 1,000", "4 x 1,000", "16 x 1,000", "16 x 10", "16 x 100"]
     cases = {case.what: case for case in scale_cases(16, 100, policy="round_robin", seed=7)}
@@ -92,7 +92,7 @@ def test_busy_endpoints_push_more_reports_than_routers_would_ask_for():
     assert counts["asked"] < counts["pushed"] <= 2 * 10 * 1.05
 
 
-def test_time_of_callbacks_is_not_counted(monkeypatch):
+def test_router_cost_does_not_include_the_time_of_callbacks(monkeypatch):
     clock = 0
 
     def perf_counter_ns() -> int:
@@ -135,7 +135,7 @@ def test_calls_outside_of_the_measured_time_are_not_counted():
 
 
 @pytest.mark.parametrize("words", [("--routers", "0"), ("--endpoints", "0"), ("--loads", "0"), ("--policy", "session")])
-def test_what_cannot_be_measured_is_refused(words, capsys):
+def test_settings_that_cannot_be_measured_are_refused(words, capsys):
     parser = argparse.ArgumentParser()
     router_scale.add_arguments(parser)
     with pytest.raises(SystemExit):

@@ -12,7 +12,7 @@ from trioserve.contracts.image_generation import ImageParams
 from trioserve.testing.fake_image_engine import open_fake_image_engine
 
 
-async def test_images_are_returned_in_order(autojump_clock):
+async def test_generated_images_are_returned_in_order(autojump_clock):
     async with open_fake_image_engine() as fake:
         stream = fake.generate_image("a cat", ImageParams(n=3, seed=7))
         async with stream:

@@ -95,7 +95,7 @@ async def test_drain_refuses_queued_image_requests_and_finishes_begun_ones(autoj
         fake.assert_all_free()
 
 
-async def test_closing_ends_running_image_requests_with_a_message(autojump_clock):
+async def test_closing_the_engine_ends_running_image_requests_with_a_message(autojump_clock):
     ends = []
 
     async def read() -> None:

@@ -57,7 +57,7 @@ async def test_option_that_the_model_does_not_support_is_refused_by_name(asked, 
         fake.assert_all_free()
 
 
-def test_operator_limits_pixels():
+def test_operator_limit_of_pixels_is_enforced():
     with pytest.raises(InvalidRequest, match=r"16 \* 24 = 384, at most 256 pixels") as refusal:
         wanted_of(params=ImageParams(height=24), limits=ImageRequestLimits(pixels_max=256))
     assert refusal.value.param == "width"
@@ -66,7 +66,7 @@ def test_operator_limits_pixels():
 @pytest.mark.parametrize(
     ("prompt", "expect"), [("two", 2), (" TWO ", 2), ("3", 3), ("0", 0), ("Shetland  sheepdog", 5), ("7", 6)]
 )
-def test_class_may_be_given_by_name_or_index(prompt, expect):
+def test_image_class_may_be_given_by_name_or_index(prompt, expect):
     wanted = wanted_of(prompt, **{**OF_CLASSES, "classes": (*FAKE_CLASSES, "Shetland sheepdog", "7")})
     assert wanted.task.prompt == expect
 
@@ -89,20 +89,20 @@ def test_unknown_class_is_refused_with_the_nearest_name(prompt, says):
     assert says in str(refusal.value)
 
 
-def test_prompt_length_is_limited():
+def test_length_of_an_image_prompt_is_limited():
     with pytest.raises(InvalidRequest, match="the prompt has 32001 characters, at most 32000 are allowed"):
         wanted_of("p" * 32_001)
     assert (wanted_of("p" * 32_000)).task.prompt == "p" * 32_000
 
 
-def test_class_may_be_given_by_any_of_its_names():
+def test_image_class_may_be_given_by_any_of_its_names():
     classes = ("goldfish, Carassius auratus", "crane", "crane, Grus", "Carassius")
     for prompt, expect in (("goldfish", 0), ("carassius  auratus", 0), ("Carassius", 3), ("crane", 1), ("Grus", 2)):
         assert wanted_of(prompt, **{**OF_CLASSES, "classes": classes}).task.prompt == expect
 
 
 @pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
-def test_half_a_surrogate_pair_is_refused(field):
+def test_image_prompt_with_half_a_surrogate_pair_is_refused(field):
     texts = {"prompt": "a cat", "negative_prompt": "dog", field: "a \ud83d"}
     with pytest.raises(InvalidRequest, match=r"holds U\+D83D at character 2") as refusal:
         wanted_of(texts["prompt"], ImageParams(negative_prompt=texts["negative_prompt"], guidance=2.0))
@@ -113,7 +113,7 @@ def test_default_steps_stay_within_the_operators_limit():
     assert wanted_of(limits=ImageRequestLimits(steps_max=3)).step_count == 3
 
 
-def test_encoding_an_image_that_is_changed_counts_as_decoding_it():
+def test_encoding_the_image_of_an_edit_costs_as_much_as_decoding():
     assert wanted_of().encode_work == FAKE_IMAGE_MODEL.encode_work
     image = RGBImage(32, 32, bytes(3 * 32 * 32))
     wanted = wanted_of(params=ImageParams(image=image))
@@ -172,7 +172,7 @@ def test_image_with_guidance_has_two_rows(guidance, changes, is_guided):
         ({"image": IMAGE, "mask": IMAGE}, 10),
     ],
 )
-def test_strength_of_a_change_skips_the_first_steps(asked, step_count):
+def test_strength_of_an_image_edit_skips_the_first_steps(asked, step_count):
     wanted = wanted_of(params=ImageParams(steps=10, **asked))
     assert (wanted.step_count, wanted.task.step_count) == (step_count, 10)
 
@@ -195,7 +195,7 @@ def test_pndm_has_one_more_step_as_in_its_pipeline(asked, step_count, of_schedul
     ("size", "asked", "expect"),
     [((20, 12), {}, (16, 8)), ((20, 12), {"width": 24}, (24, 8)), ((100, 4), {}, (64, 8)), ((16, 32), {}, (16, 32))],
 )
-def test_changed_image_keeps_its_size_as_nearly_as_allowed(size, asked, expect):
+def test_edited_image_keeps_its_size_as_nearly_as_allowed(size, asked, expect):
     image = RGBImage(*size, bytes(3 * size[0] * size[1]))
     wanted = wanted_of(params=ImageParams(image=image, **asked))
     assert (wanted.task.width, wanted.task.height) == expect

@@ -55,7 +55,9 @@ async def a_leaver(fake: FakeImageEngine, params: ImageParams = ASKED) -> AsyncI
 
 
 @pytest.mark.parametrize(("steps_before", "phase"), PHASES)
-async def test_request_that_leaves_during_a_step_frees_its_slot_after_it(steps_before, phase, autojump_clock):
+async def test_image_request_that_leaves_during_a_step_frees_its_slot_after_the_step(
+    steps_before, phase, autojump_clock
+):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(steps_before)
@@ -71,7 +73,7 @@ async def test_request_that_leaves_during_a_step_frees_its_slot_after_it(steps_b
 
 
 @pytest.mark.parametrize(("steps_before", "phase"), PHASES)
-async def test_request_that_leaves_between_steps_frees_its_slot_at_once(steps_before, phase, autojump_clock):
+async def test_image_request_that_leaves_between_steps_frees_its_slot_at_once(steps_before, phase, autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(steps_before)
@@ -82,7 +84,7 @@ async def test_request_that_leaves_between_steps_frees_its_slot_at_once(steps_be
         assert freed(fake, phase if steps_before else IterativePhase.QUEUED) == (1, 0)
 
 
-async def test_request_that_leaves_with_finished_images_frees_everything(autojump_clock):
+async def test_image_request_that_leaves_with_finished_images_frees_everything(autojump_clock):
     async with open_fake_image_engine(paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(5)
@@ -92,7 +94,7 @@ async def test_request_that_leaves_with_finished_images_frees_everything(autojum
         fake.assert_all_free()
 
 
-async def test_request_that_leaves_the_queue_frees_its_place(autojump_clock):
+async def test_image_request_that_leaves_the_queue_frees_its_queue_slot(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=1, paused=True) as fake:
         async with a_leaver(fake), a_leaver(fake) as scope:
             assert fake.dispatch.stats().waiting == 1
@@ -114,7 +116,7 @@ async def test_request_that_leaves_frees_the_slots_of_all_its_images(autojump_cl
         assert freed(fake, IterativePhase.ENCODE) == (4, 4)
 
 
-async def test_freed_slot_goes_to_the_next_request(autojump_clock):
+async def test_freed_image_slot_goes_to_the_next_request(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         async with a_leaver(fake) as scope, fake.generate_image("stays", ASKED) as stream:
             begun_at = trio.current_time()

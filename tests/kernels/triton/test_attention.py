@@ -78,7 +78,7 @@ def decode(
 
 
 @SHAPES
-def test_decodes(
+def test_paged_attention_of_decodes_equals_the_reference(
     head_dim: int,
     kv_heads: int,
     group: int,
@@ -105,7 +105,7 @@ def test_decodes(
 
 
 @pytest.mark.parametrize("score_cap", (0.5, 50.0))
-def test_capped_scores(
+def test_paged_attention_with_capped_scores_equals_the_reference(
     score_cap: float,
     numbers: Callable[..., Tensor],
     paged: Callable[..., Paged],
@@ -129,7 +129,7 @@ def test_capped_scores(
 
 @pytest.mark.parametrize("window", (None, 40))
 @pytest.mark.parametrize("sink", (-100.0, 0.0, 5.0, 100.0))
-def test_sinks(
+def test_paged_attention_with_sinks_equals_the_reference(
     sink: float,
     window: int | None,
     numbers: Callable[..., Tensor],
@@ -185,7 +185,7 @@ def test_row_has_the_same_bits_in_any_batch(
         assert torch.equal(decode(queries[row : row + 1], alone, window)[0], together[row])
 
 
-def test_many_parts_are_joined(paged: Callable[..., Paged], check_close: Callable[..., None]) -> None:
+def test_many_parts_of_a_context_are_joined(paged: Callable[..., Paged], check_close: Callable[..., None]) -> None:
     """Use more parts than are read at a time. The best key is in the last part, so all earlier sums must shrink."""
     contexts = (17 * SPLIT_TOKENS + 3,)
     case = paged(contexts, 64, 1, 16, torch.float32)
@@ -212,7 +212,7 @@ def test_number_of_programs_does_not_change_any_bit(
     case = paged((1100, 700), 16, 1, 64, torch.float32)
     queries = numbers(2, 3 * 64)
     together = decode(queries, case, window)
-    for programs in (2, 4):  # one, or two, for each row
+    for programs in (2, 4):  # one or two programs for each row
         monkeypatch.setattr(paged_sizes, "DECODE_PROGRAMS", programs)
         assert torch.equal(decode(queries, case, window), together)
 

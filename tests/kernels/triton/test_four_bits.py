@@ -51,7 +51,9 @@ def test_product_equals_the_reference(
             torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_values_may_be_columns_of_a_wider_tensor(numbers: Callable[..., Tensor], device: str) -> None:
+def test_rows_of_a_four_bit_product_may_be_columns_of_a_wider_tensor(
+    numbers: Callable[..., Tensor], device: str
+) -> None:
     weight = weight_of(48, 128, 64, has_min=True, device=device)
     wide = numbers(5, 300)
     got = triton.four_bit_linear(wide[:, 100:228], weight, None)
@@ -60,7 +62,9 @@ def test_values_may_be_columns_of_a_wider_tensor(numbers: Callable[..., Tensor],
     assert triton.four_bit_linear(wide[:0, :128], weight, None).shape == (0, 48)
 
 
-def test_row_has_the_bits_it_has_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str) -> None:
+def test_row_of_a_four_bit_product_has_the_same_bits_alone(
+    product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str
+) -> None:
     """Check the batch-invariant mode at each index of a tile and with any number of rows."""
     weight = weight_of(150, 256, 64, has_min=True, device=device)
     values = numbers(2 * TILE[0] + 3, 256, dtype=product_dtype)

@@ -33,7 +33,9 @@ def test_product_equals_the_reference(
     torch.testing.assert_close(product(values, weight, bias).double(), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_row_of_a_product_has_the_bits_it_has_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor]) -> None:
+def test_row_of_an_invariant_product_has_the_same_bits_alone(
+    product_dtype: torch.dtype, numbers: Callable[..., Tensor]
+) -> None:
     """Check each index of a tile, in the first tile and in others. The last tile has few rows."""
     values, weight = (
         numbers(2 * ROW_BLOCK + 3, 200, dtype=product_dtype),
@@ -47,7 +49,7 @@ def test_row_of_a_product_has_the_bits_it_has_alone(product_dtype: torch.dtype, 
 
 @pytest.mark.parametrize("window, has_sinks", ((None, False), (5, False), (70, False), (None, True), (70, True)))
 @pytest.mark.parametrize("head_dim, kv_heads, group, page_tokens", ((64, 2, 3, 16), (80, 1, 1, 8), (16, 1, 5, 12)))
-def test_decode_has_the_bits_of_a_row_of_a_prompt(
+def test_decode_has_the_same_bits_as_a_row_of_a_prompt(
     window: int | None,
     has_sinks: bool,
     head_dim: int,
@@ -87,10 +89,12 @@ def test_decode_has_the_bits_of_a_row_of_a_prompt(
     pieces = [chunk(start, end, pages, table) for start, end in ((0, 7), (7, 70), (70, 71), (71, context))]
     assert torch.equal(torch.cat(pieces), whole)
     rows = [3, 149, 0, 64, 100]
-    contexts = torch.tensor([row + 1 for row in rows] + [0], dtype=torch.int32, device=device)  # and an unused row
+    # The batch also has an unused row.
+    contexts = torch.tensor([row + 1 for row in rows] + [0], dtype=torch.int32, device=device)
     decoded = torch.full((len(rows) + 1, size), float("nan"), dtype=product_dtype, device=device)
     work = DecodeWork.make(1, 1, 1, 1, torch.device(device))
-    wide = torch.stack((table[0], table[0]), 1).repeat(len(rows) + 1, 1, 1)[:, :, 0]  # with a stride, as in graphs
+    # The table has a stride, as in graphs.
+    wide = torch.stack((table[0], table[0]), 1).repeat(len(rows) + 1, 1, 1)[:, :, 0]
     invariant.paged_decode_(decoded, queries[[*rows, 0]], pages, wide, contexts, window, 1, work, None, sinks)
     assert torch.equal(decoded[:-1], whole[rows])
     assert not decoded[-1].any()
@@ -107,7 +111,7 @@ def test_model_gives_the_same_response_in_a_batch_and_alone(
     """Run in float32, with recorded decodes and other steps, a prefix cache hit, chunks and a preemption."""
     tiny_checkpoints.write_checkpoint(tmp_path, "qwen2-sliding", dtype="float32", sharded=False, layers=2)
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: invariant)
-    monkeypatch.setattr(layers, "_can_pack", lambda _: False)  # only products on a CPU use packed weights
+    monkeypatch.setattr(layers, "_can_pack", lambda _: False)  # Only products on a CPU use packed weights.
     runner = step_driver.load_runner(tmp_path, device=device, cpu_kernels="torch", block_count=24, max_num_seqs=4)
     prompts = [[(7 * number + 3 * place) % 320 for place in range(count)] for number, count in enumerate((30, 3, 22))]
     requests = [histories.request(f"r{n}", prompt, 4, seed=n) for n, prompt in enumerate(prompts)]

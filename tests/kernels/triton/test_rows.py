@@ -20,7 +20,7 @@ def test_rms_norm(
     check_close(triton.rms_norm(values, weight, 1e-3), wanted)
 
 
-def test_rms_norm_of_heads_inside_wider_rows(
+def test_rms_norm_of_heads_inside_wider_rows_equals_the_reference(
     dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
 ) -> None:
     heads = numbers(7, 12, 80, dtype=dtype)[:, 2:9]
@@ -39,7 +39,7 @@ def test_residual_sum_is_computed_before_the_norm(
     normed = triton.add_rms_norm_(hidden, product, weight, 1e-5)
     check_close(hidden, added.double())
     if device == "cuda" or dtype != torch.bfloat16:
-        assert torch.equal(hidden, added)  # rounded like torch. The interpreter truncates bfloat16.
+        assert torch.equal(hidden, added)  # The kernel must round like torch. The interpreter truncates bfloat16.
     before = hidden.clone()
     # The norm is that of the rounded sum.
     check_close(normed, reference.rms_norm(hidden.double(), weight.double(), 1e-5))
@@ -73,13 +73,13 @@ def test_rotary_rotates_heads_and_writes_keys_and_values(
 
 
 @pytest.mark.parametrize("columns", (10, 1025))
-def test_activate_and_mul(
+def test_activation_times_up_equals_the_formula(
     columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
 ) -> None:
     gate_up = numbers(3, 2 * columns, dtype=dtype)
     check_close(triton.activate_and_mul(gate_up), reference.activate_and_mul(gate_up.double()))
     for activation in ("gelu", "gelu_tanh", "clamped_swiglu"):
         if activation == "clamped_swiglu":
-            gate_up = gate_up * 4  # so that some values are clamped
+            gate_up = gate_up * 4  # The numbers are so large that some values are clamped.
         wanted = reference.activate_and_mul(gate_up.double(), activation)
         check_close(triton.activate_and_mul(gate_up, activation), wanted)

@@ -23,7 +23,7 @@ from trioserve.model.step_rows import FilledMasks
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 
-VOCAB_SIZE = 1_300  # several tokens per tile of the draw, and no multiple of the number of tiles
+VOCAB_SIZE = 1_300  # Each tile of the draw has several tokens, and the size is no multiple of the number of tiles.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GREEDY = (0.0, 0.0, 1.0, 0.0)
 
@@ -62,14 +62,14 @@ def launched(logits: Tensor, chunks: list[ScheduledChunk], masks: FilledMasks | 
 
 def test_greedy_choice_is_the_lowest_id_among_the_best(dtype: torch.dtype, device: str) -> None:
     scores = torch.zeros(4, 9_000, device=device, dtype=dtype)
-    scores[0, [8_999, 8_500, 300]] = 2.0  # in both parts of a row
+    scores[0, [8_999, 8_500, 300]] = 2.0  # The largest logit occurs in both parts of a row.
     scores[1, [8_999, 8_500]] = 2.0
     scores[2] = -1.0
     scores[3, 4_000:4_100] = 3.0
     assert choose(scores, [GREEDY] * 4).tolist() == [[300, 8_500, 0, 4_000], [0] * 4]
 
 
-def test_each_flaw_is_reported(numbers: Callable[..., Tensor]) -> None:
+def test_each_flaw_of_a_sampled_row_is_reported(numbers: Callable[..., Tensor]) -> None:
     scores = numbers(6, 9_000)
     scores[1, 8_999] = math.nan
     scores[2, 0] = math.inf
@@ -99,7 +99,7 @@ def test_row_without_a_best_token_gets_an_id_of_the_vocabulary(numbers: Callable
 
 
 @pytest.mark.parametrize("vocab_size, spread", ((VOCAB_SIZE, 1.0), (20_011, 4.0)))
-def test_draws_equal_the_reference(vocab_size: int, spread: float, numbers: Callable[..., Tensor]) -> None:
+def test_drawn_tokens_equal_the_reference(vocab_size: int, spread: float, numbers: Callable[..., Tensor]) -> None:
     """Use flat and steep distributions, each filter alone and all together, and words with and without a sign bit.
 
     One vocabulary is larger than the block of tokens that is read at a time.
@@ -117,7 +117,7 @@ def test_draws_equal_the_reference(vocab_size: int, spread: float, numbers: Call
 
 
 @pytest.mark.parametrize("setting", ((1.0, 3.0, 1.0, 0.0), (1.0, 0.0, 2.5 / 200, 0.0), (1.0, 0.0, 1.0, 0.9985)))
-def test_filter_keeps_exactly_its_tokens(setting: tuple[float, ...], device: str) -> None:
+def test_sampling_filter_keeps_exactly_its_tokens(setting: tuple[float, ...], device: str) -> None:
     """Use 200 tokens of almost equal probability, of which each filter keeps the best three."""
     scores = (-torch.arange(200, device=device) * 0.0007).roll(50).expand(14, -1).contiguous()
     drawn = choose(scores, [setting] * 14, list(range(14)))[0]
@@ -125,7 +125,9 @@ def test_filter_keeps_exactly_its_tokens(setting: tuple[float, ...], device: str
 
 
 def test_tokens_of_equal_weight_are_kept_or_dropped_together(device: str) -> None:
-    """Use top_k and top_p with a best token and 40 equal ones. If one of the equal tokens is kept, all are."""
+    """Use top_k and top_p with a best token and 40 equal tokens. If one of the equal tokens is kept, all 40 are
+    kept.
+    """
     scores = torch.full((32, 200), -10.0, device=device)
     scores[:, 0] = 1.0
     scores[:, 100:140] = 0.5
@@ -212,7 +214,7 @@ def test_masked_rows_equal_the_reference(vocab_size: int, numbers: Callable[...,
     parameters = torch.tensor(settings, dtype=torch.float64, device=scores.device)
     got = triton.choose_tokens(scores, parameters, words, masks).tolist()
     wanted = reference.choose_tokens(scores, parameters, words, masks).tolist()
-    got[0][3] = wanted[0][3] = 0  # the id has no meaning
+    got[0][3] = wanted[0][3] = 0  # This id has no meaning.
     assert got == wanted
     flawed = {3: Flaw.NO_NUMBER, 4: Flaw.ALL_HIDDEN, 12: Flaw.ALL_HIDDEN}
     assert got[1] == [flawed.get(index, 0) for index in range(count)]
@@ -241,7 +243,7 @@ def test_sampler_result_equals_that_of_its_plain_path(
     """Compare without and with rows whose scores are changed first. One row is not finite."""
     logits = (numbers(len(names) + 1, VOCAB_SIZE, seed=3) * 3).to(dtype)
     logits[-1, 17] = -math.inf
-    logits[:, 7] = 12.0  # a stop token
+    logits[:, 7] = 12.0  # This is a stop token.
     before = logits.clone()
     chunks = [row(SamplingParams(**SAMPLINGS[name]), output=(9, 9, 4), seed=index) for index, name in enumerate(names)]
     chunks.append(row(SamplingParams(temperature=1.0, logprobs=1)))

@@ -1,8 +1,8 @@
 """Tests that the runner gives the same responses with the Triton kernels and with the plain ones.
 
-They cover chunks and decodes in one step, windows, normalized heads, prompts in pieces and longer than a tile, drafts
-after decodes, and a cache full of NaN. Decodes of fixed shape are replayed from a recording: a CUDA graph, or its
-replacement in the interpreter.
+The tests cover chunks and decodes in one step, windows, normalized heads, prompts in pieces and longer than a tile,
+drafts after decodes, and a cache full of NaN. Decodes of fixed shape are replayed from a recording: a CUDA graph, or
+its replacement in the interpreter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trioserve_kernels.paged import SPLIT_TOKENS
 from trioserve_kernels.triton.norm import rms_norm_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Operators by which the host waits for a number of the device. If gradients are disabled for good, torch does not
-# decompose the outer ones.
+# Operators that make the host wait for a number of the device. If gradients are disabled, torch does not decompose the
+# outer operators.
 READS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.item.default,
@@ -192,12 +192,12 @@ class WatchedCopies(TorchDispatchMode):
         aten = torch.ops.aten
         assert func not in READS, "the host waits for a number"
         assert func is not aten.lift_fresh.default, "a number is sent by itself"
-        if func is aten.to.dtype_layout:  # numpy() calls it as well
+        if func is aten.to.dtype_layout:  # numpy() also calls this operator.
             assert (kwargs or {}).get("device") in (None, args[0].device), "something is sent by itself"
         if func is aten._to_copy.default:
             assert "device" not in (kwargs or {}), "something is sent by itself"
         if func is aten.copy_.default and len(args) == 3:
-            self.copies += args[2]  # non_blocking
+            self.copies += args[2]  # This argument is non_blocking.
         return func(*args, **(kwargs or {}))
 
 
@@ -276,7 +276,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
                 yield name, value.dtype, value.data_ptr() % 16 == 0
             elif isinstance(value, float):
                 yield name
-            elif name in options:  # constants of the kernel and options of the launch
+            elif name in options:  # The values are constants of the kernel and options of the launch.
                 yield name, value
             else:
                 yield name, value.bit_length() > 31, name not in unspecialized and (value == 1, value % 16 == 0)
