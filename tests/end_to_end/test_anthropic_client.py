@@ -123,7 +123,7 @@ def test_closing_a_stream_frees_its_blocks(client, server):
 
 
 @pytest.mark.slow
-def test_batch_completes_is_listed_and_deleted(client):
+def test_message_batch_completes_is_listed_and_deleted(client):
     requests = [
         {
             "custom_id": f"line-{index}",
@@ -149,6 +149,6 @@ def test_batch_completes_is_listed_and_deleted(client):
         client.messages.batches.retrieve(batch.id)
 
 
-def test_models_are_listed(client):
+def test_official_client_lists_the_models(client):
     assert [(model.id, model.type) for model in client.models.list()] == [("smollm2", "model")]
     assert client.models.retrieve("smollm2").display_name == "smollm2"

@@ -192,7 +192,7 @@ def torch_products_depend_on_the_batch() -> bool:
 
 @pytest.mark.slow
 def test_logprobs_depend_on_the_batch_without_batch_invariance() -> None:
-    """Use plain torch, because most native kernels are invariant in any case."""
+    """The test uses plain torch, because most native kernels are always batch-invariant."""
     if not torch_products_depend_on_the_batch():
         pytest.skip("torch's bfloat16 products do not depend on the batch on this processor")
 

@@ -85,7 +85,7 @@ def check_nothing_is_left(server) -> None:
 # --- Single requests ---
 
 
-def test_response_to_get(server):
+def test_nghttp_gets_the_response_to_a_get_request(server):
     assert json.loads(nghttp(server.url + "/health")) == {"status": "alive"}
     check_nothing_is_left(server)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 WAIT_SECONDS_MAX = 60
-# Stands in for huggingface_hub. Like the real one, it has threads for which Python waits at its exit.
+# This module replaces huggingface_hub. Like the real package, it has threads for which Python waits at its exit.
 STAND_IN = """
 import concurrent.futures, threading
 

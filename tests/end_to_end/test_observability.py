@@ -40,7 +40,7 @@ SECONDS_MAX = 60.0
 STORY = "Once upon a time there was a keeper who wrote down each ship that passed, its flag and its colours. " * 4
 BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m"}  # variables that Grafana itself defines
 
-# Metrics without a value while there is no fault, with the reason. All other metrics must have a value.
+# Metrics that have no value while there is no fault, each with the reason. All other metrics must have a value.
 EMPTY_WHILE_ALL_IS_WELL = {
     "stream_pause_seconds": "no endpoint broke while a stream ran",
 }

@@ -21,7 +21,7 @@ def client(request: pytest.FixtureRequest, server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_models_are_listed(client):
+def test_official_client_lists_the_models(client):
     assert [model.id for model in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").object == "model"
 
@@ -137,7 +137,7 @@ def test_errors_raise_exception_types_of_the_client(client, arguments, error, co
     assert caught.value.message
 
 
-def test_the_request_id_is_echoed(client):
+def test_response_has_the_request_id_of_the_client(client):
     raw = client.models.with_raw_response.list(extra_headers={"X-Request-Id": "mine-1"})
     assert raw.headers["x-request-id"] == "mine-1"
 
@@ -176,7 +176,7 @@ def test_embeddings_have_unit_length_and_agree_in_base64_and_float(client):
     assert {len(vector) for vector in vectors} == {576}
     assert all(abs(sum(value * value for value in vector) - 1) < 1e-5 for vector in vectors)
     plain = client.embeddings.create(model="smollm2", input=texts[0], encoding_format="float")
-    assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-2)  # rounding differs with the batch
+    assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-2)  # Rounding differs with the batch.
     assert response.usage.prompt_tokens == response.usage.total_tokens > 10
 
 

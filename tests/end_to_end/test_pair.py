@@ -354,7 +354,7 @@ def test_suspended_decode_server_loses_the_held_blocks_at_their_deadline(start_s
     wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)
     late = pair.ask("Later. " + LONG)
     wait_until(lambda: pair.blocks(pair.prefill, "held") > 0)
-    assert asker.events == late.events == []  # the suspended server sends nothing
+    assert asker.events == late.events == []  # The suspended server sends nothing.
     pair.decode.process.send_signal(signal.SIGCONT)
     assert asker.text()
     assert late.text()
@@ -370,7 +370,7 @@ def test_partition_between_servers_costs_the_load_deadline_and_no_response(start
     assert pair.ask().text() == Asker(pair.prefill.url, LONG, 16).text()
     assert pair.transfers() == 0
     wait_until(lambda: pair.blocks(pair.prefill, "held") == 0)
-    assert bystander.text()  # a request without a transfer is not affected
+    assert bystander.text()  # A request without a transfer is not affected.
     wait_until(pair.is_clean)
     partition.is_dropping = False
     assert pair.ask("Again: " + LONG).text()

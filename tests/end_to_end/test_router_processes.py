@@ -152,7 +152,7 @@ def test_both_processes_serve_at_one_port_and_sigterm_drains_both(router):
     assert all(map(is_gone, pids))
 
 
-def test_lists_and_aborts_cover_the_requests_of_both_processes(router):
+def test_lists_and_aborts_cover_the_requests_of_both_router_processes(router):
     streams = start_streams(router, 10_000)
     listed = {each["id"] for each in ask("GET", f"{router.url}/v1/requests")["data"]}
     assert listed == {stream.id for stream in streams}

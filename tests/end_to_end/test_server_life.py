@@ -127,21 +127,21 @@ def test_bad_option_is_refused_with_one_sentence(flags, words):
 
 
 @pytest.mark.slow
-def test_generate_answers_one_prompt():
+def test_generate_command_answers_one_prompt():
     result = run("generate", "--temperature", "0", "--max-tokens", "16", "What is 2 + 2?")
     assert result.returncode == 0
     assert "4" in result.stdout
 
 
 @pytest.mark.slow
-def test_generate_reads_a_raw_prompt_from_standard_input():
+def test_generate_command_reads_a_raw_prompt_from_standard_input():
     result = run("generate", "--raw", "--temperature", "0", "--max-tokens", "8", "-", stdin="1, 2, 3, 4,")
     assert result.returncode == 0
     assert "5" in result.stdout
 
 
 @pytest.mark.slow
-def test_chat_keeps_earlier_turns():
+def test_chat_command_keeps_earlier_turns():
     said = "The password is swordfish.\nRepeat the password.\n/new\nHi\n"
     result = run("chat", "--temperature", "0", "--max-tokens", "20", stdin=said)
     assert result.returncode == 0

@@ -725,7 +725,7 @@ async def test_connector_that_refuses_its_options_leaves_no_thread(with_connecto
     check_closed(with_connector)
 
 
-async def test_hold_limits_reach_the_core(with_connector):
+async def test_limits_of_kv_holds_reach_the_core(with_connector):
     async with assemble.open_engine(
         "m",
         kv_transfer_config={"kv_connector": "mine", "kv_load_failure_policy": "fail"},
@@ -738,7 +738,7 @@ async def test_hold_limits_reach_the_core(with_connector):
         assert core.load_failure_policy == "fail"
 
 
-async def test_ignored_vllm_keys_are_logged(with_connector, caplog):
+async def test_ignored_vllm_keys_of_a_connector_configuration_are_logged(with_connector, caplog):
     async with assemble.open_engine("m", kv_transfer_config={"kv_connector": "mine", "kv_rank": 0}):
         assert any("ignored=kv_rank" in record.getMessage() for record in caplog.records)
 
@@ -761,14 +761,14 @@ def test_options_of_the_server_are_not_parameters_of_open_engine():
     assert of_the_server <= options_of(Config).keys() - options_of(EngineOptions).keys()
 
 
-def test_each_parameter_is_described():
+def test_each_parameter_of_open_engine_is_documented():
     described = inspect.getdoc(assemble.open_engine).partition("Args:")[2].partition("Raises:")[0]
     names = [line.split(": ")[0].strip() for line in described.splitlines() if ": " in line]
     assert [name for name in inspect.signature(assemble.open_engine).parameters if name not in names] == []
     assert "--" not in described, "parameters have the names of Python, not those of flags"
 
 
-async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
+async def test_parameters_of_open_engine_reach_the_configuration(runner_class, monkeypatch):
     configs: list[EngineOptions] = []
 
     def watched(config: EngineOptions, **arguments: object) -> object:

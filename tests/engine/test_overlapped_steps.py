@@ -211,7 +211,7 @@ async def test_failed_request_does_not_end_other_requests(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_cancelling_waits_for_both_steps(autojump_clock):
+async def test_cancelled_step_loop_waits_for_both_overlapping_steps(autojump_clock):
     with trio.CancelScope() as scope:
         async with open_fake_engine(overlap_steps=True, step_seconds=1) as fake, fake.generate("prompt", LONG):
             await trio.sleep(2.5)
@@ -222,7 +222,7 @@ async def test_cancelling_waits_for_both_steps(autojump_clock):
     check_idle(fake.core)
 
 
-async def test_a_cancelled_loop_plans_no_further_step(autojump_clock):
+async def test_cancelled_step_loop_plans_no_further_step(autojump_clock):
     core = core_with_a_request(output_tokens_max=60)
     steps = ControlledSteps(FakeExecutor(block_count=16, block_size=4), seconds=1)
     async with trio.open_nursery() as nursery:

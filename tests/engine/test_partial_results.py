@@ -294,7 +294,7 @@ def test_invalid_known_output_is_refused(fields, param):
     assert caught.value.param == param
 
 
-def test_resume_state_can_be_shortened():
+def test_resume_state_can_be_shortened_to_fewer_tokens():
     resume = Resume(
         token_ids=((1, 2, 3), (4,)),
         finished=(True, False),

@@ -1,5 +1,5 @@
-"""Random histories in which an operator pauses, resumes, sleeps and wakes the engine, while requests arrive and
-leave.
+"""Tests random histories in which an operator pauses, resumes, sleeps and wakes the engine, while requests arrive and
+end.
 """
 
 from __future__ import annotations

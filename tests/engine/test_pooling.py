@@ -115,7 +115,7 @@ async def test_request_with_many_inputs_does_not_block_others(autojump_clock):
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-async def test_leaving_between_steps_frees_all_blocks_at_once(encoder, steps_before, autojump_clock):
+async def test_pooled_request_that_leaves_between_steps_frees_all_blocks_at_once(encoder, steps_before, autojump_clock):
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, max_num_batched_tokens=16, paused=True) as fake:
         async with fake.embed(["fourteen bytes"] * 20):
             await fake.step(steps_before)
@@ -123,7 +123,7 @@ async def test_leaving_between_steps_frees_all_blocks_at_once(encoder, steps_bef
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_leaving_during_a_step_frees_all_blocks_after_it(encoder, autojump_clock):
+async def test_pooled_request_that_leaves_during_a_step_frees_all_blocks_after_the_step(encoder, autojump_clock):
     async with open_fake_engine(encoder=encoder, max_num_seqs=4, paused=True) as fake:
         stream = fake.embed(["text"] * 20)
         await stream.__aenter__()
@@ -134,7 +134,7 @@ async def test_leaving_during_a_step_frees_all_blocks_after_it(encoder, autojump
         fake.assert_all_free()
 
 
-async def test_leaving_the_queue_frees_the_queue_position(autojump_clock):
+async def test_pooled_request_that_leaves_the_queue_frees_its_queue_slot(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, paused=True) as fake:
         async with fake.generate("hello", SamplingParams(max_tokens=4)):
             with trio.move_on_after(1) as scope:
@@ -144,7 +144,7 @@ async def test_leaving_the_queue_frees_the_queue_position(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_leaving_during_tokenization_frees_all_resources(autojump_clock):
+async def test_pooled_request_that_leaves_during_tokenization_frees_all_resources(autojump_clock):
     async with open_fake_engine() as fake:
         with trio.move_on_after(0):
             await fake.embed(["x" * 40_000] * 3)
@@ -167,7 +167,7 @@ async def test_too_long_input_is_named_and_nothing_is_computed(autojump_clock):
         fake.assert_all_free()
 
 
-async def test_prompt_may_be_as_long_as_the_context(autojump_clock):
+async def test_pooled_prompt_may_be_as_long_as_the_context(autojump_clock):
     async with open_fake_engine(max_model_len=20) as fake:
         assert await fake.embed("x" * 20) == (expected("x" * 20),)
 
@@ -244,7 +244,7 @@ async def test_engine_fault_ends_a_pooled_request(autojump_clock):
             await fake.embed(TEXTS)
 
 
-async def test_lower_priority_number_runs_first(autojump_clock):
+async def test_pooled_request_with_the_lower_priority_number_runs_first(autojump_clock):
     order: list[int] = []
 
     async def embed(fake: FakeEngine, priority: int) -> None:
@@ -311,7 +311,7 @@ async def test_encoder_does_not_generate_and_scores_need_a_scoring_model(autojum
         ({"inputs": "a", "priority": "high"}, "priority is 'high'"),
     ],
 )
-async def test_arguments_of_a_wrong_type_are_named(arguments, words, autojump_clock):
+async def test_error_names_the_embed_argument_of_a_wrong_type(arguments, words, autojump_clock):
     async with open_fake_engine() as fake:
         with pytest.raises(InvalidRequest, match=words):
             await fake.embed(**arguments)
@@ -327,13 +327,13 @@ async def test_arguments_of_a_wrong_type_are_named(arguments, words, autojump_cl
         ({"dimensions": 1.5}, "dimensions is 1.5"),
     ],
 )
-def test_impossible_pooling_options_are_refused_when_made(fields, words):
+def test_impossible_pooling_options_are_refused_when_created(fields, words):
     with pytest.raises(InvalidRequest, match=words):
         PoolingParams(**fields)
 
 
 @pytest.mark.parametrize("encoder", [None, "embed"])
-async def test_pooled_requests_with_overlapping_steps(encoder, autojump_clock):
+async def test_pooled_requests_give_equal_vectors_with_overlapping_steps(encoder, autojump_clock):
     texts = [f"text {index}" * (1 + index % 4) for index in range(18)]
     async with open_fake_engine(encoder=encoder, overlap_steps=True, step_seconds=0.01, max_num_seqs=4) as fake:
         async with fake.generate("beside them", SamplingParams(max_tokens=30)) if encoder is None else fake.embed("x"):

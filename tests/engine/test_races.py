@@ -182,7 +182,7 @@ async def test_closed_engine_refuses_requests_at_once():
     assert await fake.encode("short") == list(b"short")
 
 
-async def test_thread_finishes_queued_jobs_and_refuses_later_ones():
+async def test_text_thread_finishes_queued_jobs_and_refuses_later_jobs():
     proceed = threading.Event()
     done: list[object] = []
 
@@ -275,7 +275,7 @@ async def test_fault_of_one_engine_does_not_affect_another(autojump_clock):
         assert second.metrics.request_success_total.labels("length")._value.get() == 0
 
 
-def test_ctrl_c_in_the_body_ends_the_engine():
+def test_ctrl_c_inside_the_engine_scope_ends_the_engine():
     opened = []
 
     async def main() -> None:

@@ -60,7 +60,7 @@ async def ask(fake: FakeEngine, prompt: str, **sampling: object) -> None:
             pass
 
 
-async def test_time_of_each_stage_is_observed(autojump_clock):
+async def test_metrics_observe_the_time_of_each_request_stage(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_batched_tokens=8) as fake:
         # There are three prefill steps, and the last one gives the first token.
         await ask(fake, "p" * 20, max_tokens=6)
@@ -75,7 +75,7 @@ async def test_time_of_each_stage_is_observed(autojump_clock):
         assert shown(fake, "step_tokens_sum") == shown(fake, "iteration_tokens_total_sum") == 20 + 5
 
 
-async def test_each_size_is_observed_once(autojump_clock):
+async def test_metrics_observe_each_request_size_once(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_model_len=128) as fake:
         await ask(fake, "seven..", max_tokens=3)
         async with fake.generate("four", SamplingParams(ignore_eos=True)) as stream:
@@ -87,7 +87,7 @@ async def test_each_size_is_observed_once(autojump_clock):
         assert (shown(fake, "request_params_max_tokens_count"), shown(fake, "request_params_max_tokens_sum")) == (1, 3)
 
 
-async def test_choices_are_sequences_of_one_request(autojump_clock):
+async def test_metrics_count_choices_as_sequences_of_one_request(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(
             "prompt", SamplingParams(n=3, max_tokens=9, temperature=1.0, seed=9, stop=STOPS)
@@ -157,7 +157,7 @@ async def test_resumed_response_is_counted_by_its_new_tokens_only(autojump_clock
         assert shown(fake, "request_time_per_output_token_seconds_sum") == pytest.approx(0.01)
 
 
-async def test_prompt_tokens_are_counted_by_where_their_kv_came_from(autojump_clock):
+async def test_prompt_tokens_are_counted_by_the_source_of_their_kv(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, block_size=4) as fake:
         await ask(fake, "a prompt of some 25 bytes", max_tokens=2)
         assert sources(fake) == (25, 0, 0)

@@ -80,7 +80,7 @@ async def test_slow_reader_gets_merged_deltas(autojump_clock):
         assert deltas[0].finish_reason is FinishReason.LENGTH
 
 
-async def test_leaving_between_two_tokens_frees_the_blocks_before_the_next_schedule(autojump_clock):
+async def test_request_that_leaves_between_two_tokens_frees_its_blocks_before_the_next_schedule(autojump_clock):
     """S22."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=100)) as stream:
@@ -93,7 +93,7 @@ async def test_leaving_between_two_tokens_frees_the_blocks_before_the_next_sched
         check_all_free(fake)
 
 
-async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it(autojump_clock):
+async def test_request_that_leaves_during_a_forward_pass_frees_its_blocks_after_the_pass(autojump_clock):
     async with open_fake_engine() as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT, SamplingParams(max_tokens=100)):
@@ -112,7 +112,7 @@ async def test_leaving_while_a_forward_pass_runs_frees_the_blocks_right_after_it
         assert 'trioserve:cancel_to_free_seconds_count{engine="0",model_name="fake",phase="prefill"} 1.0' in metrics
 
 
-async def test_request_that_leaves_the_queue_frees_its_place_and_never_runs(autojump_clock):
+async def test_request_that_leaves_the_queue_frees_its_queue_slot_and_never_runs(autojump_clock):
     """S32."""
     async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
@@ -148,7 +148,7 @@ async def test_error_in_the_body_ends_the_request_and_is_raised_unchanged(autoju
         check_all_free(fake)
 
 
-async def test_leaving_does_not_affect_other_requests(autojump_clock):
+async def test_request_that_leaves_does_not_affect_other_requests(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         expected = await response_of(fake, max_tokens=40, temperature=0)
 
@@ -215,7 +215,7 @@ async def test_two_requests_may_have_equal_ids(autojump_clock):
         check_all_free(fake)
 
 
-async def test_an_id_that_is_named_twice_is_aborted_once(autojump_clock):
+async def test_request_id_that_one_abort_names_twice_is_aborted_once(autojump_clock):
     async with (
         open_fake_engine(step_seconds=0.01) as fake,
         fake.generate(PROMPT, request_id="mine"),
@@ -236,7 +236,7 @@ async def test_late_abort_knows_a_limited_number_of_ended_requests(autojump_cloc
         }
 
 
-async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clock):
+async def test_request_that_leaves_after_some_choices_ended_ends_its_other_choices(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(n=3, max_tokens=50)) as stream:
             fake.executor.errors[stream._request.choices[0].sequence_id] = "bad luck"
@@ -248,7 +248,7 @@ async def test_leaving_when_some_choices_have_ended_ends_the_others(autojump_clo
         check_all_free(fake)
 
 
-async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_clock):
+async def test_choices_of_one_seed_differ_and_the_seed_repeats_them(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         responses = []
         for seed in (-1, -1, 2):
@@ -261,7 +261,7 @@ async def test_choices_with_one_seed_differ_and_are_repeated_with_it(autojump_cl
         assert responses[0] == responses[1] != responses[2]
 
 
-async def test_token_counts_are_available_at_the_end(autojump_clock):
+async def test_token_counts_of_a_stream_are_available_at_its_end(autojump_clock):
     async with open_fake_engine() as fake:
         for cached in (0, len(PROMPT) // 4 * 4 - (len(PROMPT) % 4 == 0) * 4):
             async with fake.generate(PROMPT, SamplingParams(n=2, max_tokens=7, ignore_eos=True)) as stream:
@@ -320,7 +320,7 @@ async def test_end_tokens_end_the_response_unless_ignored(autojump_clock):
         assert stopped == ended[:1]
 
 
-async def test_full_queue_refuses_before_tokenizing(autojump_clock, monkeypatch):
+async def test_full_queue_refuses_a_request_before_its_prompt_is_tokenized(autojump_clock, monkeypatch):
     """S14."""
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=2) as fake:
         fake.steps.hold()

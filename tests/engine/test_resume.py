@@ -163,7 +163,7 @@ async def test_resumable_request_ended_from_outside_repeats_no_text(end: str) ->
     read = Read()
     async with open_fake_engine(**SMALL, response="one and two", paused=True) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
-            await fake.step(len("one and "))  # The text "and " may be the begin of the stop string.
+            await fake.step(len("one and "))  # The text "and " may be the beginning of the stop string.
             if end == "abort":
                 fake.abort("r")
             else:

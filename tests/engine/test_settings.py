@@ -19,7 +19,7 @@ from trioserve.engine.settings import EngineSettings
         {"grace_seconds_max": 86_401},
     ],
 )
-def test_setting_out_of_range_is_named(setting):
+def test_error_names_the_engine_setting_out_of_range(setting):
     with pytest.raises(StartupError, match=next(iter(setting))):
         EngineSettings(**setting)
 

@@ -37,7 +37,7 @@ async def test_each_step_records_its_plan_and_its_times(overlap_steps, autojump_
         assert not any(step.is_dropped for step in steps)
 
 
-async def test_dropped_step_is_marked(autojump_clock):
+async def test_record_of_a_dropped_step_is_marked(autojump_clock):
     async with open_fake_engine(step_seconds=2) as fake:
         async with fake.generate("p", SamplingParams(max_tokens=5)):
             await trio.sleep(3)

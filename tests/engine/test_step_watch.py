@@ -69,7 +69,7 @@ def test_step_is_never_overdue_with_a_timeout_of_0():
     check([30.0], math.inf, seconds_max=0)
 
 
-def test_a_timeout_out_of_range_is_refused():
+def test_step_timeout_out_of_range_is_refused():
     with pytest.raises(StartupError, match="step_seconds_max is -1, it must be 0 to 86400 seconds"):
         EngineSettings(step_seconds_max=-1)
 
@@ -183,7 +183,7 @@ async def test_new_requests_are_refused_while_a_step_is_overdue(autojump_clock):
         await server.assert_all_free()
 
 
-async def test_request_queued_before_the_step_was_overdue_keeps_its_place(autojump_clock):
+async def test_request_queued_before_the_step_was_overdue_keeps_its_queue_slot(autojump_clock):
     async with open_fake_engine(max_num_seqs=1, paused=True) as fake, trio.open_nursery() as nursery:
         reasons = []
 

@@ -215,7 +215,7 @@ async def test_response_with_ignore_eos_ends_with_its_grammar():
         (StructuredOutput.structural_tag({"format": {"type": "odd"}}), "there are const_string"),
     ],
 )
-async def test_invalid_grammar_is_refused_and_holds_nothing(form, words):
+async def test_invalid_grammar_is_refused_and_keeps_no_resource(form, words):
     async with open_fake_engine() as engine:
         with pytest.raises(InvalidRequest, match=re.escape(words)) as raised:
             await said(engine, form)
@@ -403,7 +403,7 @@ async def test_response_without_reasoning_has_no_budget():
     assert text == "abcdefghij"
 
 
-async def test_budget_counts_from_the_beginning_of_reasoning():
+async def test_thinking_budget_counts_from_the_beginning_of_reasoning():
     async with open_fake_engine(response=" <t>abcdefghij") as engine:
         text, _ = await said(engine, thinking=Thinking(begin="<t>", end="</t>", tokens_max=2))
     assert text.startswith(" <t>ab</t>")
@@ -440,7 +440,7 @@ async def test_grammar_follows_reasoning_or_begins_without_it(prompt, says, expe
     assert reason is FinishReason.STOP
 
 
-async def test_end_thoughts_ends_reasoning_with_the_next_token():
+async def test_ending_the_reasoning_takes_effect_with_the_next_token():
     async with open_fake_engine(response="abcdefghijklmnopqrstuvwxyz", paused=True) as engine:
         text = ""
         sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(end="</t>"))
@@ -459,7 +459,7 @@ async def test_end_thoughts_ends_reasoning_with_the_next_token():
         engine.assert_all_free()
 
 
-async def test_end_thoughts_works_with_steps_in_flight():
+async def test_reasoning_can_be_ended_while_steps_are_in_flight():
     async with open_fake_engine(response="abcdefghijklmnopqrstuvwxyz", overlap_steps=True, step_seconds=0.01) as engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=20, thinking=Thinking(end="</t>"))
         text = ""
@@ -475,7 +475,7 @@ async def test_end_thoughts_works_with_steps_in_flight():
         engine.assert_all_free()
 
 
-async def test_end_thoughts_of_a_queued_request_ends_reasoning_as_soon_as_it_begins():
+async def test_reasoning_of_a_queued_request_can_be_ended_before_it_begins():
     async with open_fake_engine(response="<t>abcdefgh", max_num_seqs=1, paused=True) as engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=12, thinking=Thinking(begin="<t>", end="</t>"))
         texts = []
@@ -496,7 +496,7 @@ async def test_end_thoughts_of_a_queued_request_ends_reasoning_as_soon_as_it_beg
         engine.assert_all_free()
 
 
-async def test_end_thoughts_reports_a_request_without_reasoning():
+async def test_ending_the_reasoning_reports_a_request_without_reasoning():
     params = SamplingParams(max_tokens=3)
     async with open_fake_engine(paused=True) as engine, engine.generate("say", params, request_id="mine"):
         assert engine.end_reasoning("mine") == {"mine": ReasoningOutcome.NO_REASONING}

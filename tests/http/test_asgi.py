@@ -1,4 +1,4 @@
-"""The ASGI app, with a fake host, and with Hypercorn on a real socket."""
+"""Tests the ASGI app with a fake host, and with Hypercorn on a real socket."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def stream_for_ever(exchange):
         await exchange.send(bytes(1000))
 
 
-async def test_request_reaches_handler_and_response_reaches_host(autojump_clock):
+async def test_asgi_request_reaches_the_handler_and_its_response_reaches_the_host(autojump_clock):
     host = Host(AsgiApp(echo))
     host.put(b"hel", more_body=True)
     host.put(b"lo ")
@@ -192,7 +192,7 @@ async def test_response_to_a_host_that_reads_nothing_is_bounded_and_stalls(autoj
     assert app.counters().exchanges_stalled_total == 1
 
 
-async def test_body_beyond_the_limit_is_a_413(autojump_clock):
+async def test_asgi_request_body_beyond_the_limit_gets_413(autojump_clock):
     host = Host(AsgiApp(echo, FrontendLimits(body_bytes_max=1000)))
     host.put(bytes(600), more_body=True)
     host.put(bytes(600), more_body=True)
@@ -200,7 +200,7 @@ async def test_body_beyond_the_limit_is_a_413(autojump_clock):
     assert host.status == 413
 
 
-async def test_exception_of_the_handler_before_the_response_is_a_500(autojump_clock, caplog):
+async def test_exception_of_the_handler_before_the_response_gives_500(autojump_clock, caplog):
     async def handler(exchange):
         raise ZeroDivisionError("a fault")
 
@@ -220,14 +220,14 @@ async def test_exception_during_a_streamed_response_makes_the_host_break_it_off(
         await host.run()
 
 
-async def test_head_request_gets_no_body(autojump_clock):
+async def test_asgi_head_request_gets_no_response_body(autojump_clock):
     host = Host(AsgiApp(echo), method="HEAD")
     host.put(b"")
     await host.run()
     assert (host.status, host.body, host.ended) == (200, b"", True)
 
 
-async def test_lifespan_is_answered(autojump_clock):
+async def test_asgi_app_answers_the_lifespan_events(autojump_clock):
     messages = iter(["lifespan.startup", "lifespan.shutdown"])
     sent = []
 
@@ -241,7 +241,7 @@ async def test_lifespan_is_answered(autojump_clock):
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
-async def test_websockets_are_not_served():
+async def test_asgi_app_refuses_websockets():
     with pytest.raises(NotImplementedError, match="websocket"):
         await AsgiApp(echo)({"type": "websocket"}, None, None)
 

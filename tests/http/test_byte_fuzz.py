@@ -1,4 +1,4 @@
-"""Fuzzing of connections: the test changes, removes, doubles or splits some bytes of valid conversations.
+"""Tests connections by fuzzing: some bytes of valid conversations are changed, removed, doubled or split.
 
 Each connection must end, release all resources, and cause no fault of the server.
 """

@@ -1,4 +1,4 @@
-"""Time of day and random ids come from one source. With a fixed source, responses are reproducible."""
+"""Tests that times of day and random ids come from one source, so that a fixed source makes responses reproducible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_date_creation_time_and_ids_come_from_the_given_source(path, prefi
     assert response.headers["date"] == "Tue, 14 Nov 2023 22:13:20 GMT"
 
 
-async def test_refusals_of_a_connection_use_the_given_clock(autojump_clock):
+async def test_refused_connection_gets_the_time_of_the_given_clock(autojump_clock):
     async def handler(exchange):
         raise AssertionError("nothing was asked")
 
@@ -60,6 +60,6 @@ def test_default_request_ids_are_long_and_differ():
     assert all(len(one) == 32 for one in made)
 
 
-async def test_an_engine_without_weights_counts_its_ids(autojump_clock):
+async def test_fake_engine_numbers_its_request_ids(autojump_clock):
     async with open_fake_engine() as fake:
         assert [fake.generate([1]).id for _ in range(2)] == ["req-1", "req-2"]

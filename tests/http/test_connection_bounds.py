@@ -1,4 +1,4 @@
-"""Limits on connections and on the requests of all connections, TCP options, and failed accepts."""
+"""Tests limits on connections and on the requests of all connections, TCP options, and failed accepts."""
 
 from __future__ import annotations
 
@@ -494,7 +494,7 @@ async def test_accept_that_fails_does_not_end_the_server(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_accept_on_a_broken_listener_raises(autojump_clock):
+async def test_accept_on_a_broken_listener_raises_an_error(autojump_clock):
     with pytest.raises(BaseExceptionGroup) as caught:
         await FrontendServer(respond_ok).serve([BadListener(errno.EINVAL, stream=memory_stream_pair()[0])])
     assert caught.group_contains(OSError, match="accept failed")

@@ -1,4 +1,4 @@
-"""Compressed request bodies are decompressed, and the limits apply to the decompressed size."""
+"""Tests that compressed request bodies are decompressed, and that the limits apply to the decompressed size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def decompressed(raw: bytes, coding: str, **limits: int) -> tuple[bytes, B
         (" identity ", LARGE),
     ],
 )
-async def test_body_is_decompressed(coding: str, raw: bytes) -> None:
+async def test_compressed_request_body_is_decompressed(coding: str, raw: bytes) -> None:
     plain, _ = await decompressed(raw, coding)
     assert plain == LARGE
 
@@ -74,7 +74,7 @@ async def test_invalid_compressed_body_is_refused(coding: str, raw: bytes, error
 
 
 @pytest.mark.parametrize("limit, error", [("body_bytes_max", BodyTooLarge), ("bodies_bytes_max", Overloaded)])
-async def test_decompressed_size_is_limited(limit: str, error: type[Exception]) -> None:
+async def test_decompressed_size_of_a_body_is_limited(limit: str, error: type[Exception]) -> None:
     """The body has 64 KiB that would decompress to 64 MiB. Decompression stops at the piece that exceeds the limit."""
     bomb = gzip.compress(b"\0" * 2**26, 9, mtime=0)
     assert len(bomb) < 70_000

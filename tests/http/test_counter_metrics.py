@@ -1,4 +1,4 @@
-"""Export of the front end's counters as metrics."""
+"""Tests the export of the front end's counters as metrics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_each_scrape_exports_the_counters(autojump_clock, front):
         assert value(metrics, 'streams_refused_total{reason="streams_max"}') == 1
 
 
-async def test_each_reason_is_exported_as_zero_at_first(autojump_clock, front):
+async def test_counter_of_each_reason_is_exported_as_zero_at_first(autojump_clock, front):
     metrics = Metrics("m")
     show_counters(metrics, front(handler).server.counters)
     for reason in ConnectionRefusal:

@@ -1,4 +1,4 @@
-"""CORS: which web pages may use the API, and which fields of a response they may read."""
+"""Tests CORS: which web pages may use the API, and which fields of a response they may read."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_responses_to_other_pages_and_clients_have_no_cors_fields(autojump
         assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-async def test_origin_star_allows_every_page(autojump_clock, front):
+async def test_allowed_origin_star_allows_every_page(autojump_clock, front):
     client = await front(CrossOrigin(Handler(), ["*"])).h2()
     for headers in ((("origin", "null"),), (("origin", CHAT),)):
         response = await client.response(await client.request(headers=headers))

@@ -1,4 +1,4 @@
-"""HTTP/1.1: requests, responses, keep-alive, pipelining, and invalid requests."""
+"""Tests HTTP/1.1: requests, responses, keep-alive, pipelining, and invalid requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def read_all(stream):
     return received
 
 
-async def test_request_reaches_handler_and_response_reaches_client(autojump_clock, front):
+async def test_request_reaches_the_handler_and_its_response_reaches_the_client(autojump_clock, front):
     client = front(echo).h11()
     await client.request("/v1/a%20b?c=d&e", body=b"hello")
     status, headers, body = await client.response()
@@ -44,7 +44,7 @@ async def test_request_reaches_handler_and_response_reaches_client(autojump_cloc
     assert "date" in headers
 
 
-async def test_requests_follow_each_other_on_one_connection(autojump_clock, front):
+async def test_http1_requests_follow_each_other_on_one_connection(autojump_clock, front):
     the_front = front(echo)
     client = the_front.h11()
     for number in range(5):
@@ -102,7 +102,7 @@ async def test_wrong_content_length_of_a_handler_breaks_the_response_off(autojum
     assert received.count(b"HTTP/1.1 200") <= 1
 
 
-async def test_chunked_body_and_chunked_response(autojump_clock, front):
+async def test_chunked_request_body_gets_a_chunked_response(autojump_clock, front):
     async def handler(exchange):
         body = await exchange.body()
         await exchange.start(200, [])
@@ -318,7 +318,7 @@ async def test_too_large_content_length_is_refused_before_the_body_arrives(autoj
     assert trio.current_time() == began_at
 
 
-def test_chunk_sizes_agree_with_h11():
+def test_chunk_sizes_of_a_body_agree_with_h11():
     """The bodies arrive complete, in pieces, or together with the next request. Broken framing ends the counting."""
     rng = random.Random(5)
     sizes = [1, 10, 255, 4096, 17]
@@ -335,7 +335,7 @@ def test_chunk_sizes_agree_with_h11():
         assert counted.announced_bytes == 0
 
 
-async def test_body_beyond_the_limit_is_a_413(autojump_clock, front):
+async def test_request_body_beyond_the_limit_gets_413(autojump_clock, front):
     client = front(echo, body_bytes_max=1000).h11()
     await client.request(headers=(("transfer-encoding", "chunked"),), body=bytes(1001))
     status, _, body = await client.response(next_cycle=False)
@@ -343,7 +343,7 @@ async def test_body_beyond_the_limit_is_a_413(autojump_clock, front):
     assert b'"type":"invalid_request_error"' in body
 
 
-async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
+async def test_request_body_that_stops_arriving_gets_408(autojump_clock, front):
     client = front(echo, body_wait_seconds_max=5).h11()
     began_at = trio.current_time()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 10\r\n\r\nabc")
@@ -391,7 +391,7 @@ async def test_malformed_request_gets_a_short_response_and_a_close(autojump_cloc
     assert the_front.connection_count == 0
 
 
-async def test_malformed_chunk_is_a_400(autojump_clock, front):
+async def test_malformed_chunk_gets_400(autojump_clock, front):
     client = front(echo).h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n")
     received = await read_all(client.stream)
@@ -399,7 +399,7 @@ async def test_malformed_chunk_is_a_400(autojump_clock, front):
     assert b"connection: close" in received
 
 
-async def test_trailers_end_a_body_and_the_connection_stays_open(autojump_clock, front):
+async def test_trailers_end_a_chunked_body_and_the_connection_stays_open(autojump_clock, front):
     client = front(echo).h11()
     for _ in range(2):
         await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -445,7 +445,7 @@ async def test_path_cannot_forge_a_log_line(autojump_clock, front, caplog):
 
 
 @pytest.mark.parametrize("requests", [0, 1])
-async def test_idle_connection_is_closed(autojump_clock, front, requests):
+async def test_idle_http1_connection_is_closed(autojump_clock, front, requests):
     client = front(respond_ok, idle_seconds_max=60, sniff_seconds_max=60).h11()
     for _ in range(requests):
         await client.request()
@@ -455,7 +455,7 @@ async def test_idle_connection_is_closed(autojump_clock, front, requests):
     assert trio.current_time() - began_at == pytest.approx(60, abs=0.1)
 
 
-async def test_head_that_stops_arriving_is_a_408(autojump_clock, front):
+async def test_request_head_that_stops_arriving_gets_408(autojump_clock, front):
     client = front(respond_ok, head_seconds_max=5).h11()
     await client.raw(b"GET / HTTP/1.1\r\nho")
     began_at = trio.current_time()
@@ -464,7 +464,7 @@ async def test_head_that_stops_arriving_is_a_408(autojump_clock, front):
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.1)
 
 
-async def test_body_that_never_ends_is_a_408_even_at_a_steady_rate(autojump_clock, front):
+async def test_request_body_that_never_ends_gets_408_even_at_a_steady_rate(autojump_clock, front):
     the_front = front(echo, body_wait_seconds_max=60)
     client = the_front.h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000\r\n\r\n")
@@ -477,7 +477,7 @@ async def test_body_that_never_ends_is_a_408_even_at_a_steady_rate(autojump_cloc
     assert (await client.stream.receive_some()).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_slow_sender_is_served(autojump_clock, front):
+async def test_slow_sender_of_a_body_is_served(autojump_clock, front):
     client = front(echo, head_seconds_max=100).h11()
     for byte in b"POST /slow HTTP/1.1\r\nhost: test\r\ncontent-length: 3\r\n\r\nabc":
         await client.raw(bytes([byte]))
@@ -530,7 +530,7 @@ async def test_large_response_arrives_whole(autojump_clock, front, h11_client, p
     await client.stream.aclose()
 
 
-async def test_chunks_have_the_same_bytes_as_chunks_of_h11(autojump_clock, front):
+async def test_chunks_of_a_response_have_the_same_bytes_as_chunks_of_h11(autojump_clock, front):
     pieces = [b"x", b"y" * 255, b"z" * 5000]
 
     async def handler(exchange):

@@ -40,7 +40,7 @@ def read_request(http: H1Protocol, sent: bytes, piece_bytes: int) -> tuple[Reque
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 60, 1000])
 @pytest.mark.parametrize("sent", [PLAIN, EXPECTING, OLD, CHUNKED, CLOSING, BODILESS])
-def test_request_is_read_from_pieces_of_any_size(sent, piece_bytes):
+def test_http1_request_is_read_from_pieces_of_any_size(sent, piece_bytes):
     http = protocol()
     assert not http.request_begun
     head, body = read_request(http, sent, piece_bytes)
@@ -76,7 +76,7 @@ def test_consecutive_requests_may_use_different_parsers(first, second, is_ordina
 
 
 @pytest.mark.parametrize("sent", [OLD, CLOSING])
-def test_connection_ends_at_the_clients_request(sent):
+def test_http1_connection_ends_if_the_client_sends_connection_close(sent):
     http = protocol()
     read_request(http, sent, 1000)
     http.respond(200, [*FIELDS, (b"content-length", b"3")], b"one", is_ordinary=True)
@@ -93,7 +93,7 @@ def test_response_with_content_length_is_not_chunked():
     assert http.next_cycle()
 
 
-def test_client_that_expects_continue_gets_100():
+def test_client_that_sends_expect_100_continue_gets_100():
     http = protocol()
     http.receive(EXPECTING.removesuffix(b"hello"))
     head = http.next_request()
@@ -146,7 +146,7 @@ def test_chunk_size_is_known_before_its_bytes_arrive():
 @pytest.mark.parametrize(
     ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nhost: test\r\nx: " + b"x" * 5000, 431)]
 )
-def test_error_for_a_bad_head_has_the_status_of_the_response(sent, status):
+def test_error_for_an_invalid_head_has_the_status_of_the_response(sent, status):
     http = protocol()
     http.receive(sent)
     with pytest.raises(BadHead) as caught:
@@ -188,7 +188,7 @@ def test_unread_body_of_tiny_chunks_is_skipped_up_to_a_bound(is_much):
         assert http.next_request() is not None
 
 
-def test_broken_chunks_are_an_invalid_request():
+def test_malformed_chunks_are_an_invalid_request():
     http = protocol()
     http.receive(CHUNKED.replace(b"3\r\nllo", b"zz\r\nllo"))
     head = http.next_request()

@@ -1,4 +1,4 @@
-"""Conformance with RFC 9113, section by section: which frames are a stream error, and which are a connection error.
+"""Tests conformance with RFC 9113, section by section: which frames are a stream error or a connection error.
 
 The RFC allows treating a stream error as a connection error (5.4.1). The tests expect the kind of error that the h2
 library chooses.
@@ -146,7 +146,7 @@ CONNECTION_ERRORS = {
 
 
 @pytest.mark.parametrize("before, sent, code", CONNECTION_ERRORS.values(), ids=CONNECTION_ERRORS.keys())
-async def test_invalid_frames_are_a_connection_error(autojump_clock, front, h2_client, before, sent, code):
+async def test_frames_that_break_the_rfc_cause_a_connection_error(autojump_clock, front, h2_client, before, sent, code):
     the_front = front(handle)
     client = h2_client(the_front.connect())
     if before is None:
@@ -181,7 +181,7 @@ STREAM_ERRORS = {
 
 
 @pytest.mark.parametrize("before, sent, code", STREAM_ERRORS.values(), ids=STREAM_ERRORS.keys())
-async def test_invalid_frames_are_a_stream_error(autojump_clock, front, h2_client, before, sent, code):
+async def test_frames_that_break_one_stream_cause_a_stream_error(autojump_clock, front, h2_client, before, sent, code):
     the_front = front(handle)
     client = h2_client(the_front.connect())
     await client.open()
@@ -215,7 +215,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("sent", HARMLESS.values(), ids=HARMLESS.keys())
-async def test_unusual_but_valid_frames_are_no_error(autojump_clock, front, h2_client, sent):
+async def test_unusual_but_valid_frames_cause_no_error(autojump_clock, front, h2_client, sent):
     the_front = front(handle)
     client = h2_client(the_front.connect())
     await client.open()

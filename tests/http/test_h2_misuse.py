@@ -76,7 +76,7 @@ async def test_unknown_frames_are_ignored(autojump_clock, front):
     await check_alive(the_front, client)
 
 
-async def test_frames_may_arrive_byte_by_byte(autojump_clock, front, h2_client):
+async def test_http2_frames_may_arrive_byte_by_byte(autojump_clock, front, h2_client):
     the_front = front(respond_ok)
     client = h2_client(the_front.connect())
     stream_id, made = client.request_frames(body=b"abc")
@@ -368,7 +368,7 @@ async def test_malformed_frames_end_the_connection(autojump_clock, front, raw):
     assert the_front.server.counters().connections_failed_total == 0
 
 
-async def test_protocol_error_cancels_the_streams_of_the_connection(autojump_clock, front, watched):
+async def test_http2_protocol_error_cancels_the_streams_of_the_connection(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler)
     client = await the_front.h2()
@@ -453,7 +453,7 @@ async def test_exception_before_the_response_is_a_500_and_one_line_in_the_log(au
     await check_alive(the_front, client)
 
 
-async def test_exception_mid_stream_resets_only_its_stream(autojump_clock, front, caplog):
+async def test_exception_of_a_handler_during_its_response_resets_only_its_stream(autojump_clock, front, caplog):
     async def handler(exchange):
         if exchange.path == "/bad":
             await exchange.start(200, [])

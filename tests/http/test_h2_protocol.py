@@ -231,13 +231,13 @@ ALMOST_ORDINARY = {
 
 
 @pytest.mark.parametrize("head", ALMOST_ORDINARY.values(), ids=ALMOST_ORDINARY.keys())
-def test_heads_that_are_not_ordinary_are_left_to_h2(head):
+def test_unusual_request_heads_are_decoded_by_h2(head):
     assert is_ordinary([*HEAD, ACCEPT, (b"x-own_2", b""), (b"x-own_2", b"a b")])
     assert not is_ordinary(head)
     check([(hpack.Encoder().encode(head), True)])
 
 
-def test_index_in_a_block_means_the_current_table_entry():
+def test_hpack_index_means_the_current_table_entry():
     encoder = hpack.Encoder()
     first = [encoder.encode([*HEAD, (b"x-own", b"1")]) for _ in range(2)]
     second = encoder.encode([*HEAD, (b"x-own", b"2")])
@@ -280,7 +280,7 @@ def outcome(protocol, sent: bytes):
         return type(error), error.error_code
 
 
-def test_repeated_block_is_not_decoded_again():
+def test_repeated_header_block_is_not_decoded_again():
     protocol = initiated_protocol(FrontendLimits())
     decoder = protocol.decoder
     block = b"".join(b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value for name, value in HEAD)

@@ -1,4 +1,4 @@
-"""HTTP/2: requests, responses, streaming and flow control with a correct client."""
+"""Tests HTTP/2 with a correct client: requests, responses, streaming and flow control."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def echo(exchange):
     )
 
 
-async def test_request_reaches_handler_and_response_reaches_client(autojump_clock, front):
+async def test_request_reaches_the_handler_and_its_response_reaches_the_client(autojump_clock, front):
     client = await front(echo).h2()
     response = await client.response(await client.request("/v1/a%20b?c=d&e", body=b"hello"))
     assert (response.status, response.body, response.ended) == (200, b"POSThello", True)
@@ -195,7 +195,7 @@ async def test_expect_100_continue_is_answered_when_the_handler_reads_the_body(a
     assert (await client.response(stream_id)).body == b"POSTnow"
 
 
-async def test_trailers_end_a_body(autojump_clock, front):
+async def test_trailers_end_an_http2_request_body(autojump_clock, front):
     client = await front(echo).h2()
     stream_id = await client.request(body=b"abc", end=False)
     trailers = client._encoder.encode([("x-checksum", "1")])
@@ -203,13 +203,13 @@ async def test_trailers_end_a_body(autojump_clock, front):
     assert (await client.response(stream_id)).body == b"POSTabc"
 
 
-async def test_head_request_gets_no_body(autojump_clock, front):
+async def test_head_request_gets_no_response_body(autojump_clock, front):
     client = await front(echo).h2()
     response = await client.response(await client.request(method="HEAD"))
     assert (response.status, response.headers["content-length"], response.body) == (200, "4", b"")
 
 
-async def test_connect_is_refused(autojump_clock, front):
+async def test_http2_connect_request_is_refused(autojump_clock, front):
     client = await front(echo).h2()
     head = client._encoder.encode([(":method", "CONNECT"), (":authority", "elsewhere:443")])
     stream_id, _ = client.request_frames()
@@ -258,7 +258,7 @@ async def test_bytes_of_all_request_bodies_together_are_limited(autojump_clock, 
     assert the_front.server.counters().request_body_bytes_held == 0
 
 
-async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
+async def test_request_body_that_stops_arriving_gets_408(autojump_clock, front):
     client = await front(echo, body_wait_seconds_max=5).h2()
     began_at = trio.current_time()
     response = await client.response(await client.request(body=b"abc", end=False))

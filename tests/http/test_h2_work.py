@@ -1,4 +1,4 @@
-"""Limits on the work that an HTTP/2 client can cause: settings, large heads, and frames that cost CPU time."""
+"""Tests limits on the work that an HTTP/2 client can cause: settings, large heads, and frames that cost CPU time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def respond_ok(exchange):
 # --- settings ---
 
 
-def test_known_settings_are_kept_once_with_their_last_value():
+def test_known_http2_settings_are_kept_once_with_their_last_value():
     every = [(number, 1) for number in range(65536)]
     assert len(known_settings(settings_payload(every))) == 7 * 6
     assert known_settings(settings_payload([(3, 1), (9, 5), (3, 2)])) == settings_payload([(3, 2)])
@@ -42,12 +42,12 @@ def test_known_settings_are_kept_once_with_their_last_value():
     assert known_settings(b"12345") == b"12345", "h2 reports the wrong length"
 
 
-def test_table_size_is_limited_to_the_default():
+def test_hpack_table_size_is_limited_to_the_default():
     assert known_settings(settings_payload([(1, 2**32 - 1)])) == settings_payload([(1, HEADER_TABLE_BYTES_MAX)])
     assert known_settings(settings_payload([(1, 100)])) == settings_payload([(1, 100)])
 
 
-async def test_unknown_settings_are_dropped(autojump_clock, front):
+async def test_unknown_http2_settings_are_dropped(autojump_clock, front):
     the_front = front(respond_ok)
     client = await the_front.h2()
     for start in range(7, 65536, 2730):
@@ -59,7 +59,7 @@ async def test_unknown_settings_are_dropped(autojump_clock, front):
     assert sum(isinstance(each, frames.SettingsFrame) and "ACK" in each.flags for each in client.frames) >= 25
 
 
-async def test_invalid_settings_end_the_connection(autojump_clock, front):
+async def test_invalid_http2_settings_end_the_connection(autojump_clock, front):
     client = await front(respond_ok).h2()
     await client.stream.send_all(frame(SETTINGS, 0, 0, settings_payload([(0x7777, 1), (4, 2**31)])))
     await client.until_eof()
@@ -88,7 +88,7 @@ def test_each_large_head_is_a_piece_of_its_own():
     assert list(gate.pieces(frame(SETTINGS, 0, 0, b"") + head * 3, now=0.0))[1:] == [head, head]
 
 
-async def test_other_tasks_run_during_one_read(autojump_clock, front, nursery):
+async def test_other_tasks_run_while_the_frames_of_one_read_are_processed(autojump_clock, front, nursery):
     turns = 0
 
     async def other() -> None:
@@ -174,13 +174,13 @@ def decoder() -> FieldDecoder:
 
 
 @pytest.mark.parametrize("field", [b"\x90", b"\x0f\x01\x00", b"\x00\x01a\x00", b"\x40\x01a\x00"])
-def test_decoding_stops_at_the_limit_of_fields(field):
+def test_head_decoding_stops_at_the_limit_of_fields(field):
     assert len(decoder().decode(field * 256)) == 256
     with pytest.raises(hpack.OversizedHeaderListError, match="at most 256"):
         decoder().decode(field * 257)
 
 
-async def test_too_many_fields_end_the_connection(autojump_clock, front):
+async def test_request_head_with_too_many_fields_ends_the_http2_connection(autojump_clock, front):
     the_front = front(respond_ok, fields_max=10)
     client = await the_front.h2()
     await client.request(headers=tuple((f"x-{number}", "") for number in range(10)))

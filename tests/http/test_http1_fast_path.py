@@ -1,4 +1,4 @@
-"""The fast path parses ordinary requests exactly as h11 does, and leaves all other requests to h11."""
+"""Tests that the fast path parses ordinary requests exactly as h11 does, and leaves all other requests to h11."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def check_is_what_h11_reads(data: bytes) -> bool:
 @pytest.mark.parametrize(
     "data", [POST + b"\r\nbody", GET + b"\r\n", GET + b"Connection: Keep-Alive\r\n\r\nGET / HTTP/1.1"]
 )
-def test_ordinary_request_is_parsed_as_by_h11(data):
+def test_fast_path_parses_an_ordinary_request_as_h11_does(data):
     assert check_is_what_h11_reads(data)
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_damaged_requests_are_parsed_as_by_h11_or_not_at_all(seed):
+def test_fast_path_parses_a_damaged_request_as_h11_does_or_not_at_all(seed):
     chance = random.Random(seed)
     data = bytearray(chance.choice([POST + b"\r\nbody", GET + b"\r\n"]))
     for _ in range(chance.randint(1, 2)):
@@ -87,5 +87,5 @@ def test_damaged_requests_are_parsed_as_by_h11_or_not_at_all(seed):
         GET + b"x: " + b"a" * 1000 + b"\r\n\r\n",
     ],
 )
-def test_other_and_incomplete_requests_are_left_to_h11(data):
+def test_unusual_and_incomplete_requests_are_parsed_by_h11(data):
     assert plain(data) is None

@@ -1,4 +1,4 @@
-"""Clients leave an HTTP/1.1 connection in each phase of a request. The handler is cancelled."""
+"""Tests that the handler is cancelled if its client leaves an HTTP/1.1 connection, in each phase of a request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ STRAY = COMPLETE + b"\r\n"
         *[(phase, STRAY) for phase in (before_the_response, mid_stream)],
     ],
 )
-async def test_handler_is_cancelled_within_a_few_passes(autojump_clock, front, watched, phase, sent, leave):
+async def test_handler_of_a_client_that_leaves_is_cancelled_within_a_few_scheduler_passes(
+    autojump_clock, front, watched, phase, sent, leave
+):
     handler = watched(phase)
     the_front = front(handler)
     stream = the_front.connect()
@@ -99,7 +101,7 @@ async def test_client_that_stops_reading_loses_its_connection_after_the_stall_li
     assert the_front.server.counters().exchanges_stalled_total == 1
 
 
-async def test_close_is_noticed_while_a_write_is_stuck(autojump_clock, front, watched):
+async def test_close_by_the_client_is_noticed_while_a_write_is_blocked(autojump_clock, front, watched):
     handler = watched(while_sending)
     the_front = front(handler)
     stream = the_front.connect(lockstep_stream_pair)

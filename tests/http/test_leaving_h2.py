@@ -1,4 +1,4 @@
-"""Clients leave an HTTP/2 connection in each phase of a request and in each possible way. The handler is cancelled."""
+"""Tests that the handler is cancelled if its client leaves an HTTP/2 connection, in each phase and in each way."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ CASES = [(phase, way) for phase in PHASES for way in WAYS if (phase, way) != (af
 
 
 @pytest.mark.parametrize("phase, leave", CASES)
-async def test_handler_is_cancelled_within_a_few_passes(autojump_clock, front, watched, phase, leave):
+async def test_handler_of_a_client_that_leaves_is_cancelled_within_a_few_scheduler_passes(
+    autojump_clock, front, watched, phase, leave
+):
     handler = watched(phase)
     the_front = front(handler)
     client = await the_front.h2()
@@ -225,7 +227,7 @@ async def test_client_that_reads_nothing_from_tcp_loses_its_connection(autojump_
     assert the_front.connection_count == 0
 
 
-async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, watched, h2_client):
+async def test_reset_by_the_client_is_noticed_while_a_write_is_blocked(autojump_clock, front, watched, h2_client):
     handler = watched(while_sending)
     the_front = front(handler)
     client = h2_client(the_front.connect(lockstep_stream_pair))
@@ -237,7 +239,7 @@ async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
     assert await handler.passes_until_ended() <= PASSES_MAX
 
 
-async def test_cancelling_the_server_ends_its_connections_at_once_even_if_a_write_is_stuck(
+async def test_cancelling_the_server_ends_its_connections_at_once_even_if_a_write_is_blocked(
     autojump_clock, front, watched, h2_client
 ):
     """Scenario S50."""

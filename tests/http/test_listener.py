@@ -1,4 +1,4 @@
-"""Listening sockets: addresses, ports in use, and unusable TLS files."""
+"""Tests listening sockets: addresses, ports in use, and unusable TLS files."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_send_buffer_of_the_kernel_is_bounded():
     "name, value",
     [("streams_max", 0), ("stall_seconds_max", -1), ("head_bytes_max", 10), ("unknown_exchanges_share_max", 1.5)],
 )
-def test_limit_out_of_range_is_a_startup_error(name, value):
+def test_listener_limit_out_of_range_is_a_startup_error(name, value):
     with pytest.raises(StartupError, match=f"{name} is {value}"):
         FrontendLimits(**{name: value})
 
@@ -119,7 +119,7 @@ def test_tls_12_offers_only_ciphers_that_http2_allows(tmp_path):
     assert all(each["aead"] and each["name"].startswith("ECDHE-") for each in ciphers)
 
 
-async def test_shared_port_refuses_other_programs():
+async def test_port_shared_by_server_processes_refuses_other_programs():
     shared = await open_shared_listeners("127.0.0.1", 0, 3)
     try:
         [port] = {listener.socket.getsockname()[1] for listeners in shared for listener in listeners}

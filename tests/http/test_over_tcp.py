@@ -1,5 +1,4 @@
-"""Writes to TCP that bypass Trio's sockets: slow readers get all bytes in order, and a client that leaves is
-noticed."""
+"""Tests writes to TCP that bypass Trio's sockets: slow readers get all bytes in order, and a disconnect is noticed."""
 
 from __future__ import annotations
 

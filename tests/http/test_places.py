@@ -27,7 +27,7 @@ async def test_socket_file_is_replaced_only_if_its_server_has_ended(tmp_path: Pa
     listener.socket.close()
 
 
-async def test_file_that_is_no_socket_is_not_replaced(tmp_path: Path):
+async def test_file_at_the_socket_path_that_is_no_socket_is_not_replaced(tmp_path: Path):
     path = tmp_path / "s"
     path.write_text("mine")
     with pytest.raises(StartupError, match="cannot be listened on"):
@@ -41,7 +41,7 @@ async def test_file_that_is_no_socket_is_not_replaced(tmp_path: Path):
     ("path", "expect"),
     [("/llm/v1/models", "/v1/models"), ("/v1/models", "/v1/models"), ("/llm", "/"), ("/llms/v1", "/llms/v1")],
 )
-async def test_prefix_is_removed_from_paths_that_have_it(path: str, expect: str):
+async def test_path_prefix_is_removed_from_paths_that_have_it(path: str, expect: str):
     seen: list[str] = []
 
     async def handler(exchange: Any) -> None:
@@ -51,6 +51,6 @@ async def test_prefix_is_removed_from_paths_that_have_it(path: str, expect: str)
     assert seen == [expect]
 
 
-def test_invalid_prefix_is_refused():
+def test_invalid_path_prefix_is_refused():
     with pytest.raises(StartupError, match="--root-path is 'llm': it must begin with /"):
         checked_root_path("llm")

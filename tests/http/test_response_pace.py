@@ -1,4 +1,4 @@
-"""The minimum rate of responses: a client that reads only a byte from time to time is cancelled.
+"""Tests the minimum rate of responses: the request of a client that reads only a byte from time to time is cancelled.
 
 A slow client that keeps the minimum rate is served, and so is a client that reads a slow stream.
 """
@@ -86,7 +86,9 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("seconds", [1.0, 25.0])
 @pytest.mark.parametrize("handler", [whole, in_pieces])
-async def test_client_that_reads_a_byte_now_and_then_fails(autojump_clock, front, http, seconds, handler):
+async def test_response_to_a_client_that_reads_a_byte_from_time_to_time_is_cancelled(
+    autojump_clock, front, http, seconds, handler
+):
     the_front = front(handler, stream_buffer_bytes_max=1024)
     _, ended_at = await take(the_front, http, byte_count=1, seconds=seconds)
     assert WAIT <= ended_at <= WAIT + 1
@@ -99,7 +101,9 @@ async def test_client_that_reads_a_byte_now_and_then_fails(autojump_clock, front
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_client_at_half_the_minimum_rate_fails_after_twice_the_wait(autojump_clock, front, http):
+async def test_response_to_a_client_at_half_the_minimum_rate_is_cancelled_after_twice_the_wait(
+    autojump_clock, front, http
+):
     """The client reads each piece in time, but so late that less time remains for the next piece."""
     the_front = front(in_pieces, stream_buffer_bytes_max=1024)
     was_whole, ended_at = await take(the_front, http, byte_count=PIECE_BYTES, seconds=PIECE_BYTES / 128)
@@ -152,7 +156,7 @@ async def test_readers_of_a_slow_stream_are_served(autojump_clock, front, http):
     assert the_front.server.counters().exchanges_stalled_total == 0
 
 
-async def test_asgi_host_that_reads_a_piece_now_and_then_fails(autojump_clock):
+async def test_response_to_an_asgi_host_that_reads_too_slowly_is_cancelled(autojump_clock):
     app = AsgiApp(in_pieces, FrontendLimits(stream_buffer_bytes_max=1024))
 
     async def receive() -> dict:

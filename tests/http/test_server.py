@@ -1,4 +1,4 @@
-"""The whole server: draining, late streams, limits on connections, TLS, and real sockets."""
+"""Tests the whole front end: draining, late streams, limits on connections, TLS, and real sockets."""
 
 from __future__ import annotations
 
@@ -645,7 +645,7 @@ async def test_failed_or_unfinished_handshake_is_refused(autojump_clock, nursery
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
 
 
-async def test_drain_ends_a_handshake_at_once(autojump_clock, nursery, server_context):
+async def test_drain_ends_an_unfinished_tls_handshake_at_once(autojump_clock, nursery, server_context):
     server = FrontendServer(respond_ok, ssl_context=server_context)
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)

@@ -1,5 +1,5 @@
-"""Clients that read slowly or not at all, with a whole server: how many bytes wait for them, how they end, and that
-other clients are not delayed.
+"""Tests clients that read slowly or not at all, with a whole server: how many bytes wait for such a client, how its
+request ends, and that other clients are not delayed.
 
 Time is virtual: a step of the engine takes 10 ms on any machine.
 """
@@ -201,7 +201,7 @@ async def test_stalled_readers_do_not_delay_the_shutdown(autojump_clock, h2_clie
     assert server.server.counters().connections_open == 0
 
 
-async def test_reset_is_noticed_from_a_client_that_does_not_read(autojump_clock, h2_client):
+async def test_stream_reset_is_noticed_from_a_client_that_does_not_read(autojump_clock, h2_client):
     """Scenarios S31 and S43: the request ends with the running step, not at the end of its response."""
     async with opened(stall_seconds_max=1000) as server:
         ours, theirs = memory_stream_pair()

@@ -1,4 +1,4 @@
-"""The minimum rate of requests: a client that sends its head or body a byte at a time fails, a slow upload does not."""
+"""Tests the minimum rate of requests: a head or body that is sent a byte at a time is refused, a slow upload is not."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_body_at_the_minimum_rate_is_refused_after_the_total_time(autojump
 @pytest.mark.parametrize(
     ("bytes_per_second", "byte_count"), [(125_000, 24_000_000), (RATE * 5 // 4, RATE * 5 // 4 * 300)]
 )
-async def test_upload_over_a_slow_link_is_served(autojump_clock, front, http, bytes_per_second, byte_count):
+async def test_upload_over_a_slow_network_is_served(autojump_clock, front, http, bytes_per_second, byte_count):
     """One upload sends 24 MB at 1 Mbit/s. Another lasts five minutes at a little more than the minimum rate."""
     the_front = front(measure)
     began_at = trio.current_time()
@@ -188,7 +188,7 @@ async def test_asgi_app_refuses_slow_bodies(autojump_clock, bytes_per_second, is
 
 
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
-async def test_slow_head_is_a_408_on_http1(autojump_clock, front, seconds):
+async def test_slow_request_head_gets_408_over_http1(autojump_clock, front, seconds):
     the_front = front(measure, head_seconds_max=10)
     client = the_front.h11()
     began_at = trio.current_time()
@@ -212,7 +212,7 @@ async def test_slow_head_is_a_408_on_http1(autojump_clock, front, seconds):
 
 @pytest.mark.parametrize("shape", ["one frame", "continuations"])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a stream"])
-async def test_slow_head_ends_the_connection_on_http2(autojump_clock, front, watched, shape, beside):
+async def test_slow_request_head_ends_the_connection_over_http2(autojump_clock, front, watched, shape, beside):
     """The connection also ends if only a part of the head's first frame has arrived, or if other streams run."""
     handler = watched()
     the_front = front(handler, head_seconds_max=10, idle_seconds_max=1000)
@@ -271,7 +271,7 @@ def test_body_deadline_moves_with_each_byte_up_to_the_full_wait():
     assert pace.arrived(1_000_000, now=57.0) == 67.0
 
 
-def test_total_time_bounds_the_deadline_and_is_named_in_the_message():
+def test_total_time_limits_the_body_deadline_and_the_message_names_it():
     pace = BodyPace(FrontendLimits(body_wait_seconds_max=10, body_seconds_max=25), now=50.0)
     assert pace.arrived(10_000_000, now=64.0) == 74.0
     assert "--body-timeout" not in pace.timeout_message

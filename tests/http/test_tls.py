@@ -1,4 +1,4 @@
-"""TLS: versions, protocols, and client certificates, with a certificate authority made by the test."""
+"""Tests TLS: versions, protocols, and client certificates, with a certificate authority of the test."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def fetch(stream) -> bytes:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_current_tls_versions_are_accepted(autojump_clock, files, connect, version):
+async def test_server_accepts_current_tls_versions(autojump_clock, files, connect, version):
     server = FrontendServer(respond_ok, ssl_context=files.server_context())
     context = files.client_context()
     context.minimum_version = context.maximum_version = version
@@ -79,7 +79,7 @@ async def test_current_tls_versions_are_accepted(autojump_clock, files, connect,
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated:DeprecationWarning")
-async def test_old_tls_version_is_refused(autojump_clock, files, connect):
+async def test_server_refuses_old_tls_versions(autojump_clock, files, connect):
     client_context, server_context = files.client_context(), files.server_context()
     for context in (client_context, server_context):
         context.set_ciphers("DEFAULT:@SECLEVEL=0")  # Without this setting, OpenSSL itself refuses old versions.

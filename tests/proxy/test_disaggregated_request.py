@@ -427,7 +427,7 @@ async def test_abort_ends_a_request_that_waits_for_another_endpoint(open_pair):
         assert await response.head() == 503
 
 
-async def test_next_decode_endpoint_gets_the_held_blocks(open_pair):
+async def test_second_decode_endpoint_gets_the_held_blocks_after_a_failure(open_pair):
     async with open_pair("p d1 d2") as pair:
         async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("p")

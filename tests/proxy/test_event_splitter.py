@@ -28,7 +28,7 @@ def test_splitter_returns_whole_events_for_pieces_that_end_anywhere(events, data
     assert whole.rest in (b"", b"\n"), "only an LF after a CR that ended the event may be left"
 
 
-def test_incomplete_event_is_kept_back():
+def test_event_splitter_keeps_an_incomplete_event_back():
     whole = EventSplitter()
     assert whole.feed(b"data: 1") == b""
     assert whole.feed(b"\n") == b""
@@ -64,5 +64,5 @@ def test_event_can_contain_the_largest_image():
     "events, expected",
     [(b"", True), (b"\n", True), (b": a\r\n\r\n", True), (b":\r\r: b\n\n", True), (b": a\n\ndata: 1\n\n", False)],
 )
-def test_comments_are_recognized(events, expected):
+def test_event_splitter_recognizes_comments(events, expected):
     assert is_comment(events) is expected

@@ -56,7 +56,7 @@ async def goes_on(ask) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_text_resumes_and_the_client_reads_one_response(open_pair, autojump_clock, path):
+async def test_broken_vllm_stream_resumes_and_the_client_reads_one_response(open_pair, autojump_clock, path):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(path, BODIES[path]) as response:
@@ -98,7 +98,7 @@ async def test_text_resumes_and_the_client_reads_one_response(open_pair, autojum
         await pair.assert_all_free()
 
 
-async def test_stream_resumes_twice(open_pair, autojump_clock):
+async def test_vllm_stream_resumes_twice(open_pair, autojump_clock):
     async with open_pair("v1 v2 v3", watch=WATCH, progress_tokens_min=1) as pair:
         await trio.sleep(2)
         async with pair.client().ask(CHAT, BODIES[CHAT]) as response:
@@ -177,7 +177,7 @@ async def test_completion_with_several_prompts_or_logprobs_does_not_resume(open_
 
 
 @pytest.mark.parametrize("usage", [{}, {"prompt_tokens": None, "completion_tokens": 3}, [1], "much"])
-async def test_missing_usage_is_forwarded(open_pair, autojump_clock, usage):
+async def test_vllm_stream_without_usage_is_forwarded_without_usage(open_pair, autojump_clock, usage):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(TEXT, BODIES[TEXT]) as response:
@@ -237,7 +237,7 @@ async def test_stream_does_not_resume_at_a_server_with_other_software(open_pair,
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
-def test_parser_accepts_events_in_pieces_that_end_anywhere(end):
+def test_parser_of_vllm_streams_accepts_events_in_pieces_that_end_anywhere(end):
     said = chunk(TEXT, " one", [10], prompt_token_ids=[7]) + ": ping\n\n" + chunk(TEXT, " two", [20])
     data = said.replace("\n\n", end).encode()
     wholes = []

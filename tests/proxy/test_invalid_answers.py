@@ -196,7 +196,7 @@ async def test_ejected_endpoint_returns_after_serving_a_probe(autojump_clock):
         await opened.router.assert_all_free()
 
 
-async def test_failures_are_counted_by_reason():
+async def test_failures_of_an_endpoint_are_counted_by_reason():
     async with black_hole(BLACK_HOLES["a web page"]) as opened:
         for _ in range(12):
             await opened.router.client().post(CHAT, body())

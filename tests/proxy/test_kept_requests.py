@@ -35,7 +35,9 @@ async def code(response: Any) -> str:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "choices"),
     ],
 )
-async def test_every_api_is_forwarded(open_setup: Any, path: str, body: dict[str, Any], field: str) -> None:
+async def test_requests_of_every_api_are_forwarded(
+    open_setup: Any, path: str, body: dict[str, Any], field: str
+) -> None:
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post(path, {"model": "fake", **body})
         assert response.status == 200, response.body
@@ -131,7 +133,7 @@ async def test_object_is_not_reported_missing_while_an_endpoint_is_unreachable(o
 
 
 @pytest.mark.parametrize("id", ["a b", "a\r\nx: y", "\u00fc", "../../health", "resp_x?stream=true", "", "x" * 70_000])
-async def test_invalid_id_is_not_found(open_setup: Any, id: str) -> None:
+async def test_invalid_id_of_a_stored_object_is_not_found(open_setup: Any, id: str) -> None:
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post(RESPONSES, asked(previous_response_id=id))
         assert (response.status, await code(response)) == (404, "not_found")

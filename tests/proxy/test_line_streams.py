@@ -145,7 +145,7 @@ async def test_callers_with_different_keys_share_no_blocks(open_setup, has_peers
         await setup.assert_all_free()
 
 
-async def test_a_deadline_of_the_body_ends_a_stream(open_setup, autojump_clock):
+async def test_deadline_in_the_body_ends_a_stream_of_lines(open_setup, autojump_clock):
     async with open_setup(engine={"step_seconds": 1.0, **LARGE}) as setup:
         async with setup.client().ask(CHAT, {**BODY, "timeout": 5.5}) as response:
             await response.read()
@@ -249,7 +249,7 @@ async def test_error_of_the_router_is_separate_from_an_incomplete_line(open_pair
         (["\n"], ["\n"]),
     ],
 )
-def test_only_complete_lines_are_forwarded(pieces, expected):
+def test_router_forwards_only_complete_lines(pieces, expected):
     splitter = LineSplitter()
     assert [splitter.feed(piece.encode()).decode() for piece in pieces] == expected
     assert splitter.end() == b""

@@ -1,4 +1,4 @@
-"""Tests aborts with partial results through a router: the aborting caller and the client get the output so far."""
+"""Tests aborts with partial results through a router: the caller of the abort and the client get the output so far."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_request_ends_without_partial_result_if_the_endpoint_does_not_answ
         await setup.assert_all_free()
 
 
-async def test_queued_request_is_aborted_in_the_queue(open_setup):
+async def test_queued_request_is_aborted_in_the_queue_of_the_router(open_setup):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:

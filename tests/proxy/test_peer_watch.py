@@ -153,7 +153,7 @@ async def test_routers_that_cannot_reach_each_other_still_share_the_limit(autoju
             assert setup.share("one") + setup.share("two") == LIMIT
 
 
-async def test_operators_see_the_other_routers(autojump_clock):
+async def test_operators_can_list_the_other_routers(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         async with setup.routers["one"].client().ask("/peers") as response:

@@ -22,7 +22,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 @pytest.mark.slow
-async def test_whole_response_is_forwarded(open_setup):
+async def test_router_forwards_a_whole_response(open_setup):
     async with open_setup(engine={"response": "good morning"}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=20))
         assert response.status == 200
@@ -31,7 +31,7 @@ async def test_whole_response_is_forwarded(open_setup):
         await setup.assert_all_free()
 
 
-async def test_streamed_response_is_forwarded(open_setup):
+async def test_router_forwards_a_streamed_response(open_setup):
     async with (
         open_setup(engine={"response": "good morning"}) as setup,
         setup.client().ask(CHAT, body(max_tokens=20, stream=True), headers={"x-request-id": "mine"}) as response,

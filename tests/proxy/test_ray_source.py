@@ -79,7 +79,7 @@ def teller(tmp_path: Path) -> Teller:
     return Teller(tmp_path)
 
 
-async def test_report_replaces_all_endpoints_of_the_source(fleet, teller, nursery, mock_clock):
+async def test_report_of_ray_replaces_all_endpoints_of_the_source(fleet, teller, nursery, mock_clock):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await teller.say(A, B)
     await until(lambda: set(fleet.specs()) == {A, B})
@@ -126,7 +126,7 @@ async def test_last_line_of_ray_is_logged(fleet, nursery, mock_clock, caplog):
     assert "has ended: Failed to connect to GCS" in caplog.text
 
 
-async def test_silent_process_is_killed_and_replaced(fleet, teller, nursery, mock_clock, caplog):
+async def test_silent_process_that_asks_ray_is_killed_and_replaced(fleet, teller, nursery, mock_clock, caplog):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await until(lambda: len(teller.processes()) == 1)
     with caplog.at_level(logging.WARNING):
@@ -141,7 +141,7 @@ async def test_silent_process_is_killed_and_replaced(fleet, teller, nursery, moc
     await until(lambda: set(fleet.specs()) == {A})
 
 
-async def test_cancel_ends_the_process(fleet, teller, mock_clock):
+async def test_cancel_ends_the_process_that_asks_ray(fleet, teller, mock_clock):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
         await teller.say(A)

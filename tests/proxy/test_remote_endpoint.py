@@ -136,13 +136,13 @@ async def test_client_of_a_removed_endpoint_keeps_no_connection():
     assert not server.remote._idle
 
 
-async def test_invalid_host_name_is_unreachable():
+async def test_endpoint_with_an_invalid_host_name_is_unreachable():
     remote = RemoteEndpoint(EndpointId("a"), EndpointAddress.parse("http://" + "a" * 64 + ".example:8000"))
     with pytest.raises(Unreachable, match="cannot be reached"):
         async with remote.request("GET", "/load", [], b""):
             pass
 
 
-def test_port_0_is_refused():
+def test_endpoint_url_with_port_0_is_refused():
     with pytest.raises(StartupError, match="port 0"):
         EndpointAddress.parse("http://far:0")

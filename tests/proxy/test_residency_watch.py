@@ -171,7 +171,7 @@ async def test_events_may_arrive_in_pieces_that_end_anywhere(autojump_clock):
         [b"no HTTP\r\n\r\n"],
     ],
 )
-async def test_invalid_stream_is_closed_and_opened_again(moves, autojump_clock):
+async def test_invalid_stream_of_cache_events_is_closed_and_opened_again(moves, autojump_clock):
     async with watched(moves, [HEAD, snapshot("z"), ALIVE]) as endpoint:
         assert endpoint.known() is None
         await trio.sleep(2 * RETRY_SECONDS_MIN)
@@ -179,7 +179,7 @@ async def test_invalid_stream_is_closed_and_opened_again(moves, autojump_clock):
         assert len(endpoint.connected_at) == 2
 
 
-async def test_too_long_event_ends_the_stream(autojump_clock):
+async def test_too_long_cache_event_ends_the_stream(autojump_clock):
     endless = [b"data: " + b"x" * 60_000] * 20
     async with watched([HEAD, snapshot("a"), *endless], [HEAD, snapshot("z")]) as endpoint:
         await trio.sleep(2 * RETRY_SECONDS_MIN)

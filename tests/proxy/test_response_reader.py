@@ -138,7 +138,7 @@ def test_responses_follow_each_other_on_one_connection():
         assert reader.is_reusable
 
 
-def test_events_that_arrive_together_are_one_piece():
+def test_events_that_arrive_together_are_read_as_one_piece():
     reader = ResponseReader()
     reader.begin()
     reader.feed(CHUNKED + b"1\r\na\r\n1\r\nb\r\n2\r\nc")
@@ -148,7 +148,7 @@ def test_events_that_arrive_together_are_one_piece():
     assert [reader.next_piece(), reader.next_piece()] == [b"d", b""]
 
 
-def test_reader_is_drained_after_one_whole_chunk_until_more_bytes_arrive():
+def test_response_reader_is_drained_after_a_whole_chunk_until_more_bytes_arrive():
     reader = ResponseReader()
     reader.begin()
     reader.feed(CHUNKED)

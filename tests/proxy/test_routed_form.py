@@ -26,20 +26,20 @@ def told(raw: bytes) -> list[tuple[str, bytes]]:
     return [(part.name, part.content) for part in form_parts(raw, form_boundary(TYPE))]
 
 
-def test_fields_for_routing_are_read() -> None:
+def test_fields_of_a_form_for_routing_are_read() -> None:
     raw = form(("image", FILE), ("model", "m"), ("prompt", 'a "cat"'), ("n", "3"), ("stream", "true"), ("timeout", "2"))
     body = RoutedForm.read(raw, TYPE).body
     assert (body.model, body.n, body.stream, body.timeout, body.priority) == ("m", 3, True, 2.0, None)
     assert msgspec.json.decode(body.content) == 'a "cat"'
 
 
-def test_empty_field_counts_as_missing() -> None:
+def test_empty_field_of_a_form_counts_as_missing() -> None:
     body = RoutedForm.read(form(("model", ""), ("n", ""), ("image", FILE)), TYPE).body
     assert (body.model, body.n, body.prompt_count) == (None, None, 1)
 
 
 @pytest.mark.parametrize("preamble", [b"", b"\r\n", b"some text\r\n"])
-def test_fields_are_replaced(preamble: bytes) -> None:
+def test_router_replaces_fields_of_a_form(preamble: bytes) -> None:
     parts = [("image", FILE), ("timeout", "9"), ("seed", "5"), ("model", "m"), ("mask", FILE), ("ttft_timeout", "1")]
     routed = RoutedForm.read(form(*parts, preamble=preamble), TYPE)
     rest = [("image", FILE), ("seed", b"5"), ("mask", FILE)]
@@ -51,7 +51,7 @@ def test_fields_are_replaced(preamble: bytes) -> None:
     assert told(only_less) == rest
 
 
-def test_unchanged_parts_are_forwarded_byte_for_byte() -> None:
+def test_unchanged_parts_of_a_form_are_forwarded_byte_for_byte() -> None:
     raw = form(("image", FILE), ("model", "m"))
     assert RoutedForm.read(raw, TYPE).rewritten({}, without=("timeout",)) is raw
 
@@ -65,7 +65,7 @@ def test_unchanged_parts_are_forwarded_byte_for_byte() -> None:
         ([("model", "m" * 200_000)], "model"),
     ],
 )
-def test_invalid_field_is_named(parts: list[tuple[str, str]], param: str) -> None:
+def test_error_names_the_invalid_field_of_a_form(parts: list[tuple[str, str]], param: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         RoutedForm.read(form(*parts), TYPE)
     assert refusal.value.param == param
@@ -83,7 +83,7 @@ def test_invalid_form_is_refused(raw: bytes) -> None:
         RoutedForm.read(raw, TYPE)
 
 
-def test_a_form_needs_a_boundary() -> None:
+def test_form_without_a_boundary_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refusal:
         RoutedForm.read(form(), "application/json")
     assert refusal.value.param == "content-type"

@@ -88,7 +88,9 @@ async def test_stream_resumes_over_another_connection(open_setup, go_silent, aut
         assert [blocks(setup, id) for id in ids] == [0] * len(ids)
 
 
-async def test_whole_response_is_requested_from_another_endpoint_after_a_silence(open_setup, go_silent, autojump_clock):
+async def test_whole_response_is_requested_elsewhere_after_its_connection_is_silent(
+    open_setup, go_silent, autojump_clock
+):
     async with open_setup(**OPTIONS) as setup:
         responses = []
 

@@ -99,7 +99,7 @@ def test_token_of_another_choice_does_not_match_the_clients_position():
         told([group("b", "0:6"), group("a", "1:5")], one)
 
 
-def test_error_reaches_the_client_at_any_position():
+def test_error_event_reaches_the_client_at_any_stream_position():
     error = b'data: {"error":{"code":"timeout"}}\n\n'
     events = NumberedEvents(parse_position(ids(told(STREAM))[2]))
     assert events.convert(ROLE) == events.convert(error) == b""
@@ -121,7 +121,7 @@ def test_position_with_the_maximum_number_of_choices_is_parsed():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), max_size=3), st.booleans()), max_size=12))
-def test_written_position_is_parsed(groups):
+def test_written_stream_position_is_parsed(groups):
     keeper = PositionKeeper()
     for choice, tokens, ends in groups:
         keeper.note(f"{choice}:{','.join(map(str, tokens))}{'!' if ends else ''}".encode())
@@ -150,11 +150,11 @@ def test_position_does_not_depend_on_the_grouping_of_tokens(groups):
 @pytest.mark.parametrize(
     "text", ["17", "x", "17~9f3a01b", "17~9F3A01BC", "-1~9f3a01bc", "1..2~9f3a01bc", "1~9f3a01bc~", "1" * 2000]
 )
-def test_invalid_position_is_refused(text):
+def test_invalid_stream_position_is_refused(text):
     with pytest.raises(InvalidRequest, match="Last-Event-ID"):
         parse_position(text)
 
 
-def test_empty_id_and_end_are_accepted():
+def test_empty_stream_id_and_the_end_are_accepted_as_positions():
     assert parse_position("") is None
     assert parse_position(".") == "."

@@ -323,7 +323,7 @@ async def test_request_at_two_broken_endpoints_resumes_once_one_of_them_is_alive
     await pair.assert_all_free()
 
 
-async def test_too_long_retry_alone_is_reported_and_logged(open_pair, autojump_clock, caplog):
+async def test_trial_that_takes_too_long_is_reported_and_logged(open_pair, autojump_clock, caplog):
     headers = {"x-request-id": "poison"}
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
         await on_trial(pair)
@@ -611,7 +611,7 @@ async def test_disaggregated_stream_resumes_without_its_prefill(open_pair):
     await pair.assert_all_free()
 
 
-async def test_kept_bytes_of_streams_are_a_metric(open_pair):
+async def test_bytes_that_a_router_keeps_of_streams_are_a_metric(open_pair):
     async with open_pair("w1 w2") as pair:
         async with pair.client().ask(TEXT, BODY):
             _, ask = await the_ask(pair)

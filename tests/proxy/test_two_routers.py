@@ -122,7 +122,7 @@ async def text_of(response) -> str:
     return "".join([event["choices"][0]["text"] async for event in response if event["choices"]])
 
 
-async def test_client_of_a_dead_router_without_events_gets_the_same_stream(autojump_clock):
+async def test_client_of_a_dead_router_that_received_no_event_gets_the_same_stream(autojump_clock):
     async with opened() as setup:
         async with setup.ask("one") as first:
             await setup.step(4)
@@ -198,7 +198,7 @@ async def test_stream_that_no_client_requests_again_ends(autojump_clock):
 
 
 @pytest.mark.parametrize("other", [{"id": "yours"}, {"prompt": "other"}, {"headers": {"x-tenant-id": "t"}}])
-async def test_another_request_never_gets_the_stream(autojump_clock, other):
+async def test_another_request_never_gets_the_stream_of_a_dead_router(autojump_clock, other):
     async with opened() as setup:
         async with setup.ask("one") as first:
             await setup.step(4)
@@ -212,7 +212,7 @@ async def test_another_request_never_gets_the_stream(autojump_clock, other):
         await trio.sleep(6)
 
 
-async def test_callers_with_other_keys_never_get_the_stream(autojump_clock):
+async def test_callers_with_other_keys_never_get_the_stream_of_a_dead_router(autojump_clock):
     keys = {"api_keys": ("one", "two"), "endpoint_api_key": None}
     async with opened(**keys) as setup:
         async with setup.ask("one", headers={"authorization": "Bearer one"}) as first:
@@ -268,7 +268,7 @@ async def test_retry_of_a_client_library_finds_an_unread_stream(autojump_clock):
             assert await text_of(second) == TEXT
 
 
-async def test_concurrent_searches_are_limited(open_pair, autojump_clock, monkeypatch):
+async def test_concurrent_searches_for_streams_are_limited(open_pair, autojump_clock, monkeypatch):
     monkeypatch.setattr(retries, "SEARCHES_MAX", 2)
     async with open_pair("w1 w2", has_peers=True) as pair, AsyncExitStack() as asked:
         for endpoint in pair.endpoints.values():

@@ -39,7 +39,7 @@ async def test_client_gets_white_space_while_its_request_waits_or_runs(open_setu
     await setup.assert_all_free()
 
 
-async def test_timeout_after_white_space_is_an_error_in_the_body(open_setup, autojump_clock):
+async def test_timeout_after_white_space_becomes_an_error_in_the_body(open_setup, autojump_clock):
     async with open_setup("a", leases_max=1, **OPTIONS) as setup, trio.open_nursery() as nursery:
 
         async def first() -> None:

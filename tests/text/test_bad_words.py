@@ -78,7 +78,7 @@ def cleared(words: BadWords, state: int) -> set[int]:
     return {token_id for token_id in range(256) if not has_bit(row.tobytes(), token_id)}
 
 
-def test_bits_of_many_barred_tokens_are_cleared():
+def test_mask_bits_of_many_barred_tokens_are_cleared():
     words = BadWords(["a", *(f"a{chr(100 + index)}" for index in range(100))], encode)
     assert cleared(words, words.after(0, ord("a"))) == {ord("a"), *range(100, 200)}
     assert cleared(words, 0) == {ord("a")}
@@ -89,7 +89,7 @@ def test_a_barred_token_beyond_the_mask_row_is_ignored():
     assert cleared(words, 0) == {255}
 
 
-def test_number_of_cached_rows_is_bounded():
+def test_number_of_cached_mask_rows_of_bad_words_is_bounded():
     texts = [chr(97 + first) + chr(200 + last) for first in range(20) for last in range(30)]
     words = BadWords(texts, encode)
     for first in range(20):

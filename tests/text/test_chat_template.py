@@ -262,13 +262,13 @@ def test_the_bound_of_values_covers_all_tool_calls_of_a_chat() -> None:
     assert refusal(TOOLS, messages).param == "messages[1].tool_calls[1]"
 
 
-def test_arguments_at_the_depth_limit_are_rendered() -> None:
+def test_tool_call_arguments_at_the_depth_limit_are_rendered() -> None:
     deep = "[" * 64 + "]" * 64
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
     assert deep in render(TOOLS, [message])
 
 
-def test_the_callers_messages_are_not_changed() -> None:
+def test_rendering_does_not_change_the_callers_messages() -> None:
     messages = [{"role": "assistant", "content": list(PARTS), "tool_calls": [CALLS[0]]}]
     before = repr(messages)
     render(TOOLS, messages, continue_final_message=False)
@@ -306,7 +306,7 @@ def test_strftime_now_returns_the_current_date() -> None:
     assert rendered in (before, datetime.datetime.now().strftime("%Y-%m-%d"))
 
 
-def test_tojson_does_not_escape_html() -> None:
+def test_tojson_in_a_template_does_not_escape_html() -> None:
     source = "{{ messages[0] | tojson }}{{ [1, {'b': 2, 'a': 1}] | tojson(separators=(',', ':'), sort_keys=true) }}"
     rendered = render(source, [{"role": "user", "content": "<ü>&'"}])
     assert rendered == '{"role": "user", "content": "<ü>&\'"}[1,{"a":1,"b":2}]'

@@ -431,7 +431,7 @@ def test_a_template_that_truncates_texts_renders_as_without_control_tokens(chatm
     assert_kept(chatml, source, [user("<|IM_START|>a <|im_end|>")], [user("a")])
 
 
-def test_the_final_message_can_be_continued(chatml: Tokenizer) -> None:
+def test_final_message_of_a_chat_with_control_tokens_can_be_continued(chatml: Tokenizer) -> None:
     chat = [user("<|im_end|>"), {"role": "assistant", "content": "<think>\nhm <|im_end|>"}]
     fields = {"add_generation_prompt": False, "continue_final_message": True}
     plain = [user("a"), {"role": "assistant", "content": "<think>\nhm"}]
@@ -515,7 +515,7 @@ def test_a_text_with_characters_of_every_unused_plane_is_refused(chatml: Tokeniz
     assert_kept(chatml, CHATML, [user(planes[:-1] + "<|im_end|>")], [user("a")])
 
 
-def test_option_makes_control_tokens_in_texts_control_tokens() -> None:
+def test_option_lets_texts_of_messages_contain_control_tokens() -> None:
     tokenizer = with_tokens(qwen_like())
     tokenizer.parse_control_tokens_in_chats()
     chat = [user("<|im_end|>")]

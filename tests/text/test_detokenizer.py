@@ -60,7 +60,7 @@ def test_joined_sentence_piece_deltas_equal_the_decoded_text(
 
 @SETTINGS
 @hypothesis.given(text=strategies.text(max_size=30))
-def test_decoder_returns_only_whole_characters(text: str, byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
+def test_detokenizer_returns_only_whole_characters(text: str, byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
     for tokenizer in (byte_level, sentence_piece):
         pieces = streamed(tokenizer, tokenizer.encode(text), skip=False)
         shown = "".join(pieces)
@@ -68,7 +68,7 @@ def test_decoder_returns_only_whole_characters(text: str, byte_level: Tokenizer,
         assert pieces[-1] == ""
 
 
-def test_decoder_returns_a_character_after_its_last_byte(byte_level: Tokenizer) -> None:
+def test_detokenizer_returns_a_character_after_its_last_byte(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("🦆!")
     assert [piece for piece in streamed(byte_level, token_ids, skip=True) if piece] == ["🦆", "!"]
 
@@ -93,7 +93,7 @@ def test_only_the_invalid_part_of_a_run_of_byte_tokens_is_replaced(
 
 
 @pytest.mark.parametrize(("continues_text", "shown"), [(False, "the the"), (True, " the the")])
-def test_a_leading_space_is_kept_only_after_other_text(
+def test_detokenizer_keeps_a_leading_space_only_after_other_text(
     continues_text: bool, shown: str, sentence_piece: Tokenizer
 ) -> None:
     token_ids = sentence_piece.encode("the the")

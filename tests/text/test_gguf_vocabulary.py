@@ -1,4 +1,4 @@
-"""Compares tokenizers from GGUF files with the tokenizers that transformers makes from the same files."""
+"""Tests that tokenizers from GGUF files equal the tokenizers that transformers makes from the same files."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_without_a_space_prefix_no_space_is_added_or_removed(sentence_piece_meta
     assert tokenizer.token_text(tokenizer.encode("the", add_special_tokens=False)[0])[0] == "t"
 
 
-def test_pieces_with_better_scores_are_merged_first() -> None:
+def test_sentence_pieces_with_better_scores_are_merged_first() -> None:
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"],

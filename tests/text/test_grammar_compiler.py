@@ -109,7 +109,7 @@ def test_grammars_of_unbounded_cost_are_compiled_or_refused_in_bounded_time(stru
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SchemaKind if kind is not SchemaKind.JSON_OBJECT])
-def test_a_source_that_is_too_long_or_empty_is_refused(kind):
+def test_grammar_source_that_is_too_long_or_empty_is_refused(kind):
     source_max = SOURCE_CHARACTERS_MAX[kind]
     assert StructuredOutput(kind=kind, source="x" * source_max)
     with pytest.raises(InvalidRequest, match=f"at most {source_max} are allowed"):
@@ -130,7 +130,7 @@ def test_a_source_that_is_too_long_or_empty_is_refused(kind):
         lambda: StructuredOutput.grammar(None),
     ],
 )
-def test_a_source_of_the_wrong_type_is_refused(make):
+def test_grammar_source_of_the_wrong_type_is_refused(make):
     with pytest.raises(InvalidRequest) as raised:
         make()
     assert raised.value.param == "structured"
@@ -188,7 +188,7 @@ def test_the_least_recently_used_grammars_are_evicted(monkeypatch):
     assert [compiler.find(structured) is not None for structured in sources] == [True, False, True, True]
 
 
-def test_equal_sources_in_different_fields_share_a_compiled_grammar():
+def test_equal_grammar_sources_in_different_fields_share_a_compiled_grammar():
     compiler = new_compiler()
     first = compiler.compile(StructuredOutput.regex("a", param="guided_regex"))
     assert compiler.compile(StructuredOutput.regex("a", param="structured", free_until="x")) is first
@@ -237,7 +237,7 @@ def test_a_grammar_that_failed_is_compiled_again_for_the_next_request(monkeypatc
     assert grown(second, 20) == 20
 
 
-def test_sequences_of_a_worn_out_grammar_continue(monkeypatch):
+def test_sequences_of_a_grammar_with_too_many_lexer_states_continue(monkeypatch):
     monkeypatch.setattr(grammar_compiler, "GRAMMAR_SEQUENCES_MAX", 3)
     compiler = new_compiler()
     structured = StructuredOutput.regex("a+")

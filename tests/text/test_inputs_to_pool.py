@@ -97,7 +97,7 @@ def test_a_label_is_encoded_as_the_token_that_it_adds(text: str, tokenizer: Toke
         ("a[SEP]", [""], ""),
     ],
 )
-def test_a_label_that_is_not_one_token_is_refused(
+def test_label_that_does_not_add_exactly_one_token_is_refused(
     text: str, labels: list[str], wrong: str, tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

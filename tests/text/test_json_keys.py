@@ -143,7 +143,7 @@ def pairs_of(text: bytes) -> list[list[str]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS.keys())
-def test_only_tokens_that_repeat_or_escape_a_key_are_cleared(schema, seed):
+def test_only_tokens_that_repeat_or_escape_a_json_key_are_cleared(schema, seed):
     rng = random.Random(seed)
     guide, free = guide_for(schema), guide_for(schema)
     free._keys = None
@@ -263,7 +263,7 @@ def test_keys_are_tracked_only_for_schemas_with_free_keys():
     assert has_free_keys({"$ref": "#/elsewhere"})
 
 
-def test_cost_of_a_row_does_not_grow_with_the_number_of_keys():
+def test_cost_of_a_mask_row_does_not_grow_with_the_number_of_json_keys():
     """Possible ends of a key are looked up by token, so it does not matter how many keys begin like the current key."""
     asked: list[bytes] = []
 

@@ -130,7 +130,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_replaced(byte_level: Tok
     assert (text_of(deltas), deltas[-1].stop_reason) == ("a", "�")
 
 
-def test_a_choice_can_end_without_new_tokens(byte_level: Tokenizer) -> None:
+def test_choice_can_end_without_new_tokens(byte_level: Tokenizer) -> None:
     output = ChoiceOutput(byte_level, SamplingParams(stop=("END",), logprobs=0), index=0)
     token_ids = tuple(characters(byte_level, "E"))
     assert output.feed(token_ids, logprobs_of(token_ids), None) is None
@@ -340,7 +340,7 @@ def test_each_token_has_the_version_of_the_weights_that_sampled_it(
     assert stop or told == sampled_by
 
 
-def test_a_delta_has_no_versions_until_weights_are_replaced(byte_level: Tokenizer) -> None:
+def test_delta_has_no_weight_versions_until_weights_are_replaced(byte_level: Tokenizer) -> None:
     output = ChoiceOutput(byte_level, SamplingParams(), index=0)
     tokens = characters(byte_level, "abc")
     before = output.feed((tokens[0],), None, None)

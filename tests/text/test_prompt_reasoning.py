@@ -77,7 +77,7 @@ def test_without_control_tokens_a_text_marker_counts_only_at_the_end() -> None:
         ("cohere_command3", "<|CHATBOT|><|START_THINKING|><|END_THINKING|>", False),
     ],
 )
-def test_markers_of_several_tokens_are_found(family: str, prompt: str, expect: bool | None) -> None:
+def test_reasoning_markers_of_several_tokens_are_found(family: str, prompt: str, expect: bool | None) -> None:
     signs = dict.fromkeys((*REASONING_FAMILIES[family].special_tokens, "<|turn>", "<|CHATBOT|>"))
     assert begins_inside(byte_tokenizer(signs=tuple(signs)), prompt, family) is expect
 

@@ -79,7 +79,7 @@ def test_a_token_limit_of_zero_forces_the_closing_tag_at_once():
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_finder_finds_a_text_in_pieces_of_any_size(size):
+def test_tag_finder_finds_a_tag_in_pieces_of_any_size(size):
     text = b"aab aabaab and more"
     finder = TextFinder(b"aabaab")
     for begin in range(0, len(text), size):

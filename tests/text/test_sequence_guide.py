@@ -89,7 +89,7 @@ GUIDES = {
     length=strategies.integers(0, 6),
     change=strategies.none() | strategies.integers(0, 5),
 )
-def test_masks_after_a_draft_equal_the_masks_after_accepting_its_tokens(sampling, text, place, length, change):
+def test_token_masks_after_a_draft_equal_the_masks_after_accepting_its_tokens(sampling, text, place, length, change):
     tokens = text.encode()
     guide, twin = guide_for(**sampling), guide_for(**sampling)
     for token in tokens[:place]:
@@ -112,7 +112,7 @@ def test_masks_after_a_draft_equal_the_masks_after_accepting_its_tokens(sampling
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_forced_tokens_are_the_only_allowed_tokens(text):
+def test_tokens_that_a_guide_forces_are_the_only_allowed_tokens(text):
     guide = guide_for(structured=JSON)
     tokens, place, forced_total = text.encode(), 0, 0
     while place < len(tokens):

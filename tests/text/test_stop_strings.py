@@ -168,14 +168,14 @@ def test_the_null_character_in_a_text_matches_no_state() -> None:
     assert finder.found is None
 
 
-def test_finders_that_share_an_automaton_are_independent() -> None:
+def test_stop_string_finders_that_share_an_automaton_are_independent() -> None:
     one, other = StopStringFinder(["stop"]), StopStringFinder(["stop"])
     assert (one.feed("st"), other.feed("op")) == ("", "op")
     assert one.feed("op") == ""
     assert (one.found, other.found) == ("stop", None)
 
 
-def test_feeding_after_a_match_is_an_error() -> None:
+def test_feeding_a_stop_string_finder_after_a_match_is_an_error() -> None:
     finder = StopStringFinder(["x"])
     finder.feed("x")
     with pytest.raises(AssertionError):

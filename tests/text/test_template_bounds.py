@@ -249,14 +249,14 @@ def test_constant_expressions_are_not_computed_at_compile_time() -> None:
     assert render("{% if false %}{{ 'a' * 10**12 }}{{ 'a' | center(10**12) }}{% endif %}ok") == "ok"
 
 
-def test_each_rendering_has_its_own_budget() -> None:
+def test_each_rendering_of_a_template_has_its_own_budget() -> None:
     source = "{% for a in range(90000) %}{% endfor %}done"
     for _ in range(8):
         assert render(source) == "done"
 
 
 @pytest.mark.slow
-def test_a_long_chat_is_well_within_the_bounds() -> None:
+def test_rendering_of_a_long_chat_is_well_within_the_bounds() -> None:
     source = (
         "{% for m in messages %}{% set text = m.content | trim %}"
         "{{ '<' ~ m.role ~ '>' + text.replace('\\n', ' ') ~ (m | tojson) }}{% endfor %}"

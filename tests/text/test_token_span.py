@@ -1,4 +1,4 @@
-"""Tests of the lower bound of a text's token count: for every kind of tokenizer, it never exceeds the real count."""
+"""Tests that the lower bound of a text's token count never exceeds the real count, for every kind of tokenizer."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_an_additional_template_file_for_tools_is_used(make_directory: MakeDirec
     assert (template.render(CHAT), template.render(TOOL_CHAT)) == ("file", "tools")
 
 
-def test_templates_get_the_special_tokens(make_directory: MakeDirectory) -> None:
+def test_templates_of_a_directory_get_the_special_tokens(make_directory: MakeDirectory) -> None:
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": "{{ bos_token }}x{{ eos_token }}"}
     template = Tokenizer.from_directory(make_directory(tokenizer_config=config)).chat_template
     assert template is not None

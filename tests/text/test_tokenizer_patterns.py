@@ -30,20 +30,20 @@ def test_a_pattern_that_backtracks_too_long_is_refused(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_patterns_of_normalizer_and_decoder_are_tried_too(part: str) -> None:
+def test_patterns_of_normalizer_and_decoder_are_also_tried(part: str) -> None:
     tokenizer = Tokenizer(models.BPE())
     setattr(tokenizer, part, {"normalizer": normalizers, "decoder": decoders}[part].Replace(Regex("(a+)+$"), "x"))
     with pytest.raises(ModelLoadError, match="backtrack too long"):
         check_patterns(tokenizer, FILE)
 
 
-def test_a_process_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_tries_a_pattern_for_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_directory, "PROBE_SECONDS_MAX", 0.01)
     with pytest.raises(ModelLoadError, match="backtrack too long"):
         check_patterns(splitting("a*a*a*b"), FILE)
 
 
-def test_ordinary_patterns_are_accepted() -> None:
+def test_ordinary_tokenizer_patterns_are_accepted() -> None:
     for pattern in (
         r" ?\p{L}+(?:['-]\p{L}+)*|\s+",
         r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",

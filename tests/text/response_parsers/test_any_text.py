@@ -1,4 +1,4 @@
-"""Parsers process any text of a model without an error. They invent no text, and show text without delay."""
+"""Tests that parsers process any text of a model without an error, invent no text, and show text without delay."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_parser_gives_equal_results_for_any_pieces_and_invents_no_text(read_in_p
 @settings(max_examples=15, deadline=None)
 @given(text=st.text(alphabet="ab é.\t\n", max_size=60))
 @example(text=" ")
-def test_a_text_without_marks_is_shown_at_once_and_unchanged(family, text):
+def test_text_without_markers_is_shown_at_once_and_unchanged(family, text):
     parser = make_response_parser(family, None, tools=[OfferedTool(name="a", parameters={})])
     shown = ""
     for at, character in enumerate(text, 1):
@@ -150,7 +150,7 @@ def test_reasoning_is_shown_at_once(reasoning):
         },
     )
 )
-def test_parsed_calls_equal_written_calls_for_any_arguments(read_in_pieces, family, arguments):
+def test_parsed_tool_calls_equal_written_calls_for_any_arguments(read_in_pieces, family, arguments):
     both = OfferedTool(
         name="both",
         parameters={

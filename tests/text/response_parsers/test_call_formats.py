@@ -142,7 +142,7 @@ def test_channel_marks_of_cohere_are_not_content(read):
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "kimi_k2"])
-def test_a_call_ends_reasoning_without_a_closing_tag(read, family):
+def test_tool_call_ends_reasoning_without_a_closing_tag(read, family):
     text = {
         "qwen3_coder": "Hm.\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
         "kimi_k2": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time:0"

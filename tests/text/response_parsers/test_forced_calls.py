@@ -87,7 +87,7 @@ def test_a_call_of_a_named_tool_cannot_name_another_tool(tools, takes, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_grammar_allows_several_calls_if_the_family_supports_them(tools, takes, family):
+def test_grammar_allows_several_tool_calls_if_the_family_supports_them(tools, takes, family):
     structured = forced_calls(family, tools, may_repeat=True, special_token_ids={})
     several = TOOL_FAMILIES[family].format_for({}).separator is not None
     assert takes(structured.source, written(family, PARIS))
@@ -137,7 +137,7 @@ def test_a_response_may_end_after_a_complete_call_and_after_any_separator(tools,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_separator_is_optional_after_the_last_call(tools, takes, family):
+def test_separator_is_optional_after_the_last_forced_call(tools, takes, family):
     call_format = TOOL_FAMILIES[family].format_for({})
     structured = forced_calls(family, tools, may_repeat=True, special_token_ids={})
     text = written(family, PARIS).removesuffix(call_format.closing)
@@ -199,7 +199,7 @@ def test_grammar_for_older_mistral_vocabularies_forces_an_array_of_calls(tools, 
     assert '<[5]> "get_time" <[6]>' in structured.source
 
 
-def test_equal_requests_get_equal_grammars(tools):
+def test_equal_requests_get_equal_tool_call_grammars(tools):
     first = forced_calls("hermes", tools, may_repeat=True, special_token_ids={"<tool_call>": 7})
     assert first == forced_calls("hermes", list(tools), may_repeat=True, special_token_ids={"<tool_call>": 7})
 

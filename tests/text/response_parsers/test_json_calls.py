@@ -49,7 +49,7 @@ PARIS = ("get_weather", {"city": "Paris"})
         (f"<tool_call><tool_call>{WEATHER_CALL}</tool_call>", "<tool_call>", [PARIS]),
     ],
 )
-def test_hermes_calls_are_parsed(read, text, content, calls):
+def test_hermes_tool_calls_are_parsed(read, text, content, calls):
     found = read(text, "hermes")
     assert (found.content, found.calls) == (content, calls)
 
@@ -169,7 +169,7 @@ def test_strict_parsing_accepts_unmarked_calls_only_for_families_without_markers
         "He wrote (\u201c{}\u201d).",
     ],
 )
-def test_a_marked_call_in_a_quotation_is_content(read, quote):
+def test_tool_call_with_markers_in_a_quotation_is_content(read, quote):
     for family in sorted(TOOL_FAMILIES):
         call_format = TOOL_FAMILIES[family].format_for({})
         if TOOL_FAMILIES[family].has_channels or TOOL_FAMILIES[family].whole is not None:
@@ -193,7 +193,7 @@ def test_a_marked_call_in_a_quotation_is_content(read, quote):
         "Inline ``` is no fence\n",
     ],
 )
-def test_a_marked_call_after_a_quotation_is_a_call(read, before):
+def test_tool_call_with_markers_after_a_quotation_is_parsed(read, before):
     for family in ("hermes", "qwen3_coder", "mistral", "glm45", "deepseek_v31"):
         call = TOOL_FAMILIES[family].format_for({}).written([WholeCall("get_weather", '{"city": "Paris"}')])
         assert read(before + call, family).calls == [PARIS], family
@@ -238,12 +238,12 @@ def test_llama3_calls_after_the_python_tag_are_parsed(read, text, content, calls
         ("[TOOL_CALLS]two words", "[TOOL_CALLS]two words", [], []),
     ],
 )
-def test_mistral_calls_are_parsed(read, text, content, calls, ids):
+def test_mistral_tool_calls_are_parsed(read, text, content, calls, ids):
     found = read(text, "mistral")
     assert (found.content, found.calls, found.ids) == (content, calls, ids)
 
 
-def test_arguments_are_streamed_as_they_arrive(tools):
+def test_tool_call_arguments_are_streamed_as_they_arrive(tools):
     parser = make_response_parser("hermes", None, tools=tools)
     assert parser.feed("<tool_call>") == []
     assert parser.feed('{"name": "get_weather", "arguments": ') == []

@@ -1,4 +1,6 @@
-"""Parsing takes linear time for any text of a model, and for text that a client sends as a model's output."""
+"""Tests that parsing takes linear time for any text of a model, and for text that a client sends as a model's
+output.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from trioserve.text.stop_strings import StopStringFinder
 
 SHORT, GROWTH = 1500, 4
 PIECE = 13  # Number of characters per piece.
-# If the longer text takes less time, the growth counts as linear. At one microsecond per character, it takes 6 ms.
+# seconds. If the longer text takes less, the growth counts as linear. At 1 us per character, the text takes 6 ms.
 SECONDS_MIN = 0.03
 GROWTH_MAX = 9.0  # Linear growth would be 4, and quadratic growth 16.
 TYPES = ("integer", "number", "boolean", "null", "array", "object", "string")

@@ -59,7 +59,7 @@ def test_options_select_families_by_name(tool, reasoning, expect):
 
 
 @pytest.mark.parametrize(("tool", "reasoning"), [("hermess", "auto"), ("auto", "think")])
-def test_an_unknown_name_is_refused_and_the_error_lists_known_names(tool, reasoning):
+def test_unknown_family_name_is_refused_and_the_error_lists_known_names(tool, reasoning):
     with pytest.raises(InvalidRequest, match=r"known are auto, none, .*mistral"):
         named_families(tool, reasoning, None)
 

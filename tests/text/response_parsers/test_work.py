@@ -1,6 +1,6 @@
-"""Parsing work is linear in the length of the text.
+"""Tests that parsing work is linear in the length of the text.
 
-It is counted in function calls and copied characters, not in seconds.
+The work is counted in function calls and copied characters, not in seconds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_parsing_work_doubles_if_the_text_is_twice_as_long(monkeypatch, tools, f
 
 
 @pytest.mark.slow
-def test_a_megabyte_in_single_characters_is_copied_less_than_three_times(monkeypatch, tools):
+def test_parser_copies_a_megabyte_in_single_characters_less_than_three_times(monkeypatch, tools):
     work = Work(monkeypatch)
     parser = make_response_parser("hermes", None, tools=tools)
     before, after = '<tool_call>{"name": "write_file", "arguments": ', "}</tool_call>"
