@@ -8,10 +8,10 @@ import trio
 
 from trioserve.connectors.loopback import LoopbackConnector, Offer, Reading
 from trioserve.connectors.loopback import make_connector as make_loopback
-from trioserve.connectors.none import NoConnector
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.kv_transfer import ConnectorSetup, HoldKind, Loaded, LoadFailed, Released
 from trioserve.testing.connector_conformance import ConnectorConformance, PairConformance
+from trioserve.testing.scripted_connector import NoConnector
 
 
 class TestLoopback(PairConformance):

@@ -15,6 +15,8 @@ from trioserve.connectors.registry import find_connector
 from trioserve.connectors.settings import connector_settings
 from trioserve.contracts.errors import StartupError
 
+NO_CONNECTOR = "trioserve.testing.scripted_connector:NoConnector"
+
 
 def settings_of(role: str = "both", **fields: object):
     return connector_settings(json.dumps(fields), role)
@@ -97,13 +99,13 @@ def test_entry_points_match_the_connectors_of_the_source_tree():
 
 
 def test_connector_of_another_package_is_found_by_its_entry_point(monkeypatch):
-    entry = EntryPoint(name="mine", value="trioserve.connectors.none:NoConnector", group="trioserve.connectors")
+    entry = EntryPoint(name="mine", value=NO_CONNECTOR, group="trioserve.connectors")
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "trioserve.connectors" else [])
     assert find_connector("mine").__name__ == "NoConnector"
 
 
 def test_entry_point_does_not_replace_an_included_connector(monkeypatch):
-    entry = EntryPoint(name="tcp", value="trioserve.connectors.none:NoConnector", group="trioserve.connectors")
+    entry = EntryPoint(name="tcp", value=NO_CONNECTOR, group="trioserve.connectors")
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     monkeypatch.setattr(registry, "OWN_CONNECTORS", {"tcp": "trioserve.connectors.registry:find_connector"})
     assert find_connector("tcp") is find_connector
@@ -114,7 +116,7 @@ def test_entry_point_does_not_replace_an_included_connector(monkeypatch):
     [
         ("nixl", "no_such_package_of_ours:make", r"pip install .*\[nixl\]'"),
         ("mine", "no_such_package_of_ours:make", "cannot be imported"),
-        ("mine", "trioserve.connectors.none:make_nothing", "which does not exist"),
+        ("mine", "trioserve.testing.scripted_connector:make_nothing", "which does not exist"),
     ],
 )
 def test_connector_that_cannot_be_imported_is_refused_with_advice(monkeypatch, name, place, says):

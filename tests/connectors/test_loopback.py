@@ -24,7 +24,7 @@ from trioserve.contracts.kv_transfer import (
     TransferEvent,
 )
 from trioserve.contracts.kv_transfer_params import KVTransferParams
-from trioserve.testing.connector_stage import is_same, kv_of, make_request
+from trioserve.testing.connector_conformance.side import is_same, kv_of, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
 TOKENS = tuple(range(20))  # The prompt fills five blocks.

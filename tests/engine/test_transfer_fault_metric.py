@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trioserve.admission.text_threads import TextThreads
-from trioserve.connectors.none import NoConnector
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import Released, TransferFault
 from trioserve.core.engine import EngineCore
@@ -13,6 +12,7 @@ from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
 from trioserve.testing.fake_executor import FakeExecutor
+from trioserve.testing.scripted_connector import NoConnector
 from trioserve.testing.stepped_by_hand import ControlledSteps
 
 

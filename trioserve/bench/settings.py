@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import math
 import os
@@ -22,6 +23,7 @@ __all__ = [
     "SuiteSettings",
     "Target",
     "TargetSettings",
+    "at_least_one",
     "check_api_key",
     "check_integer",
     "check_number",
@@ -203,6 +205,18 @@ def check_permitted(target: Target, url: str, *, allow_remote: bool) -> None:
 def check_api_key(api_key: str | None) -> None:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise StartupError("--api-key has characters that an HTTP header cannot carry: printable ASCII is allowed")
+
+
+def at_least_one(text: str) -> int:
+    """Parse a positive integer. argparse turns errors into a sentence that names the flag.
+
+    Args:
+        text: value of the flag.
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}, the minimum is 1")
+    return value
 
 
 def check_integer(name: str, value: int, low: int, high: int) -> None:

@@ -22,7 +22,7 @@ from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.fake_engine_options import next_own_seed, options_named
 from trioserve.testing.fake_iterative_executor import FakeImageExecutor, image_after
 from trioserve.testing.fake_weights import FakeCacheRelease
-from trioserve.testing.iterative_invariants import check_iterative_idle
+from trioserve.testing.invariants import check_iterative_idle
 from trioserve.testing.stepped_by_hand import ControlledSteps, GatedImageCore, InjectedFault, SteppedByHand
 from trioserve.testing.waits import WATCH
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped

@@ -1,4 +1,5 @@
-"""KV connectors for fake engines: FakeConnector, which a script controls, and ScriptedConnector, which a test controls.
+"""KV connectors for fake engines: FakeConnector, which a script controls, ScriptedConnector, which a test controls, and
+NoConnector, which transfers nothing.
 
 FakeConnector checks the calls of the core. It moves KV between the slots of a FakeExecutor. At each call of `work`, an
 open load writes garbage to all positions that it may write to. An open send compares its blocks with their content at
@@ -23,7 +24,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 from trioserve.testing.fake_executor import FakeExecutor
 
-__all__ = ["FakeConnector", "FakeLoad", "FakeSend", "ScriptedConnector"]
+__all__ = ["FakeConnector", "FakeLoad", "FakeSend", "NoConnector", "ScriptedConnector"]
 
 
 class FakeLoad(msgspec.Struct):
@@ -386,3 +387,45 @@ def _matched_count(request: EngineRequest, computed_count: int) -> int:
     if asked is None or not asked.do_remote_prefill:
         return 0
     return max(0, len(request.known_token_ids) - 1 - computed_count)
+
+
+class NoConnector:
+    """Connector that matches no tokens and holds no blocks. It is the smallest correct KVConnector.
+
+    The core must never call the methods for loads and holds. They raise AssertionError. An EngineCore without a
+    connector behaves the same way, but makes no calls.
+    """
+
+    knows_windows = True
+
+    def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
+        return 0
+
+    def start_load(
+        self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
+    ) -> None:
+        raise AssertionError(f"{request.id}: nothing was matched, so nothing can be loaded")
+
+    def load_abandoned(self, request_id: RequestId) -> None:
+        raise AssertionError(f"{request_id}: no load was started, so none can be abandoned")
+
+    def request_finished(
+        self,
+        request: EngineRequest,
+        block_table: Sequence[BlockIndex],
+        tokens: Sequence[int],
+        reason: FinishReason,
+    ) -> bool:
+        return False
+
+    def transfer_params(self, request_id: RequestId) -> KVTransferParams | None:
+        raise AssertionError(f"{request_id}: no block of it is held")
+
+    def request_aborted_after_finish(self, request_id: RequestId) -> None:
+        raise AssertionError(f"{request_id}: no block of it is held")
+
+    def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
+        raise AssertionError(f"{request_id}: no block of it is held")
+
+    def progress(self) -> Iterable[TransferEvent]:
+        return ()

@@ -11,7 +11,7 @@ from trioserve.contracts.iterative import IterativeEvent, IterativePlan, Iterati
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.settings import IterativeSettings
 from trioserve.testing.fake_iterative_executor import FakeIterativeExecutor, latent_after
-from trioserve.testing.iterative_invariants import check_iterative_core, check_iterative_idle
+from trioserve.testing.invariants import check_iterative_core, check_iterative_idle
 
 LETTERS = {IterativePhase.ENCODE: "e", IterativePhase.DENOISE: "", IterativePhase.DECODE: "d"}
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.adapter import AdapterId, AdapterRef
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
@@ -31,7 +32,6 @@ from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values, convert, empty_values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["add_arguments", "random_adapter", "run"]

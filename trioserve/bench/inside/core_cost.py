@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trioserve.bench.inside.command import print_figures
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 

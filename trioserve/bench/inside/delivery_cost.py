@@ -22,6 +22,7 @@ import trio
 from trioserve.admission.text_threads import TextThreads
 from trioserve.api.routes import App
 from trioserve.bench.inside.command import print_figures
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.events import EngineEvent
 from trioserve.contracts.ids import RequestId
@@ -37,7 +38,6 @@ from trioserve.engine.settings import EngineSettings
 from trioserve.http.exchange import Exchange, HeaderFields, Headers
 from trioserve.metrics.registry import Metrics
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.worker_thread import WorkerThread
 

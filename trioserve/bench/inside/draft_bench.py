@@ -19,10 +19,10 @@ import msgspec
 import trio
 
 from trioserve.bench.inside.command import print_figures
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.prompt import ChatPrompt, Prompt
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["DraftFigure", "add_arguments", "run", "run_draft_bench"]

@@ -20,12 +20,12 @@ import trio
 
 from trioserve.api.routes import App
 from trioserve.bench.inside.command import print_figures
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 

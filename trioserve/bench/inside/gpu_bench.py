@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.sampling import SamplingParams
@@ -101,10 +102,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = [name for name in SHAPES if name != TINY]
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=shapes, help="real shapes to measure")
     parser.add_argument(
-        "--batch", nargs="+", type=_count, default=[1, 16, 64, 256], metavar="N", help="numbers of sequences"
+        "--batch", nargs="+", type=at_least_one, default=[1, 16, 64, 256], metavar="N", help="numbers of sequences"
     )
     parser.add_argument(
-        "--context", nargs="+", type=_count, default=[256, 1024, 4096], metavar="TOKENS", help="tokens of each sequence"
+        "--context",
+        nargs="+",
+        type=at_least_one,
+        default=[256, 1024, 4096],
+        metavar="TOKENS",
+        help="tokens of each sequence",
     )
     ways = sorted({*WAYS["cuda"], *WAYS["cpu"]})
     parser.add_argument(
@@ -139,13 +145,6 @@ def run(arguments: argparse.Namespace) -> int:
     for shape in arguments.shape:
         _measure_shape(shape, cases, ways, device, sampling, wants_transformers=arguments.transformers)
     return 0
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}, the minimum is 1")
-    return value
 
 
 def _refusal(

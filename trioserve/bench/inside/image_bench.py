@@ -26,11 +26,11 @@ from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.api.images.image_routes import ImageApp
 from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.image_load import ImageRequester, ImageWatch, PlainPipeline
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.events import IterativePhase
 from trioserve.contracts.images import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.http.server import FrontendServer
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.tcp_stream import connect_tcp
 from trioserve.trio_tools.worker_thread import call_abandonable

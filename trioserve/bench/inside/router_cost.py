@@ -19,13 +19,13 @@ from time import perf_counter_ns
 import msgspec
 
 from trioserve.bench.inside.command import print_figures
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.router.core import RouterCore
 from trioserve.router.policies import POLICIES
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Ticket
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from trioserve.bench.report import Machine
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.endpoint import EndpointId, EndpointLoad, RoutedRequest
 from trioserve.router.core import RouterCore
 from trioserve.router.settings import RouterSettings
@@ -31,7 +32,6 @@ from trioserve.simulation.router.routers_books import RoutersRow
 from trioserve.simulation.router.routers_generator import SETTLED_SECONDS, Traffic, drawn_traffic
 from trioserve.simulation.router.routers_history import RoutersWorld
 from trioserve.simulation.router.routers_simulator import RoutersSimulation
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import prepare_interpreter
 from trioserve.trio_tools.progress import ProgressBar
 

@@ -21,13 +21,13 @@ from statistics import median
 import trio
 
 from trioserve.api.routes import App
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult, never_abandoned
 from trioserve.engine.engine import Engine
 from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.model.runner import ModelRunner
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 

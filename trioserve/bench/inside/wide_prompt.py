@@ -20,9 +20,9 @@ import trio
 
 from trioserve.bench.inside.command import print_figures
 from trioserve.bench.inside.served_step import OpenEngine
+from trioserve.bench.settings import at_least_one
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
-from trioserve.testing.flag_types import at_least_one
 from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 

@@ -33,7 +33,7 @@ from trioserve.simulation.stack.pauses import Pauses
 from trioserve.simulation.traced_run import ClientsInside, IdleWatch, TracedRun, waits_for_a_step, without_log_lines
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL, FakeImageEngine, open_fake_image_engine
 from trioserve.testing.fake_iterative_executor import FakeImageExecutor, image_after
-from trioserve.testing.iterative_invariants import check_iterative_core
+from trioserve.testing.invariants import check_iterative_core
 from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["ImageBook", "ImagesSimulation"]

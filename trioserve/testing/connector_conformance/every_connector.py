@@ -18,8 +18,8 @@ from trioserve.contracts.kv_transfer import (
     KVLayout,
 )
 from trioserve.contracts.kv_transfer_params import KVTransferParams
+from trioserve.testing.connector_conformance.side import Side, make_request
 from trioserve.testing.connector_conformance.stage import ABORT, TOKENS, Stage
-from trioserve.testing.connector_stage import Side, make_request
 from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 

@@ -8,8 +8,8 @@ import trio
 
 from trioserve.contracts.kv_transfer import LoadFailed
 from trioserve.testing.connector_conformance.every_connector import ConnectorConformance
+from trioserve.testing.connector_conformance.side import Load, is_same
 from trioserve.testing.connector_conformance.stage import ABORT, MOMENTS_MAX, TOKENS, Offered, Stage
-from trioserve.testing.connector_stage import Load, is_same
 
 __all__ = ["LoadConformance"]
 

@@ -11,7 +11,7 @@ import trio
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.request import EngineRequest
-from trioserve.testing.connector_stage import KV, Load, Side
+from trioserve.testing.connector_conformance.side import KV, Load, Side
 
 __all__ = ["ABORT", "LENGTH", "MOMENTS_MAX", "TOKENS", "Offered", "Stage"]
 

@@ -10,8 +10,8 @@ from trioserve.contracts.kv_transfer import (
     KVLayout,
 )
 from trioserve.testing.connector_conformance.loads import LoadConformance
+from trioserve.testing.connector_conformance.side import Side, kv_of, make_request
 from trioserve.testing.connector_conformance.stage import ABORT, LENGTH, MOMENTS_MAX, TOKENS, Offered, Stage
-from trioserve.testing.connector_stage import Side, kv_of, make_request
 
 __all__ = ["StoreConformance"]
 

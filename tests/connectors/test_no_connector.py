@@ -1,4 +1,4 @@
-"""Tests that every step with the connector `none` is the same as without a connector."""
+"""Tests that every step with NoConnector is the same as without a connector."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 
-from trioserve.connectors.none import NoConnector
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, KVConnector
@@ -16,7 +15,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.testing.fake_executor import FakeExecutor
 from trioserve.testing.invariants import check_core, check_idle
-from trioserve.testing.scripted_connector import FakeConnector
+from trioserve.testing.scripted_connector import FakeConnector, NoConnector
 
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 
