@@ -114,8 +114,11 @@ class Kernels(Protocol):
         pages: Tensor,
         block_tables: Tensor,
         contexts: Tensor,
-        row_starts: Tensor,
         latent_dim: int,
+        row_starts: Tensor | None = None,
+        tiles: Tensor | None = None,
+        parts: int = 1,
+        work: DecodeWork | None = None,
     ) -> None: ...
 
     def paged_decode_(

@@ -31,6 +31,7 @@ ATTENTION_SHAPES = (
     (128, 32, 8, torch.float32),
     (256, 8, 4, torch.bfloat16),
 )
+LATENT_HEADS = (16, 20, 128)  # heads that share latents of 512 numbers
 # Rows of the first size are unaligned. Rows of the second size are aligned and allow wider loads.
 VOCAB_SIZES = (50_257, 128_256)
 
@@ -68,6 +69,18 @@ def _attention(kernels: Any, head_dim: int, heads: int, kv_heads: int, dtype: to
         kernels.paged_decode_(attended, queries, pages, tables, contexts, None, parts, work)
     tiles = torch.zeros(7, 2, dtype=torch.int32)
     kernels.paged_chunks_(attended, queries, pages, tables, contexts, contexts, tiles, None)
+
+
+def _latents(kernels: Any, heads: int, dtype: torch.dtype) -> None:
+    rows, latent_dim, entry_dim = 5, 512, 576
+    queries, attended = torch.zeros(rows, heads * entry_dim, dtype=dtype), torch.zeros(rows, heads * 512, dtype=dtype)
+    pages = torch.zeros(4, 16, 1, 1, entry_dim, dtype=dtype)
+    tables, contexts = torch.zeros(rows, 3, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    for parts in (1, 2):
+        work = DecodeWork.make(rows, heads, parts, latent_dim, pages.device)
+        kernels.paged_latents_(attended, queries, pages, tables, contexts, latent_dim, parts=parts, work=work)
+    tiles = torch.zeros(7, 2, dtype=torch.int32)
+    kernels.paged_latents_(attended, queries, pages, tables, contexts, latent_dim, contexts, tiles)
 
 
 def _products(kernels: Any, dtype: torch.dtype) -> None:
@@ -160,6 +173,8 @@ def main() -> None:
         check(str(dtype), _products, dtype)
         check(f"4 bits, {dtype}", _four_bits, dtype)
         check(f"128 experts, {dtype}", _mixtures, dtype)
+    for heads in LATENT_HEADS:
+        check(f"{heads} heads of latents", _latents, heads, torch.bfloat16)
     for vocab_size in VOCAB_SIZES:
         for dtype in (torch.bfloat16, torch.float32):
             check(f"{vocab_size} tokens, {dtype}", _sampling, dtype, vocab_size)

@@ -594,10 +594,13 @@ def paged_latents_(
     pages: Tensor,
     block_tables: Tensor,
     contexts: Tensor,
-    row_starts: Tensor,
     latent_dim: int,
+    row_starts: Tensor | None = None,
+    tiles: Tensor | None = None,
+    parts: int = 1,
+    work: DecodeWork | None = None,
 ) -> None:
-    """Compute attention of chunks of any length over pages of latents. A row attends to all tokens up to its own.
+    """Compute attention over pages of latents, of decodes or of chunks. A row attends to all tokens up to its own.
 
     Args:
         attended: output, [T, H * latent_dim].
@@ -605,9 +608,15 @@ def paged_latents_(
         pages: one layer's cache of latents.
         block_tables: int32 [m, width].
         contexts: int32 [m].
-        row_starts: int32 [m + 1], see `paged_chunks_`.
         latent_dim: size of a value.
+        row_starts: int32 [m + 1], see `paged_chunks_`. None: row i is the last of contexts[i] tokens, or is unused if
+            its context is 0.
+        tiles: see `paged_chunks_`. None for decodes.
+        parts: `split_count` of the longest context of decodes, up to the parts of `work`. 1 for chunks.
+        work: see `paged_decode_`. None for chunks.
     """
+    if row_starts is None:
+        row_starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, None, None, None, latent_dim)
 
 

@@ -224,10 +224,13 @@ def paged_latents_(
     pages: Tensor,
     block_tables: Tensor,
     contexts: Tensor,
-    row_starts: Tensor,
     latent_dim: int,
+    row_starts: Tensor | None = None,
+    tiles: Tensor | None = None,
+    parts: int = 1,
+    work: DecodeWork | None = None,
 ) -> None:
-    starts = row_starts.tolist()
+    starts = list(range(len(contexts) + 1)) if row_starts is None else row_starts.tolist()
     for table, context, start, end in zip(block_tables, contexts.tolist(), starts, starts[1:], strict=False):
         _attend_(attended[start:end], queries[start:end], pages, table, context, None, latent_dim=latent_dim)
 

@@ -27,7 +27,7 @@ META = torch.device("meta")
 FREE = ("view", "reshape", "slice", "select.int", "transpose", "t.default", "empty", "split", "unsqueeze", "as_strided")
 FREE += ("expand", "permute", "unbind", "detach", "alias", "squeeze", "chunk", "narrow", "flatten", "lift_fresh")
 # Launches of one layer. Dense layers have at most 16 in plain torch, where some kernels are several operators.
-DENSE_MAX, MIXTURE_MAX = 24, 64
+DENSE_MAX, LATENT_MAX, MIXTURE_MAX = 24, 48, 64
 
 
 class Launches(TorchDispatchMode):
@@ -47,12 +47,12 @@ def one_operator(*arguments: Any, **options: Any) -> None:
     arguments[0].zero_()
 
 
-def grouped_linear(values: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-    return values.new_zeros(values.shape[0], weight.shape[1])
-
-
 def choose_tokens(scores: Tensor, *_: Any) -> Tensor:
     return scores.new_zeros(2, scores.shape[0], dtype=torch.int64)
+
+
+def grouped_linear(values: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+    return values.new_zeros(values.shape[0], weight.shape[1])
 
 
 def weighted_sum(products: Tensor, weights: Tensor) -> Tensor:
@@ -63,6 +63,7 @@ KERNELS: Any = SimpleNamespace(
     **{
         **{name: getattr(reference_fused, name) for name in reference_fused.__all__},
         "paged_decode_": one_operator,
+        "paged_latents_": one_operator,
         "grouped_linear": grouped_linear,
         "weighted_sum": weighted_sum,
         "choose_tokens": choose_tokens,
@@ -93,6 +94,8 @@ def launches(path: Path, rows: int) -> tuple[int, int]:
     "kind, layer_max",
     (
         ("llama", DENSE_MAX),
+        ("minicpm3", LATENT_MAX),
+        ("deepseek-v3", LATENT_MAX + MIXTURE_MAX),
         *((kind, MIXTURE_MAX) for kind in ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "minimax-m2")),
     ),
 )

@@ -171,7 +171,7 @@ def test_limits_of_a_step_on_a_cpu(machine: Machine) -> None:
 # --- kernels ---
 
 
-CONFIG = SimpleNamespace(state_bytes=0, sections=(), has_latents=False, stage=None)
+CONFIG = SimpleNamespace(state_bytes=0, sections=(), stage=None)
 
 
 def picked(
@@ -196,7 +196,6 @@ def test_triton_computes_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     (
         ({}, {}, "no compiler"),
         ({"sections": (4,)}, {}, None),
-        ({"has_latents": True}, {}, None),
         ({"stage": 1}, {}, None),
         ({"state_bytes": 1}, {}, None),
         ({}, {"kv_cache_dtype": "fp8"}, None),

@@ -79,7 +79,19 @@ def conversation(driver: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ("llama", "mistral", "qwen2-sliding", "qwen3", "gemma3n", "qwen2-moe", "gpt-oss", "glm4-moe")
+    "kind",
+    (
+        "llama",
+        "mistral",
+        "qwen2-sliding",
+        "qwen3",
+        "gemma3n",
+        "qwen2-moe",
+        "gpt-oss",
+        "glm4-moe",
+        "deepseek-v2",
+        "minicpm3",
+    ),
 )
 def test_steps_of_fixed_shape_give_the_responses_of_other_steps(
     kind: str,

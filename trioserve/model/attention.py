@@ -21,7 +21,7 @@ from trioserve.model.step_tensors import AttentionTensors, StepTensors, TableWal
 from trioserve.model.torch_formats import TensorSlot
 from trioserve_kernels import Kernels
 from trioserve_kernels.kv_format import decode, encode, head_dim_of, is_coded
-from trioserve_kernels.paged import split_count
+from trioserve_kernels.paged import latent_parts_max, split_count
 
 __all__ = ["attend", "LatentAttention"]
 
@@ -96,9 +96,16 @@ def _walk_latents(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableW
     count = 0
     if decodes is not None:
         count = decodes.contexts.shape[0]
-        starts = torch.arange(count + 1, dtype=torch.int32)
+        heads = queries.shape[1] // head_dim_of(pages)
         kernels.paged_latents_(
-            attended[:count], queries[:count], pages, decodes.block_tables, decodes.contexts, starts, latent_dim
+            attended[:count],
+            queries[:count],
+            pages,
+            decodes.block_tables,
+            decodes.contexts,
+            latent_dim,
+            parts=split_count(decodes.context_max, None, latent_parts_max(heads)),
+            work=decodes.work,
         )
     if chunks is not None:
         kernels.paged_latents_(
@@ -107,8 +114,9 @@ def _walk_latents(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableW
             pages,
             chunks.block_tables,
             chunks.contexts,
-            chunks.row_starts,
             latent_dim,
+            chunks.row_starts,
+            chunks.tiles,
         )
     return attended
 

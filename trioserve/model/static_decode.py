@@ -35,9 +35,9 @@ from torch import Tensor
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.decoder import Decoder
 from trioserve.model.kv_storage import KVStorage
-from trioserve.model.step_tensors import AttentionTensors, DecodeTables, StepTensors, TableWalk
+from trioserve.model.step_tensors import AttentionTensors, DecodeTables, HeadShape, StepTensors, TableWalk
 from trioserve.model.torch_formats import ALIGNMENT_BYTES
-from trioserve_kernels.paged import DecodeWork, split_count
+from trioserve_kernels.paged import DecodeWork
 
 __all__ = [
     "InputTensors",
@@ -347,9 +347,8 @@ class StaticDecode:
             spare_block=storage.block_count,
             device=model.device,
         )
-        windows, heads = config.windows, config.heads
-        parts_max = max(split_count(self._context_tokens_max, window) for window in windows)
-        work = DecodeWork.make(rows_max, heads.head_count, parts_max, heads.head_dim, model.device)
+        windows, heads = config.windows, HeadShape.of(config.kv_attention)
+        work = heads.work(rows_max, self._context_tokens_max, windows, model.device)
         self._steps = {rows: self._step(rows, windows, work) for rows in self.sizes}
         self._hidden = torch.empty(rows_max, config.hidden_size, dtype=model.dtype, device=model.device)
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.step import ScheduledChunk, StateSpan
 from trioserve.model.adapter_weights import AdapterWeights
+from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
 from trioserve.model.step_rows import given_rows
 from trioserve.model.torch_formats import Sending, as_tensor
 from trioserve_kernels import Kernels
-from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
+from trioserve_kernels.paged import DECODE_PARTS_MAX, DecodeWork, chunk_tile_tokens, latent_parts_max, split_count
 from trioserve_kernels.reference import decode_mask, prompt_mask
 
 __all__ = [
@@ -130,9 +131,34 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
+    """Heads of a model's attention.
+
+    Attributes:
+        latent_dim: size of a value, if the KV cache has latents. Else, a value has head_dim numbers.
+    """
+
     head_count: int
     kv_head_count: int
     head_dim: int
+    latent_dim: int | None = None
+
+    @classmethod
+    def of(cls, attention: AttentionConfig | LatentAttentionConfig) -> HeadShape:
+        entry = attention.kv_entry
+        latent_dim = attention.latent_dim if isinstance(attention, LatentAttentionConfig) else None
+        return cls(attention.head_count, entry.head_count, entry.head_dim, latent_dim)
+
+    def work(self, rows: int, context_max: int, windows: Sequence[int | None], device: torch.device) -> DecodeWork:
+        """Return buffers for decodes.
+
+        Args:
+            rows: largest number of decodes.
+            context_max: longest context in tokens.
+            windows: attention windows of the layers.
+        """
+        parts_max = DECODE_PARTS_MAX if self.latent_dim is None else latent_parts_max(self.head_count)
+        parts = max(split_count(context_max, window, parts_max) for window in windows)
+        return DecodeWork.make(rows, self.head_count, parts, self.latent_dim or self.head_dim, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,12 +478,11 @@ def _decode_tables(
     chunks: Sequence[_Span], windows: Sequence[int | None], shape: StepShape, heads: HeadShape, sending: Sending
 ) -> DecodeTables:
     contexts = [chunk.start + 1 for chunk in chunks]
-    parts_max = max(split_count(max(contexts), window) for window in windows)
     return DecodeTables(
         sending.add(_block_tables(chunks, shape.block_size)),
         sending.add(np.array(contexts, dtype=np.int32)),
         max(contexts),
-        DecodeWork.make(len(chunks), heads.head_count, parts_max, heads.head_dim, shape.device),
+        heads.work(len(chunks), max(contexts), windows, shape.device),
     )
 
 

@@ -22,7 +22,7 @@ from trioserve.model.decoder import Decoder
 from trioserve.model.device import DeviceType, set_torch_threads, step_weight_bytes
 from trioserve.model.device_sampler import DeviceSampler, reach_end
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage
-from trioserve.model.layer_config import AttentionConfig, LatentAttentionConfig
+from trioserve.model.layer_config import LatentAttentionConfig
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_format_of
 from trioserve.model.parallel.collectives import Collectives
@@ -121,12 +121,11 @@ class TorchStepModel:
         self._is_alone = config.part is None or config.part.size == 1
         if config.has_latents and kernels.FUSED and settings.batch_invariant:
             raise StartupError(
-                "batch_invariant is set, but plain torch computes the model's latent attention, also with the Triton "
-                "kernels, and its results on a GPU depend on the batch: leave batch_invariant out, or use a CPU"
+                "batch_invariant is set, but plain torch multiplies the heads of the model's latent attention, also "
+                "with the Triton kernels, and these products on a GPU depend on the batch: leave batch_invariant "
+                "out, or use a CPU"
             )
         attention = config.kv_attention if config.has_attention else None
-        # Fused kernels do not support latents, so plain torch computes their attention.
-        walks = kernels.WALKS and not (config.has_latents and kernels.FUSED)
         self._shape = StepShape(
             block_size=settings.block_size,
             hidden_size=config.hidden_size,
@@ -135,7 +134,7 @@ class TorchStepModel:
             sections=config.sections,
             dtype=TORCH_DTYPES[dtype],
             device=place,
-            walked_heads=_head_shape(attention) if attention is not None and walks else None,
+            walked_heads=HeadShape.of(attention) if attention is not None and kernels.WALKS else None,
         )
 
     @property
@@ -450,8 +449,6 @@ def _why_not_launched(config: ModelConfig) -> str | None:
     """Return the reason why the host must wait for the device within a step of this model. None if it need not."""
     if config.sections:
         return "the host computes which tokens attention in sections reads"
-    if config.has_latents:
-        return "plain torch computes latent attention"
     if config.stage is not None:
         return "hidden states from and to other stages are copied through the host"
     return None
@@ -476,11 +473,6 @@ def _four_bits(
             "or an AWQ, GPTQ or compressed-tensors checkpoint"
         )
     return {} if settings.quantization == "auto" and dtype == "float32" else kept
-
-
-def _head_shape(attention: AttentionConfig | LatentAttentionConfig) -> HeadShape:
-    entry = attention.kv_entry
-    return HeadShape(attention.head_count, entry.head_count, entry.head_dim)
 
 
 def _check_places(model: Decoder) -> None:
