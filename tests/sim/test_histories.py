@@ -101,7 +101,7 @@ STACK_MOMENTS = [
     ),
     "answers with tools: broken off",
     "answers with tools: complete",
-    *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
+    *(f"clients: {what}" for what in ("left early", "client timeout", "read to the end", "got the engine's fault")),
     *(f"clients: refused: {what}" for what in ("draining", "full", "no such adapter")),
     *(f"loads: {outcome}" for outcome in ("already_loaded", "loading", "ready", "too_many")),
     *(f"unloads: {outcome}" for outcome in ("done", "unknown")),
@@ -114,7 +114,7 @@ STACK_MOMENTS = [
     *(f"ends: {reason}" for reason in ("abort", "deadline", "length")),
     *(f"deletes: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
     "connections stalled",
-    "requests that go on",
+    "requests that resume a response",
     "requests with stop strings",
     "engines broken",
     "server: exchanges_stalled_total",
@@ -219,10 +219,10 @@ SWAPS = StackPlan(
     ),
 )
 ROUTER_MOMENTS = [
-    "endpoints come back",
+    "endpoints that return",
     *(f"faults: {fault}" for fault in ("broke", "busy", "unreachable")),
     "given up",
-    "grants: of fewer seats than sequences",
+    "grants: fewer slots than sequences",
     "retries",
     *(
         f"leaves: {moment}"
@@ -247,7 +247,7 @@ ROUTER_MOMENTS = [
             "too many sequences",
         )
     ),
-    "reports: a lie",
+    "reports: false",
     "reports: true",
 ]
 ROUTER = RouterHistory(
@@ -302,7 +302,7 @@ ROUTERS_MOMENTS = [
     "grants",
     "routers that came back",
     "routers that died",
-    "routers that lost sight",
+    "routers that lost sight of each other",
     "routers that met",
 ]
 
@@ -325,7 +325,7 @@ ITERATIVE_MOMENTS = [
     *(f"aborts: in a step, {phase}" for phase in ("encode", "denoise", "decode")),
     *(f"aborts: {moment}" for moment in ("preempted", "repeated", "too late", "unknown id")),
     *(f"ended: {reason}" for reason in ("abort", "deadline", "error", "stop")),
-    "latents that came back",
+    "latents moved back into a slot",
     "partial results",
     "preempted",
     "refused: invalid",

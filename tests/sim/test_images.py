@@ -32,14 +32,14 @@ EVERYTHING = ImagesPlan(
 )
 MOMENTS = [
     *(f"aborts: {outcome}" for outcome in ("aborted", "already_finished", "unknown")),
-    *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
+    *(f"clients: {what}" for what in ("left early", "client timeout", "read to the end", "got the engine's fault")),
     *(f"clients: refused: {what}" for what in ("draining", "full", "reopening")),
     *(f"ends: {reason}" for reason in ("abort", "deadline", "error", "stop")),
     *(f"pauses: {mode}" for mode in ("abort", "keep", "wait")),
     *(f"steps to {phase}" for phase in ("encode", "denoise", "decode")),
     "engines broken",
     "faults",
-    "partial pictures",
+    "partial images",
     "preempted",
     "resumes",
     "sleeps: level 2",
@@ -47,7 +47,7 @@ MOMENTS = [
     "wakes: done",
 ]
 # A small number of seeds may not contain these cases.
-SELDOM = ("clients: told of a fault", "engines broken", "wakes: done")
+SELDOM = ("clients: got the engine's fault", "engines broken", "wakes: done")
 
 
 def test_script_is_parsed_as_it_was_written():

@@ -67,8 +67,8 @@ MOMENTS = [
     *(f"loads: {end}" for end in ("completed", "failed", "abandoned")),
     *(f"stages lost: {kind}" for kind in ("prefill", "decode", "whole")),
     "stages refused: decode",
-    "loads that went on over another connection",
-    "messages that came twice",
+    "loads resumed over another connection",
+    "messages that arrived twice",
     "stops",
     "kills",
 ]

@@ -27,11 +27,11 @@ KINDS = ("break", "end", "garble", "hang", "kill", "stop", "stray")
 PHASES = ("adapter", "answered", "claim", "look", "masks", "met", "step", "while loading", "write")
 MOMENTS = [
     "harm: slow",
-    *(f"clients: {what}" for what in ("left early", "out of patience", "read to the end", "told of a fault")),
+    *(f"clients: {what}" for what in ("left early", "client timeout", "read to the end", "got the engine's fault")),
     *(f"clients: refused: {what}" for what in ("no such adapter", "reopening")),
     *(f"ends: {reason}" for reason in ("abort", "deadline", "length", "stop")),
-    "engines broken for good",
-    "engines opened anew",
+    "engines that did not restart",
+    "engines reopened",
     "engines that never opened",
     "left while it ran",
     "loads: no_memory",

@@ -303,7 +303,7 @@ class ExpectedSequence:
         """Check that a chunk that samples has a token mask, and that the grammar allows its draft tokens."""
         name, automaton = self.request.id, self.automaton
         assert (chunk.mask_row is not None) == (automaton is not None and chunk.samples), (
-            f"{name} has a mask without need, or has none"
+            f"{name} has a mask that it does not need, or lacks a mask"
         )
         if automaton is None:
             return
@@ -353,7 +353,7 @@ class ExpectedSequence:
         self.steps_in_flight -= 1
         if self.has_surplus:
             self.has_surplus = False
-            assert self.output_count == tokens_before, f"{name}: a token after its end"
+            assert self.output_count == tokens_before, f"{name}gets a token after its end"
         elif self.aborted_for is not None and self.steps_in_flight:
             assert self.finished is None, f"{name} is finished while a step reads its blocks"
         elif self.aborted_for is not None or self.message is not None:
@@ -440,7 +440,7 @@ class ExpectedSequence:
             reason, stop_token_id, message = self.aborted_for, None, None
         elif self.lacks_kv:
             reason, stop_token_id, message = FinishReason.ERROR, None, event.message
-            assert message, f"{name}: an error without a message"
+            assert message, f"{name}: an error has no message"
         elif self.message is not None:
             reason, stop_token_id, message = FinishReason.ERROR, None, self.message
         else:

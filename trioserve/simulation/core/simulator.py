@@ -184,7 +184,7 @@ class Simulation(EventSimulation[World]):
         assert stats.prefix_query_tokens_total == sum(len(entry.request.known_token_ids) for entry in looked_up), stats
         assert stats.preemptions_total == self.counts.get("preempted", 0), stats
         assert stats.blocks_given_back_total == 0 or self.world.window_tokens is not None, stats
-        self._count("blocks given back behind a window", stats.blocks_given_back_total)
+        self._count("blocks freed behind a window", stats.blocks_given_back_total)
         assert stats.steps_total == self.counts.get("steps", 0), stats
         counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
         entries = self.entries.values()
@@ -237,7 +237,7 @@ class Simulation(EventSimulation[World]):
             if event.known and pooling is None:
                 response = self._reference.response(request) if can_run else None
                 request = _begun_elsewhere(request, response, event.known)
-                self._count("requests that go on")
+                self._count("requests that resume a response")
             try:
                 self.core.add(request)
             except InvalidRequest:
@@ -245,7 +245,7 @@ class Simulation(EventSimulation[World]):
                 self._count("refused: invalid")
                 continue
             assert can_run, f"{name} can never run, but was accepted"
-            self._count("requests" if pooling is None else f"requests that are pooled {event.pooled}")
+            self._count("requests" if pooling is None else f"pooled requests: {event.pooled}")
             entry = ExpectedSequence(request, len(self.entries), response or self._reference.response(request))
             if self.transfers is not None:
                 self.transfers.note_arrival(name, event)
@@ -309,7 +309,7 @@ class Simulation(EventSimulation[World]):
             self.live[chunk.request.id].take_chunk(chunk)
             self._count("snapshots written", max(0, len(chunk.states) - 1))
             reads = chunk.states[0].reads if chunk.states else None
-            self._count("snapshots gone on from", reads is not None and reads >= self.world.states)
+            self._count("snapshots that requests start from", reads is not None and reads >= self.world.states)
             if chunk.draft_task is not None:
                 self._count("draft tasks" if chunk.draft_task.end is None else "draft tasks that only catch up")
         self.flights.append(Flight(plan, [list(chunk.block_table) for chunk in plan.chunks]))

@@ -200,7 +200,7 @@ def _check_draft(chunk: ScheduledChunk, tokens_max: int, proposed_to: ExpectedSe
     for place in range(NGRAM_MIN, len(known)):
         if known[place - NGRAM_MIN : place] == known[-NGRAM_MIN:] and text[place : place + len(draft)] == list(draft):
             return
-    raise AssertionError(f"{name} has draft tokens {draft}, but its text has no such place")
+    raise AssertionError(f"{name} has draft tokens {draft}, but its text does not contain them")
 
 
 Turn = tuple[bool, tuple[int, int]]

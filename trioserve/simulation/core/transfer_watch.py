@@ -229,7 +229,7 @@ class TransferWatch:
         )
         stray_count = sum([core.transfers.faults.totals[fault] for fault in STRAY])
         assert stray_count == self._stray_count, (
-            f"{self._stray_count} reports were about nothing, but {stray_count} are counted"
+            f"{self._stray_count} reports named no hold and no load, but {stray_count} are counted"
         )
 
     def check_params(self, event: RequestFinished) -> None:
@@ -262,8 +262,8 @@ class TransferWatch:
             entries: all sequences. All of them have ended.
         """
         connector = self.connector
-        assert not connector.loads, f"loads are out: {sorted(connector.loads)}"
-        assert not connector.sends, f"sends are out: {sorted(connector.sends)}"
+        assert not connector.loads, f"loads have not ended: {sorted(connector.loads)}"
+        assert not connector.sends, f"sends have not ended: {sorted(connector.sends)}"
         ends = {entry.request.id: entry.finished.reason for entry in entries.values() if entry.finished is not None}
         # The connector sees a request that was handed over as one that has stopped.
         ends = {id: FinishReason.STOP if end is FinishReason.HANDED_OVER else end for id, end in ends.items()}

@@ -162,21 +162,25 @@ class StepRules:
     def _seat(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
         admitted = [live[name] for name in plan.admitted]
         preempted = [live[name] for name in plan.preempted]
-        assert len(set(plan.admitted)) == len(admitted), "a request is admitted twice"
-        assert len(set(plan.preempted)) == len(preempted) <= len(admitted), "a slot was freed for no request"
+        assert len(set(plan.admitted)) == len(admitted), "a request that is already admitted is admitted again"
+        assert len(set(plan.preempted)) == len(preempted) <= len(admitted), (
+            "a preemption freed a slot, but no request got it"
+        )
         staying = [entry for entry in live.values() if entry.place == "slot" and entry not in preempted]
         for entry in preempted:
             name = entry.request.id
-            assert entry.place == "slot", f"{name} has no slot, and is preempted"
-            assert entry.due is DENOISE, f"{name} is preempted, and only has to be decoded"
+            assert entry.place == "slot", f"{name} is preempted, but has no slot"
+            assert entry.due is DENOISE, f"{name} is preempted, but only its decoding is left"
             assert min(other.order[0] for other in admitted) < entry.order[0], (
-                f"{name} is preempted by an equal priority"
+                f"{name} is preempted by a request of equal priority"
             )
-            assert entry.has_had_turn, f"{name} is preempted, and was not computed since it got its slot"
+            assert entry.has_had_turn, f"{name} is preempted, but was not computed since it got its slot"
             entry.preempted_count += 1
             assert entry.preempted_count <= entry.request.step_count, f"{name} is preempted too often"
             for other in staying:
-                assert not other.can_leave or other.order < entry.order, f"{name} is not the last in order"
+                assert not other.can_leave or other.order < entry.order, (
+                    f"{name} is preempted, but is not the last in order"
+                )
         moved = [self._move(source=move.source, target=move.target) for move in plan.moves]
         restored = [entry.request.id for entry in admitted if entry.place == "kept"]
         assert sorted(moved) == sorted([*plan.preempted, *restored]), f"{moved} are moved"
@@ -184,12 +188,14 @@ class StepRules:
             entry.place = "kept"
             entry.left_out = 0
         for entry in admitted:
-            assert entry.place != "slot", f"{entry.request.id} has a slot, and gets one"
+            assert entry.place != "slot", f"{entry.request.id} gets a slot, but has one already"
             entry.place = "slot"
             entry.left_out = 0
             entry.has_had_turn = False
-        assert self._count("slot", live.values()) <= self._world.slots, "more run than there are slots"
-        assert self._count("kept", live.values()) <= self._world.kept, "more latents are kept than there are kept slots"
+        assert self._count("slot", live.values()) <= self._world.slots, "more requests run than there are slots"
+        assert self._count("kept", live.values()) <= self._world.kept, (
+            "more latents are kept than there are slots for kept latents"
+        )
 
     def _move(self, *, source: int, target: int) -> str:
         slots = self._world.slots
@@ -202,7 +208,7 @@ class StepRules:
         return name
 
     def _check_works(self, plan: IterativePlan, live: Mapping[str, ExpectedIteration]) -> None:
-        assert plan.works, "a step without requests"
+        assert plan.works, "a step has no requests"
         computed = [live[work.request.id] for work in plan.works]
         assert len({id(entry) for entry in computed}) == len(computed), "a request is computed twice in one step"
         for work, entry in zip(plan.works, computed, strict=True):
@@ -223,8 +229,8 @@ class StepRules:
         for entry in live.values():
             if entry.place == "slot" and entry.due is plan.phase and entry not in computed:
                 entry.left_out += 1
-                assert entry.due is not ENCODE, f"{entry.request.id} has a slot, and is not encoded"
-                assert entry.whole_cost > left, f"{entry.request.id} would fit, and is left out"
+                assert entry.due is not ENCODE, f"{entry.request.id} has a slot, but is not encoded"
+                assert entry.whole_cost > left, f"{entry.request.id} would fit into the step, but is left out"
                 assert entry.left_out < self._world.slots, f"{entry.request.id} was left out {entry.left_out} times"
         for entry in computed:
             entry.is_computed = True
@@ -239,9 +245,9 @@ class StepRules:
         head = self._head_with_room(live)
         if head is None:
             return
-        assert not head.is_encoded, f"{head.request.id} could continue, and waits"
+        assert not head.is_encoded, f"{head.request.id} could continue, but waits"
         if plan.phase is ENCODE:
-            assert head.cost > self._world.work - plan.work_count, f"{head.request.id} could be encoded, and waits"
+            assert head.cost > self._world.work - plan.work_count, f"{head.request.id} could be encoded, but waits"
 
     def _check_turns(self, plan: IterativePlan, live: Iterable[ExpectedIteration]) -> None:
         due = {entry.due for entry in live if entry.place == "slot" and not entry.is_computed}
@@ -265,7 +271,7 @@ class StepRules:
             continues = entry is not first or entry.is_computed or not is_held_up
             entry.stood_still = 0 if continues else entry.stood_still + 1
         steps_max = (OTHER_PHASES + 1) * (self._world.slots + 1)
-        assert first.stood_still <= steps_max, f"{first.request.id} is the first, and stands still"
+        assert first.stood_still <= steps_max, f"{first.request.id} is the first in order, but makes no progress"
 
     def _head_with_room(self, live: Iterable[ExpectedIteration]) -> ExpectedIteration | None:
         """Return the head of the queue, or None if no slot is free for it and no request may lose its slot to it."""
@@ -361,17 +367,17 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         try:
             self.core.add(request)
         except InvalidRequest:
-            assert not can_run, f"{event.id} could run, and was refused"
+            assert not can_run, f"{event.id} could run, but was refused"
             self._count("refused: invalid")
             return
-        assert can_run, f"{event.id} can never run, and was accepted"
+        assert can_run, f"{event.id} can never run, but was accepted"
         self._count("requests")
         self.entries[event.id] = self.live[event.id] = ExpectedIteration(request, len(self.entries))
 
     def _abort(self, event: Abort) -> None:
         ids = [RequestId(name) for name in event.ids]
         results = self.core.abort(ids, event.reason, now=NOW)
-        assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} answers for {list(results)}"
+        assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} returns results for {list(results)}"
         for name, result in results.items():
             entry = self.entries.get(name)
             self._count(f"aborts: {_moment(entry)}")
@@ -384,23 +390,23 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
                 expected = AbortResult(AbortOutcome.ABORTED)
             else:
                 expected = AbortResult(AbortOutcome.ABORTED, self._ended(entry, event.reason))
-            assert result == expected, f"{name}: the abort says {result}, expected is {expected}"
+            assert result == expected, f"the abort of {name} returns {result}, expected is {expected}"
 
     def _begin(self, _event: Begin) -> None:
         if self.plan is not None:
             return
         plan = self.core.schedule(NOW)
         if plan is None:
-            assert not self.live, f"{', '.join(self.live)} are live, and nothing is computed"
+            assert not self.live, f"{', '.join(self.live)} are live, but nothing is computed"
             return
         self._tell(_plan_line(plan))
-        assert plan.step_index == self.counts.get("steps", 0), f"step {plan.step_index} is repeated, or comes too early"
+        assert plan.step_index == self.counts.get("steps", 0), f"step {plan.step_index} is repeated or too early"
         self._count("steps")
         self._count(f"steps to {plan.phase.value}")
         self._count("preempted", len(plan.preempted))
         steps = {work.step for work in plan.works}
         self._count("steps at different timesteps", len(steps) > 1)
-        self._count("latents that came back", len(plan.moves) - len(plan.preempted))
+        self._count("latents moved back into a slot", len(plan.moves) - len(plan.preempted))
         self._rules.begin(plan, self.live)
         self.plan, self.is_computed = plan, False
 
@@ -447,7 +453,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
                 events.append(self._ended(entry, entry.aborted_for))
             else:
                 staying.append(entry)
-        assert not (is_dropped and staying), "a step was abandoned, and a request waits for it"
+        assert not (is_dropped and staying), "a step was abandoned, but a request waits for it"
         for entry in staying:
             request = entry.request
             if request.id in self._failing:
@@ -480,7 +486,7 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
         core = self.core
         check_iterative_core(core)
         names = [live.request.id for live in core.live_requests()]
-        assert names == list(self.live), f"{names} are live, and no end was reported for {list(self.live)}"
+        assert names == list(self.live), f"the core has {names}, but no end was reported for {list(self.live)}"
         places = [entry.place for entry in self.live.values()]
         stats = core.stats()
         counted = (stats.running_count, stats.waiting_count, stats.slots_used, stats.kept_used)
@@ -490,7 +496,9 @@ class IterativeSimulation(EventSimulation[IterativeWorld]):
             places.count("slot"),
             places.count("kept"),
         )
-        assert counted == expected, f"run, wait, slots, kept: the core counted {counted}, the simulation {expected}"
+        assert counted == expected, (
+            f"running, waiting, slots, kept latents: the core counted {counted}, the simulation {expected}"
+        )
         if self.plan is not None:
             is_abandoned = all(self.entries[work.request.id].aborted_for for work in self.plan.works)
             assert core.is_abandoned(self.plan) == is_abandoned, f"is_abandoned should be {is_abandoned}"

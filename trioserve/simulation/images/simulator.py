@@ -70,26 +70,26 @@ class ImageBook:
             delta: the delta.
         """
         shown_delta = f"{self.name}: {_shown(delta)}"
-        assert delta.index == self._index, f"{shown_delta} is of picture {delta.index}"
+        assert delta.index == self._index, f"{shown_delta} belongs to image {delta.index}"
         assert self.end is None, f"{shown_delta} comes after its end"
-        assert delta.step_count == self._step_count, f"{shown_delta}: {self._step_count} steps were asked for"
+        assert delta.step_count == self._step_count, f"{shown_delta}: {self._step_count} steps were requested"
         self.end = delta.finish_reason
         if self.end is FinishReason.STOP:
             assert delta.steps_done == self._step_count, f"{shown_delta} is reported as finished"
-            assert delta.image == self._last, f"{shown_delta} is another picture"
+            assert delta.image == self._last, f"{shown_delta} has another image than expected"
             return
         grows = delta.steps_done > self.steps_done or self.end is not None
         assert grows, f"{shown_delta} comes after {self.steps_done} steps were reported"
         self.steps_done = delta.steps_done
         if delta.image is not None:
             shown = [step for step, image in self._images.items() if image == delta.image]
-            assert shown, f"{shown_delta} was not to be shown, or is shown again"
-            assert self.end is None, f"{shown_delta} ends without success, and shows a picture"
-            assert shown[0] <= delta.steps_done, f"{shown_delta} is what it is after {shown[0]} steps"
+            assert shown, f"{shown_delta} has a partial result that was not requested, or that was sent before"
+            assert self.end is None, f"{shown_delta} ends without success, but has an image"
+            assert shown[0] <= delta.steps_done, f"{shown_delta} has the image after {shown[0]} steps"
             self._images = {step: image for step, image in self._images.items() if step > shown[0]}
         if self.end is None:
             missed = [step for step in self._images if step <= delta.steps_done]
-            assert not missed, f"{shown_delta}: the picture after steps {missed} was not shown"
+            assert not missed, f"{shown_delta}: the partial results after steps {missed} were not sent"
 
 
 REST_SECONDS = 10.0  # After this time, the step in flight has ended, and an engine that this step broke has restarted.
@@ -99,8 +99,8 @@ READ = "read to the end"
 MODEL = msgspec.structs.replace(
     FAKE_IMAGE_MODEL, width=8, height=8, pixels_per_work=64
 )  # Images are small so that they are computed fast.
-BROKEN = "the engine was told to break"
-FAILED = "the picture was told to fail"
+BROKEN = "the simulation broke the engine"
+FAILED = "the simulation made this image fail"
 
 
 class ImagesSimulation(TracedRun):
@@ -201,7 +201,7 @@ class ImagesSimulation(TracedRun):
             last = Client(number=number, id="last", pictures=min(fake.limits.n_max, stage.slots + stage.waiting_max))
             self._clients[number] = last
             outcome = await self._be_client(fake, last)
-            assert outcome == READ, f"no client is left, and a new one is {outcome}"
+            assert outcome == READ, f"no client is left, but a new client is {outcome}"
             fake.assert_all_free()
 
     # --- Tasks of clients and operators ---
@@ -210,7 +210,7 @@ class ImagesSimulation(TracedRun):
         await trio.sleep(client.at)
         self.count("requests")
         stream = fake.generate_image(
-            f"a picture for {client.number}",
+            f"an image for {client.number}",
             _params_of(client),
             request_id=client.id,
             priority=client.priority,
@@ -229,7 +229,7 @@ class ImagesSimulation(TracedRun):
         except Overloaded as error:
             outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
         except EngineFault:
-            outcome = "told of a fault"
+            outcome = "got the engine's fault"
         finally:
             is_refused = is_new_id and not stream._request.choices  # A request without choices was refused at once.
             self._inside.end(client.number, unused_id=client.id if is_refused else None)
@@ -237,7 +237,7 @@ class ImagesSimulation(TracedRun):
             # scope.
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
-            outcome = "out of patience"
+            outcome = "client timeout"
         self._without_outcome.discard(client.number)
         self.tell(f"client {client.number} {client.id}: {outcome}")
         self.count(f"clients: {outcome}")
@@ -265,26 +265,28 @@ class ImagesSimulation(TracedRun):
                 return False
             await trio.sleep(client.pause)
         unended = [book.name for book in books if book.end is None]
-        assert not unended, f"the stream has ended, and these pictures have not: {unended}"
+        assert not unended, f"the stream has ended, but these images have not: {unended}"
         return True
 
     def _check_end(self, client: Client, delta: ImageDelta) -> None:
         """Check the reason for which an image ended without being finished."""
-        reason, name = delta.finish_reason, f"client {client.number}, picture {delta.index}"
+        reason, name = delta.finish_reason, f"client {client.number}, image {delta.index}"
         if reason is FinishReason.ABORT:
-            assert self._inside.was_aborted(client.number), f"{name} was aborted, and no operator aborted it"
+            assert self._inside.was_aborted(client.number), f"{name} was aborted, but no operator aborted it"
             expected = self._stop_reasons.get(client.number, delta.stop_reason)
-            assert delta.stop_reason == expected, f"{name} ended with {delta.stop_reason}, and not {expected}"
+            assert delta.stop_reason == expected, f"{name} ended with {delta.stop_reason}, expected is {expected}"
         elif reason is FinishReason.DEADLINE:
-            assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
+            assert client.timeout is not None or client.queue_timeout is not None, (
+                f"{name} passed a deadline, but has none"
+            )
         elif delta.stop_reason == REQUEST_POISONED:
             steps = self._faults_of.get(client.number, [])
             assert len(steps) >= LONE_FAULTS_MAX, f"{name} is blamed for {len(steps)} faults"
-            assert {client.number} in steps, f"{name} is blamed, and was alone in no failed step: {steps}"
+            assert {client.number} in steps, f"{name} is blamed, but no failed step had it alone: {steps}"
         else:
             assert reason is FinishReason.ERROR, f"{name} ended with {reason}"
             assert delta.message == FAILED, f"{name} ended with an error: {delta.message}"
-            assert client.number in self._failing, f"{name} failed, and no part of the plan made it fail"
+            assert client.number in self._failing, f"{name} failed, but no event of the plan made it fail"
 
     def _check_left(self, fake: FakeImageEngine, client: Client, stream: ImageStream) -> None:
         in_flight = _in_flight(fake)
@@ -304,16 +306,16 @@ class ImagesSimulation(TracedRun):
             for number, stream in self._inside.streams.items():
                 request = stream._request
                 has_begun = request.has_run or not request.has_begun
-                assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
+                assert has_begun or stream.is_finished, f"client {number} had not begun to run, but was not refused"
             waiting = fake.dispatch.core.stats().waiting
-            assert waiting == 0, f"{waiting} requests were in the queue, and were not refused"
+            assert waiting == 0, f"{waiting} requests were in the queue, but were not refused"
         elif order.ends_all:
             self.tell("end all")
             for number in self._inside.streams:
                 self._inside.note_end(number)
             fake.abort_all("the server is shutting down")
             for number, stream in self._inside.streams.items():
-                assert stream.is_finished, f"client {number} was ended with all others, and continues"
+                assert stream.is_finished, f"client {number} was ended with all others, but continues"
         else:
             self._inside.abort(fake.abort, order.ids)
             in_flight = _in_flight(fake)
@@ -357,13 +359,13 @@ class ImagesSimulation(TracedRun):
         for live in fake.current_core.live_requests() if fake.fault is None else ():
             name = live.request.id
             is_last = live.steps_in_flight and live.abort_reason is not None
-            assert name in waited_for or is_last, f"no client waits for {name}, and it continues"
+            assert name in waited_for or is_last, f"no client waits for {name}, but it continues"
         live_count = len(list(fake.current_core.live_requests()))
         given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
-        assert live_count <= given_count, f"the core has {live_count} pictures, and got {given_count}"
+        assert live_count <= given_count, f"the core has {live_count} images, but got {given_count}"
         unfinished_count = sum(view.state != "finished" for view in views)
         live_max = stage.slots + stage.kept + stage.waiting_max
-        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, at most {live_max} may"
+        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, but at most {live_max} may"
         for number, stream in self._inside.streams.items():
             client, request = self._clients[number], stream._request
             self._note_owner(client, stream)
@@ -397,7 +399,7 @@ class ImagesSimulation(TracedRun):
             priority = self._owners[work.request.id].priority
             assert work.request.priority == priority, f"{work.request.id} has another priority than {priority}"
             gone_at = self._gone_at.get(work.request.id, math.inf)
-            assert self._step_count <= gone_at, f"{work.request.id} is computed, and no client waits for it any more"
+            assert self._step_count <= gone_at, f"{work.request.id} is computed, but no client waits for it"
         fake.step_seconds = next(self._step_seconds)
         self._step_count += 1
         if self._step_count - 1 in self.plan.stage.faults:
@@ -437,7 +439,7 @@ class ImagesSimulation(TracedRun):
         if delta.finish_reason is not None:
             self.count(f"ends: {delta.finish_reason.value}")
         elif delta.image is not None:
-            self.count("partial pictures")
+            self.count("partial images")
 
     def _check_freed(self, fake: FakeImageEngine) -> None:
         """Check in the engine's metrics that each cancelled request left the core after at most one step."""
@@ -491,7 +493,7 @@ def _asked(stream: ImageStream) -> list[IterativeRequest]:
 
 def _book_of(client: Client, asked: IterativeRequest) -> ImageBook:
     index = asked.seed - _seed(client)
-    name = f"client {client.number}, picture {index}"
+    name = f"client {client.number}, image {index}"
     distance = math.ceil(client.steps / (client.partials + 1))
     shown = range(distance, client.steps, distance) if client.partials else ()
     pictures = {step: image_after(asked, step) for step in shown}

@@ -395,8 +395,8 @@ class PairRouter:
     def _take_end(self, stage: StageRequest, end: Finished) -> None:
         client = stage.client
         if end.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, and was not aborted"
-            assert self._world.fails_without_kv, f"{stage.id} failed, and missing KV should be computed"
+            assert end.reason is FinishReason.ERROR, f"{stage.id} ends with {end.reason}, but was not aborted"
+            assert self._world.fails_without_kv, f"{stage.id} failed, but missing KV should be computed"
             self.lost(stage)
         elif stage.kind == "prefill":
             client.prefilled = None if end.kv_transfer is None else stage.id

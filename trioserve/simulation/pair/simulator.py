@@ -104,7 +104,7 @@ class PairSimulation(EventSimulation[PairWorld]):
             is_gone = all(host.is_idle for host in self.hosts.values())
             if is_gone and self.is_calm:
                 for host in self.hosts.values():
-                    assert host.hold_count == 0, f"{host.name} holds blocks, and nothing went wrong"
+                    assert host.hold_count == 0, f"{host.name} holds blocks, although nothing went wrong"
             if is_gone:
                 gone_at = self.now if gone_at is None else gone_at
                 for host in self.hosts.values():
@@ -114,7 +114,7 @@ class PairSimulation(EventSimulation[PairWorld]):
                 break
             if self.is_calm:
                 waiting = [name for name, client in self.clients.items() if client.state == "open"]
-                assert not waiting, f"{waiting} wait for a deadline, and nothing is broken"
+                assert not waiting, f"{waiting} wait for a deadline, although nothing is broken"
             self.apply(PairWait(seconds=moment - self.now))
         waiting = [name for name, client in self.clients.items() if client.state == "open"]
         assert not waiting, f"{', '.join(waiting)} did not end"
@@ -125,7 +125,7 @@ class PairSimulation(EventSimulation[PairWorld]):
         for client in self.clients.values():
             self._count(f"clients: {client.state}")
             is_excused = not self.is_calm or self.world.fails_without_kv or client.was_refused
-            assert client.state != "failed" or is_excused, f"{client.event.id} failed, and nothing went wrong"
+            assert client.state != "failed" or is_excused, f"{client.event.id} failed, although nothing went wrong"
 
     # --- Events ---
 
@@ -174,7 +174,7 @@ class PairSimulation(EventSimulation[PairWorld]):
                 connection.is_open and ROUTER not in connection.ends
             ):  # The router's connections use HTTP, which never duplicates a message.
                 connection.ways[party].appendleft(connection.ways[party][0])
-                self._count("messages that came twice")
+                self._count("messages that arrived twice")
 
     def _serve(self, event: Serve) -> None:
         servings = self.servings()
@@ -192,7 +192,7 @@ class PairSimulation(EventSimulation[PairWorld]):
             for way in connection.ways.values():
                 way.clear()
             self.is_calm = False
-            self._count("connections that died in silence")
+            self._count("connections that broke without a notice")
 
     def _cut(self, event: Cut) -> None:
         if self.network.connections:
@@ -322,7 +322,7 @@ class PairSimulation(EventSimulation[PairWorld]):
             self._count(f"loads: {load_end.value}", count)
         for send_end, count in policy.sends.ends.items():
             self._count(f"holds: {send_end.value}", count)
-        self._count("loads that went on over another connection", policy.loads.resumed_total)
+        self._count("loads resumed over another connection", policy.loads.resumed_total)
 
 
 _HANDLERS: dict[type[PairEvent], Callable[[PairSimulation, Any], None]] = {

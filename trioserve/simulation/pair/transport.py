@@ -166,7 +166,7 @@ class Network:
         """
         self.broken_count += 1
         self.close(connection, party)
-        connection.ends[party].broke(connection, "nothing came for too long")
+        connection.ends[party].broke(connection, "the other side was silent for too long")
 
     def impatient(self, now: float) -> tuple[Connection, str] | None:
         due = [
@@ -383,7 +383,7 @@ class PairTransport:
             return
         far = self.open(load.origin.source, bringing := Bringing(self, load))
         if far is None:
-            self.broken(load, "nobody listens there", is_deaf=True)
+            self.broken(load, "no engine listens at this address", is_deaf=True)
         else:
             bringing.ask(far)
 
@@ -420,7 +420,7 @@ class PairTransport:
         else:
             assert isinstance(message, Told)
             if message.engine_id != self.engine_id:
-                connection.send(self.name, Aborted("another engine listens there", is_another=True))
+                connection.send(self.name, Aborted("another engine listens at this address", is_another=True))
                 return
             sends = self.policy.sends
             sends.released(message.tell.release)
@@ -431,7 +431,7 @@ class PairTransport:
 
     def _serve(self, connection: Connection, asked: Asked) -> None:
         if asked.engine_id != self.engine_id:
-            connection.send(self.name, Aborted("another engine listens there", is_another=True))
+            connection.send(self.name, Aborted("another engine listens at this address", is_another=True))
             return
         send = self.policy.sends.asked(asked.request_id, asked.start, asked.count, asked.proof, self.now())
         if isinstance(send, str):
@@ -544,7 +544,7 @@ class Bringing:
             loads.complete(load)
         else:
             transport.network.close(connection, name)
-            transport.broken(load, f"{type(message).__name__} came, which is not due")
+            transport.broken(load, f"{type(message).__name__} arrived, but is not expected now")
 
     def broke(self, connection: Connection, why: str) -> None:
         self._transport.broken(self._load, why)

@@ -206,7 +206,7 @@ class PlayedOpening:
             self._note_harmed(strayed, self.ranks[strayed.rank])
 
     def refusal(self, rank: PlayedRank, path: str) -> str | None:
-        return f"{path} does not fit rank {rank.number}" if rank.number in self._refused_by[path] else None
+        return f"weights {path} do not fit rank {rank.number}" if rank.number in self._refused_by[path] else None
 
     def take_weights(self, rank: PlayedRank, path: str) -> None:
         assert not self._refused_by[path], f"{rank.name} writes {path}, which another rank has refused"
@@ -255,7 +255,7 @@ class PlayedOpening:
 
     async def _hold_up(self, harm: Harm, rank: PlayedRank) -> None:
         if harm.kind == "slow":
-            self._tell(f"{rank.name} takes its time")
+            self._tell(f"{rank.name} is slow")
             self._count("harm: slow")
             await trio.sleep(harm.seconds)
             return
@@ -286,7 +286,7 @@ class PlayedOpening:
     def note_failure(self, error: Exception) -> None:
         self.failure, self.failed_at = error, trio.current_time()
         self._tell(f"opening {self.index} failed: {error}")
-        assert self.harmed, f"the group reports an error, and nothing has happened to its ranks: {error}"
+        assert self.harmed, f"the group reports an error, but nothing has happened to its ranks: {error}"
         assert any(self._is_right(harmed, error) for harmed in self.harmed), (
             f"the group reports: {error}, but this happened: {', '.join(map(str, self.harmed))}"
         )
@@ -323,19 +323,19 @@ class PlayedOpening:
             for harmed in self.harmed:
                 assert now <= harmed.by, f"{harmed} is not reported at {now:.3f}"
         assert now <= self.failed_at + MOMENT_SECONDS or self.closed_at < math.inf or is_engine_over, (
-            f"the ranks were lost at {self.failed_at:.3f}, and at {now:.3f} the engine still uses them"
+            f"the ranks were lost at {self.failed_at:.3f}, but the engine still uses them at {now:.3f}"
         )
         if self.harmed:
             return
         for serial, (since, ranks) in self._abandoned.items():
             assert now == since or len(ranks) == len(self.ranks), (
-                f"step {serial} is abandoned since {since:.3f}, and only ranks {sorted(ranks)} know"
+                f"step {serial} is abandoned since {since:.3f}, but only ranks {sorted(ranks)} were notified"
             )
 
     def check_closed(self) -> None:
         """Check that a closed group has left no open connection and no process."""
         self.closed_at = trio.current_time()
         for rank in self.ranks:
-            assert rank.connection.is_closed, f"the connection of {rank.name} is open, and its group is closed"
+            assert rank.connection.is_closed, f"the group of {rank.name} is closed, but its connection is open"
             is_gone = rank.process is None or rank.process.how_ended() is not None
-            assert is_gone, f"{rank.name} is alive, and its group is closed"
+            assert is_gone, f"the group of {rank.name} is closed, but its process runs"

@@ -97,7 +97,7 @@ class WireExecutor(FakeExecutor):
 
     def _check_plan(self, plan: StepPlan, chunks: Iterable[ScheduledChunk]) -> None:
         assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
-        assert plan.chunks, "an empty step"
+        assert plan.chunks, "a step has no chunks"
         assert plan.token_count == sum(chunk.row_count for chunk in plan.chunks)
         for chunk in chunks:
             end = chunk.start + chunk.row_count
@@ -252,7 +252,7 @@ class MemoryProcess:
 END_CODE = 3
 STEPS_KEPT = 4
 LOADING_SECONDS = 0.05
-CAUSE = "this is what broke"
+CAUSE = "the simulation broke this rank"
 
 
 class CameApart(Exception):
@@ -470,7 +470,7 @@ class PlayedRank:
         if isinstance(order, Abandon):
             step.is_abandoned.leave()
         else:
-            assert step.masks is not None, f"step {step.plan.step_index} has no masks, and gets some"
+            assert step.masks is not None, f"step {step.plan.step_index} has no masks, but the rank gets some"
             step.masks.fill(order.bits)
 
     def _send(self, report: Report) -> None:
@@ -564,7 +564,7 @@ class PlayedRank:
 
     async def _check_weights(self, order: CheckWeights) -> None:
         path = order.path
-        assert path is not None, f"rank {self.number} is to check weights without a path"
+        assert path is not None, f"rank {self.number} must check weights, but has no path"
         await self._group.come_to(self, "look")
         why = self._group.refusal(self, path)
         if why is None:
@@ -572,9 +572,9 @@ class PlayedRank:
         self._send(Answer(order.serial, None if why is None else Refusal(why, "model_path")))
 
     async def _write(self, order: WriteWeights) -> None:
-        assert self._checked is not None, f"rank {self.number} is to write weights that it has not checked"
+        assert self._checked is not None, f"rank {self.number} must write weights that it has not checked"
         offer, path = self._checked
-        assert offer == order.offer, f"rank {self.number} is to write {order.offer}, and has checked {offer}"
+        assert offer == order.offer, f"rank {self.number} must write {order.offer}, but has checked {offer}"
         self._group.take_weights(self, path)
         self.weights = None
         await self._group.come_to(self, "write")
@@ -585,12 +585,12 @@ class PlayedRank:
     def _added(self, order: AddAdapter) -> str | None:
         executor = self.executor
         assert executor is not None
-        assert order.id not in executor.adapters, f"adapter {order.id} is there already"
+        assert order.id not in executor.adapters, f"adapter {order.id} is already loaded"
         for matrix in order.matrices:
             content = order.digest.encode()
-            assert (matrix.a, matrix.b) == (content, content[::-1]), f"adapter {order.id} has come as something else"
+            assert (matrix.a, matrix.b) == (content, content[::-1]), f"adapter {order.id} was loaded with other weights"
         if self.number == 0 and len(executor.adapters) == self._group.stage.adapters_max:
-            return "no room is left"
+            return "no memory is left"
         executor.adapters.add(order.id)
         return None
 

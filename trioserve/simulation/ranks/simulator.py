@@ -114,8 +114,8 @@ def bounded_clock(seconds_max: float, is_bounded: Callable[[], bool]) -> MockClo
         fruitless = fruitless + 1 if now == before else 0
         if not is_bounded():
             return
-        assert fruitless < IDLE_JUMPS_MAX, f"at {now:.3f} all tasks wait for something that never comes"
-        assert now < seconds_max, f"a task waits for something that does not come in {now:.0f} s"
+        assert fruitless < IDLE_JUMPS_MAX, f"at {now:.3f} all tasks wait for events that will never happen"
+        assert now < seconds_max, f"a task waits for an event that does not happen within {now:.0f} s"
 
     clock._autojump = bounded_jump  # type: ignore[method-assign]  # Trio has no other place for it
     return clock
@@ -182,7 +182,7 @@ class RanksSimulation(TracedRun):
             self._check_over(error)
         self._check_reported()
         for opening in self._openings:
-            assert opening.closed_at < math.inf, f"opening {opening.index} of the engine is never left"
+            assert opening.closed_at < math.inf, f"opening {opening.index} of the engine never ends"
         assert not self._streams, f"clients {sorted(self._streams)} have not left"
 
     def _check_left_in_time(self, seconds: float) -> None:
@@ -192,7 +192,7 @@ class RanksSimulation(TracedRun):
         is_harmed = any(opening.harmed for opening in self._openings)
         steps = 2 * (max(stage.step_seconds) + stage.mask_seconds + harm) + 0.01
         seconds_max = max(steps, stage.answer_seconds_max + 1.1 if is_harmed else 0.0)
-        assert seconds <= seconds_max, f"leaving took {seconds:.3f} s, more than {seconds_max:.3f} s"
+        assert seconds <= seconds_max, f"the disconnect took {seconds:.3f} s, more than {seconds_max:.3f} s"
         self.count("left while it ran")
 
     def _check_over(self, error: Exception) -> None:
@@ -202,12 +202,12 @@ class RanksSimulation(TracedRun):
         failures = [opening for opening in self._openings if opening.failure is not None]
         if last.failure is None:
             raise error  # No harm was done to the ranks, so another error has ended the engine.
-        assert str(last.failure) in str(error), f"the engine ended with {error}, and broke with {last.failure}"
+        assert str(last.failure) in str(error), f"the engine ended with {error}, but broke with {last.failure}"
         restarts_max = self.plan.stage.restarts_max
         if isinstance(error, EngineFault):
             is_over = len(failures) > restarts_max or len(failures) >= FRUITLESS_MAX
-            assert is_over, f"the engine broke {len(failures)} times, and could have restarted: {error}"
-            self.count("engines broken for good")
+            assert is_over, f"the engine broke {len(failures)} times, but could have restarted: {error}"
+            self.count("engines that did not restart")
         else:
             assert not self._was_open, f"an engine that once ran ended with {error!r}"
             self.count("engines that never opened")
@@ -283,7 +283,9 @@ class RanksSimulation(TracedRun):
             ) as group:
                 world.start_soon(self._watch, opening, group)
                 await group.load()
-                assert group.loaded.block_count == stage.block_count, "more blocks than every rank has room for"
+                assert group.loaded.block_count == stage.block_count, (
+                    "more blocks than fit into the memory of every rank"
+                )
                 self._core = EngineCore(_core_settings(stage), mask_maker=masks)
                 await adapters.attach(group)
                 try:
@@ -338,14 +340,14 @@ class RanksSimulation(TracedRun):
         if not openings:
             return
         last = openings[-1]
-        assert last.failure is not None, "the engine restarts, and nothing had broken"
+        assert last.failure is not None, "the engine restarts, but nothing had broken"
         assert len(openings) <= stage.restarts_max, f"the engine restarts {len(openings)} times"
         seconds = trio.current_time() - last.failed_at
         assert seconds <= BACKOFF_SECONDS_MAX + 0.001, f"the engine restarts {seconds:.3f} s after it broke"
         fruitless = [opening for opening in openings[-FRUITLESS_MAX:] if opening.failure is not None]
         is_fruitless = len(fruitless) == FRUITLESS_MAX and not any(opening.step_count for opening in fruitless)
         assert not is_fruitless, f"the engine restarts after {FRUITLESS_MAX} openings that computed nothing"
-        self.count("engines opened anew")
+        self.count("engines reopened")
 
     # --- Tasks of clients and operators ---
 
@@ -372,7 +374,7 @@ class RanksSimulation(TracedRun):
         opening_count = len(self._openings)
         outcome = await self._be_client(engine, last)
         is_lost = len(self._openings) > opening_count or self._openings[-1].failure is not None
-        assert outcome == READ or is_lost, f"no client is left, and the next one is {outcome}"
+        assert outcome == READ or is_lost, f"no client is left, but the next client is {outcome}"
         await trio.sleep(0.5)
         if engine.ready:
             self._check_all_free(engine)
@@ -399,16 +401,16 @@ class RanksSimulation(TracedRun):
                         if await self._read(client, stream, openings_before):
                             outcome = READ
         except EngineReopening:
-            assert not self._openings[-1].is_open, "a request is refused for a restart, and the engine is open"
+            assert not self._openings[-1].is_open, "a request is refused because of a restart, but the engine is open"
             outcome = "refused: reopening"
         except StepOverdue:
-            assert any(opening.harmed for opening in self._openings), "a step is overdue, and no rank was harmed"
+            assert any(opening.harmed for opening in self._openings), "a step is overdue, but no rank was harmed"
             outcome = "refused: overdue"
         except Overloaded as error:
             raise AssertionError(f"client {client.number} is refused: {error}") from error
         except EngineFault as fault:
             self._check_fault(client, fault)
-            outcome = "told of a fault"
+            outcome = "got the engine's fault"
         except UnknownModel:
             assert not has_adapter, f"client {client.number}: {client.adapter} is loaded"
             outcome = "refused: no such adapter"
@@ -416,14 +418,14 @@ class RanksSimulation(TracedRun):
             self._streams.pop(client.number, None)
             self._check_left(client, stream)
         if scope.cancelled_caught:
-            outcome = "out of patience"
+            outcome = "client timeout"
         self.tell(f"client {client.number}: {outcome}")
         self.count(f"clients: {outcome}")
         return outcome
 
     def _check_fault(self, client: Client, fault: EngineFault) -> None:
         failure = self._last_failure
-        assert failure is not None, f"client {client.number} got a fault, and nothing had broken: {fault}"
+        assert failure is not None, f"client {client.number} got a fault, but nothing had broken: {fault}"
         assert str(failure) in str(fault), f"client {client.number} got {fault}, but the failure is {failure}"
 
     async def _read(self, client: Client, stream: RequestStream, openings_before: int) -> bool:
@@ -457,7 +459,7 @@ class RanksSimulation(TracedRun):
             if delta_count == client.leaves_after:
                 return False
             await trio.sleep(client.pause)
-        assert all(ends), f"client {client.number}: the stream has ended, and choices have not: {ends}"
+        assert all(ends), f"client {client.number}: the stream has ended, but these choices have not: {ends}"
         if client.logprobs is not None and whole == client.choices:
             assert stream.prompt_logprobs == responses[0].prompt_logprobs, (
                 f"client {client.number}: other prompt logprobs"
@@ -476,18 +478,18 @@ class RanksSimulation(TracedRun):
             assert count == len(expected.token_ids), f"{name} is reported as complete with {count} tokens"
         elif reason is FinishReason.ABORT and delta.stop_reason == WEIGHTS_REPLACED:
             swaps = [part for part in self.plan.parts if isinstance(part, Swap) and part.in_flight == "abort"]
-            assert swaps, f"{name} was ended for new weights, and no swap aborts requests"
+            assert swaps, f"{name} was ended for new weights, but no swap aborts requests"
         elif reason is FinishReason.ABORT:
-            assert client.number in self._aborted, f"{name} was aborted, and no operator aborted it"
+            assert client.number in self._aborted, f"{name} was aborted, but no operator aborted it"
         elif reason is FinishReason.DEADLINE:
-            assert client.timeout is not None, f"{name} has no deadline"
+            assert client.timeout is not None, f"{name} passed a deadline, but has none"
         elif "adapter of this request is not loaded" in str(delta.message):
             # The adapter was loaded during a restart, and the new ranks had no memory for it.
             assert self.plan.stage.adapters_max < ADAPTERS_MAX, f"{name} ended with {delta.message}"
             assert len(self._openings) > 1, f"{name} ended with {delta.message}"
         else:
             since = [opening for opening in self._openings[openings_before - 1 :] if opening.failure is not None]
-            assert len(since) >= 2, f"{name} is ended, and was in {len(since)} steps that failed: {delta.message}"
+            assert len(since) >= 2, f"{name} was ended, but was in {len(since)} steps that failed: {delta.message}"
             assert str(since[-1].failure) in str(delta.message), (
                 f"{name} ended with {delta.message}: {since[-1].failure}"
             )
@@ -500,7 +502,7 @@ class RanksSimulation(TracedRun):
         for choice in stream._request.choices:
             live = sequences.get(choice.sequence_id)
             assert live is None or is_broken or (live.steps_in_flight and live.abort_reason is not None), (
-                f"client {client.number} has left, and {choice.sequence_id} continues"
+                f"client {client.number} has left, but {choice.sequence_id} continues"
             )
         self._check()
 
@@ -537,14 +539,14 @@ class RanksSimulation(TracedRun):
         try:
             await engine.unload_adapter(part.name)
         except UnknownModel:
-            assert id is None, f"{part.name} was loaded, and could not be unloaded"
+            assert id is None, f"{part.name} was loaded, but could not be unloaded"
             return
         self.count("unloads")
         opening = self._openings[-1]
         if id is not None and opening.failure is None and not opening.harmed:
             for rank in opening.ranks:
                 assert rank.executor is None or id not in rank.executor.adapters, (
-                    f"{part.name} is unloaded, and still takes memory"
+                    f"{part.name} is unloaded, but still takes memory"
                 )
 
     async def _swap(self, engine: Engine, part: Swap) -> None:
@@ -584,25 +586,27 @@ class RanksSimulation(TracedRun):
             assert all(f"does not fit rank {rank}" in str(error) for rank in part.refused_by), str(error)
             return "refused"
         if isinstance(error, WeightsLost):
-            assert is_over, f"weights {part.number} are lost, and no rank is: {error}"
+            assert is_over, f"weights {part.number} are reported as lost, but no rank is lost: {error}"
             assert "the engine ended meanwhile" in str(error), f"weights {part.number} were written in part: {error}"
             return "lost"
         if isinstance(error, EngineReopening):
-            assert is_over, "a swap is refused for a restart, and the engine is open"
+            assert is_over, "a swap is refused because of a restart, but the engine is open"
             return "reopening"
-        assert self._last_failure is not None, f"a swap got a fault, and nothing had broken: {error}"
-        return "told of a fault"
+        assert self._last_failure is not None, f"a swap got a fault, but nothing had broken: {error}"
+        return "got the engine's fault"
 
     def _check_weights(self, engine: Engine, part: Swap, outcome: str) -> None:
         """Check that all ranks have the same weights, and that the engine reports the version of these weights."""
-        assert not engine.has_half_weights, f"weights {part.number} are written in part, which ranks never do"
+        assert not engine.has_half_weights, (
+            f"weights {part.number} are reported as half written, but ranks write all or nothing"
+        )
         path, opening = source_of(part.number), self._openings[-1]
         has_version = engine.weight_version == version_of(part.number)
         if outcome == part.in_flight:
-            assert has_version, f"weights {part.number} are written, and the engine reports {engine.weight_version}"
+            assert has_version, f"weights {part.number} are written, but the engine reports {engine.weight_version}"
         else:
             assert not has_version or outcome == "left", (
-                f"weights {part.number}: {outcome}, and the engine reports them"
+                f"weights {part.number}: {outcome}, but the engine reports them"
             )
         if opening.failure is None and not opening.harmed and (has_version or outcome == "refused"):
             for rank in opening.ranks:
@@ -694,9 +698,9 @@ class _CheckedSteps:
             self._has_raised = True
             raise
         if result is not None and self._has_raised:
-            self._violate(f"step {index} is computed after one that failed")
+            self._violate(f"step {index} is computed after a step that failed")
         if result is None and not (self._has_raised or is_abandoned()):
-            self._violate(f"step {index} was not computed, and a request waits for it")
+            self._violate(f"step {index} was not computed, but a request waits for it")
         return result
 
 

@@ -194,7 +194,7 @@ class EndpointConnections:
         for loss in self._watch.look(self._awaited(), now):
             name = by_response[loss.response]
             self._check_lost(name, self._open[name], loss.reason)
-            self._count(f"connections given up: {loss.reason}")
+            self._count(f"connections treated as lost: {loss.reason}")
             lost.append(name)
         assert not self._watch.is_shared, f"{self._id} counts as several processes at one address"
         for name, connection in self._open.items():

@@ -200,7 +200,7 @@ class SimulatedStream:
         reported = self._kept.token_count()
         assert reported == self.token_count, f"the client has {self.token_count} tokens, but {reported} are reported"
         self._resume = json.loads(json.dumps(field, default=lambda raw: json.loads(bytes(raw))))
-        self._count("streams that go on from their ids")
+        self._count("streams resumed from their event ids")
 
     def _pass_on(self, piece: bytes) -> None:
         """Pass bytes through the proxy. The client must get complete events without ids."""
@@ -241,7 +241,7 @@ class SimulatedStream:
             count = sum(map(len, self._delivered[0]))
             assert self._usages == [count], f"usage is {self._usages}, but the stream has {count} tokens"
             assert all(self._delivered[1]), "a stream is complete, but a choice is not"
-            self._count("streams that came to their end")
+            self._count("streams that were completed")
         else:
             assert not self._usages, f"usage {self._usages} came before the end"
 
@@ -354,16 +354,20 @@ class ExpectedRequest:
             return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
         if self.state == "waiting":
             if self.has_token:
-                return "on trial" if self.is_on_trial else "in the queue to go on"
+                return "on trial" if self.is_on_trial else "in the queue to resume"
             return "in the queue" if self.failed_index is None else "in the queue again"
         if self.state == "ended":
             return "ended"
         if not self.is_sent:
-            return "leased to go on, not sent" if self.has_token else "leased, not sent"
+            return "leased to resume, not sent" if self.has_token else "leased, not sent"
         if self.has_token and not self.is_answered:
-            return "before it goes on"
+            return "before it resumes"
         if self.is_moving or self.next is not None:
-            return "where it is to leave" if self.next is None else "where it is to leave, with a next lease"
+            return (
+                "at an endpoint that it must leave"
+                if self.next is None
+                else "at an endpoint that it must leave, with a next lease"
+            )
         return "after the first token" if self.has_token else "before the first token"
 
     def is_beside(self, other: ExpectedRequest) -> bool:

@@ -132,13 +132,13 @@ class RoutersBooks:
             share: number of leases that the router may grant at this endpoint.
             now: the current time.
         """
-        assert share >= 1, f"router {router} may give nothing at {endpoint}"
+        assert share >= 1, f"router {router} may grant no lease at {endpoint}"
         others = len(self._began_at) - 1
         is_new = now < self._began_at[router] + LITTLE_SECONDS
         # A new router that has found all other routers gone may grant all leases at once.
         is_little = share == 1 or share == self.world.leases_max
         assert not (is_new and others) or is_little, (
-            f"router {router} has begun, and its share of {endpoint} is {share}"
+            f"router {router} has just begun, but its share of {endpoint} is {share}"
         )
         self._shares[router, endpoint] = share
 
@@ -188,7 +188,7 @@ class RoutersBooks:
         leases[number] = now
         self._at_endpoint[endpoint] += 1
         share = self._shares.get((router, endpoint), self.world.leases_max)
-        assert len(leases) <= share, f"router {router} has {len(leases)} leases at {endpoint}, its share is {share}"
+        assert len(leases) <= share, f"router {router} has {len(leases)} leases at {endpoint}, but its share is {share}"
         if self.world.shares:
             self._check_limit(router, endpoint, len(leases), now)
 
@@ -196,7 +196,7 @@ class RoutersBooks:
         promised = max(self.world.leases_max, len(self._began_at))
         here = self._at_endpoint[endpoint]
         self.overshoot_most = max(self.overshoot_most, here - promised)
-        assert here <= promised or self._has_changed, f"{here} leases at {endpoint}, which takes {promised}"
+        assert here <= promised or self._has_changed, f"{here} leases at {endpoint}, but its limit is {promised}"
         report = self._reports.get((router, endpoint))
         if report is not None and now < report.at + REPORT_SECONDS_MAX:
             is_room = report.others + mine <= self.world.leases_max
@@ -223,16 +223,18 @@ class RoutersBooks:
         is_full = there > 0 and there + 1 - self.world.seats > self.world.waiting_depth_max
         is_divided = report.part is not None and now < report.at + DIVIDED_SECONDS
         has_its_part = is_divided and mine - report.known >= (report.part or 0)
-        assert is_taken or is_full or has_its_part, f"{endpoint} has room for router {router}, where a request waits"
+        assert is_taken or is_full or has_its_part, (
+            f"{endpoint} has free slots for router {router}, but a request waits there"
+        )
 
     def take_back(self, router: int, endpoint: str, number: int) -> None:
         leases = self._leases[router, endpoint]
-        assert number in leases, f"router {router} takes a lease at {endpoint} back twice"
+        assert number in leases, f"router {router} releases a lease at {endpoint} twice"
         del leases[number]
         self._at_endpoint[endpoint] -= 1
 
     def end(self, number: int) -> None:
-        assert number not in self._ended, f"request {number} ends a second time"
+        assert number not in self._ended, f"request {number} ends twice"
         self._ended.add(number)
 
     def note_first_choice(self, router: int, endpoint: str) -> None:

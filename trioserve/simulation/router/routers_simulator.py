@@ -182,7 +182,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         is_first = self.now == self._first_at and not router.by_ticket and router.is_alive
         self._ask(request, router)
         if is_first and request.router is router:
-            assert request.endpoint is not None, f"{router.name} has idle endpoints, and a request waits"
+            assert request.endpoint is not None, f"{router.name} has idle endpoints, but a request waits"
             self.books.note_first_choice(router.number, request.endpoint)
 
     def _ask(self, request: _Request, router: _Router) -> None:
@@ -358,7 +358,7 @@ class RoutersSimulation(EventSimulation[RoutersWorld]):
         first, second = (self._routers[number % len(self._routers)] for number in (event.router, event.peer))
         if first is second:
             return
-        self._count("routers that lost sight" if isinstance(event, Part) else "routers that met")
+        self._count("routers that lost sight of each other" if isinstance(event, Part) else "routers that met")
         for one, other in ((first, second), (second, first)):
             if isinstance(event, Part):
                 one.unseen.add(other.number)

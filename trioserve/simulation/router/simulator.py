@@ -363,7 +363,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         self._count(f"faults: {event.fault}")
         self._count("retries" if waits_again else "given up")
         self._count("requests without a token put on trial", entry.is_on_trial)
-        self._count("requests without a token taken for the cause", entry.is_condemned)
+        self._count("requests without a token treated as the cause", entry.is_condemned)
         may_retry = self.core.failed(
             entry.ticket, fault, now, busy_seconds=event.busy_seconds, is_certain=event.is_certain
         )
@@ -379,7 +379,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         reason = self.books.break_off(entry, event.fault, endpoint, is_certain=event.is_certain)
         self._count("streams put on trial", entry.is_on_trial)
         self._count(f"streams broken off: {event.fault}")
-        self._count(f"streams that may not go on: {reason}" if reason else "streams that may go on")
+        self._count(f"streams that cannot resume: {reason}" if reason else "streams that can resume")
         may_retry = self.core.failed(
             ticket,
             Fault(event.fault),
@@ -456,7 +456,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         else:
             book.come_back(event)
             self._stop_moving(event.id)
-            self._count("endpoints come back")
+            self._count("endpoints that return")
         self.core.add_endpoint(
             EndpointId(event.id), event.models, self.books.now, leases_max=event.leases_max, role=event.role
         )
@@ -484,8 +484,8 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         book = self.books.endpoints.get(event.id)
         if book is not None and event.adapter in book.models:
             users = [entry for entry in self.books.live.values() if entry.request.model == event.adapter]
-            self._count("adapters unloaded, and nobody asks", not users)
-            self._count("adapters unloaded, and asked for", any(entry.state == "waiting" for entry in users))
+            self._count("adapters unloaded, and not requested", not users)
+            self._count("adapters unloaded, and requested", any(entry.state == "waiting" for entry in users))
             self._count("adapters unloaded, and in use there", any(entry.endpoint == event.id for entry in users))
             self._models(Models(id=event.id, models=tuple(sorted(book.models - {event.adapter}))))
 
@@ -556,7 +556,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         if book is None or question is None or question.response is None:
             return
         book.note(self.books.now)
-        self._count("reports: a lie" if question.is_lie else "reports: true")
+        self._count("reports: false" if question.is_lie else "reports: true")
         self._judge()
         self.core.note_load(
             EndpointId(event.id), question.response, self.books.now, sent_when_asked=question.sent_total
@@ -674,7 +674,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         assert entry is not None, "an unknown or ended ticket must move"
         if ticket.next_lease is None:
             self._asked_to_leave.add(entry.name)
-            self._count("told to leave at a deadline")
+            self._count("streams that leave at a deadline")
             return
         id = ticket.next_lease.endpoint
         assert id is not None, f"{entry.name} has a lease without an endpoint"
@@ -690,7 +690,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
         self.books.give(entry, ticket.endpoint)
         self._count("grants")
         if self._endpoint_of(entry).claims > self._endpoint_of(entry).leases_max:
-            self._count("grants: of fewer seats than sequences")
+            self._count("grants: fewer slots than sequences")
         self._tell(f"  {entry.name} -> {ticket.endpoint}")
 
     def _note_poisoned(self, entry: ExpectedRequest) -> None:
@@ -707,7 +707,7 @@ class RouterSimulation(EventSimulation[RouterWorld]):
     # --- Rules after every event ---
 
     def _check(self) -> None:
-        self._count("checks of every promise")
+        self._count("checks of all rules")
         books = self.books
         books.make_whole()
         books.forget_unserved()

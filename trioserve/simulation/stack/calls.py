@@ -235,7 +235,7 @@ class CallChoice:
             self.shown_tokens = [*(self.shown_tokens or ()), *choice["token_ids"]]
         self._is_message = "message" in choice
         part = choice["message"] if self._is_message else choice["delta"]
-        assert part or choice.get("token_ids") or self.finish_reason, f"{self.name}: {choice} says nothing"
+        assert part or choice.get("token_ids") or self.finish_reason, f"{self.name}: {choice} has no output"
         self.content += part.get("content") or ""
         for index, call in enumerate(part.get("tool_calls", ())):
             function = call["function"]
@@ -285,7 +285,7 @@ class CallChoice:
             if one.calls and len(one.calls[-1][1]) == 1
         }
         seen = (self.content, self._calls())
-        assert seen in beginnings, f"{self.name}: {seen} is no beginning of {shown[-1]}"
+        assert seen in beginnings, f"{self.name}: {seen} is not a beginning of {shown[-1]}"
 
     def _calls(self) -> tuple[tuple[str, str], ...]:
         return tuple((name, arguments) for name, arguments in self.calls)

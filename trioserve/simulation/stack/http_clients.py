@@ -123,13 +123,13 @@ class HttpClients:
         response = Response()
         leaves_at = math.inf if ask.patience is None else trio.current_time() + ask.patience
         if caller.is_over:
-            response.lost = "the connection had ended"
+            response.lost = "the connection was already closed"
             return response, leaves_at
         self._server.count("requests")
         if ask.has_tools:
             self._server.count("requests with tools")
         if ask.known_count:
-            self._server.count("requests that go on")
+            self._server.count("requests that resume a response")
         if ask.stops:
             self._server.count("requests with stop strings")
         body, fields = request_of(ask, expected_tokens(ask, self._server.fake.executor.model))
@@ -176,7 +176,7 @@ class HttpClients:
         await caller.flush()
 
     async def _trickle(self, caller: Caller, ask: Ask, response: Response) -> None:
-        self._server.count("readers that trickle")
+        self._server.count("clients that read very slowly")
         ends_at = trio.current_time() + ask.stall_seconds
         while trio.current_time() < ends_at:
             await trio.sleep_until(min(ends_at, trio.current_time() + 0.8 * self._server.limits.stall_seconds_max))

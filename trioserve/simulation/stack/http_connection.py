@@ -101,7 +101,7 @@ class StrictClient:
         except h2.exceptions.ProtocolError as error:
             raise AssertionError(f"the server broke HTTP/2: {error}") from error
         if isinstance(self._protocol, Http1ClientProtocol):
-            assert not self._protocol.informational_count, "the server sent 1xx to a client that asked for none"
+            assert not self._protocol.informational_count, "the server sent 1xx to a client that did not request it"
 
     def withhold_credit(self, response: Response) -> bool:
         """Grant no further credit for a response.

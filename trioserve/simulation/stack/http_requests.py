@@ -161,7 +161,7 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]], 
         AssertionError: no client may receive this response.
     """
     if response.status is None:
-        assert not response.body, f"{ask.id}: a body without a head"
+        assert not response.body, f"{ask.id}: a body arrived without a head"
         return BROKEN_OFF
     is_unread = (
         response.status == 503 and response.headers.get("x-trioserve-reason") == "draining"
@@ -172,7 +172,7 @@ def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]], 
         if not response.is_complete:
             return BROKEN_OFF
         error = msgspec.json.decode(response.body)["error"]
-        assert error["message"], f"{ask.id}: an error without a message"
+        assert error["message"], f"{ask.id}: an error has no message"
         if response.status == 429:
             assert int(response.headers["retry-after"]) >= 1
         return f"{response.status} {response.headers.get('x-trioserve-reason')}"
@@ -210,7 +210,7 @@ def _outcome_of_events(ask: Ask, response: Response, choices: Sequence[_Choice |
         assert end is None, f"{ask.id}: {block!r} after the last event, {end}"
         if block == b": keep-alive":
             continue
-        assert block.startswith(b"data: "), f"{ask.id}: {block!r} is no event"
+        assert block.startswith(b"data: "), f"{ask.id}: {block!r} is not an event"
         value = block.removeprefix(b"data: ")
         if value == b"[DONE]":
             end = COMPLETE
@@ -221,7 +221,7 @@ def _outcome_of_events(ask: Ask, response: Response, choices: Sequence[_Choice |
         elif event["choices"]:
             _take(event, choices)
         else:
-            assert ask.shows_usage, f"{ask.id}: an event without choices"
+            assert ask.shows_usage, f"{ask.id}: an event has no choices"
             _check_usage(ask, event["usage"], choices)
     for choice in choices:
         if end == COMPLETE:
@@ -292,7 +292,7 @@ class _Choice:
             tokens = self.tokens[self.known_count : counts[0]]
             assert tuple(self.shown_tokens) == tokens, f"{self.name}: {self.shown_tokens}"
         texts = {self._text(count, is_whole=is_whole) for count in counts for is_whole in (False, True)}
-        assert self.text in texts, f"{self.name}: {self.text!r} is no beginning of {self.tokens}"
+        assert self.text in texts, f"{self.name}: {self.text!r} is not a beginning of {self.tokens}"
 
     def _text(self, count: int, *, is_whole: bool) -> str:
         """Return the text that the client must receive for the first tokens, without the text of known tokens."""

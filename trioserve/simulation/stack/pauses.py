@@ -155,7 +155,7 @@ class Pauses(trio.abc.Instrument):
             outcome = await self._act(fake, halt)
         except (Draining, EngineFault):
             is_late = fake.draining and self._waits_for_its_turn(halt)
-            assert is_over or is_late or fake.fault is not None, f"the {what} is refused without a reason"
+            assert is_over or is_late or fake.fault is not None, f"the {what} is refused, but there is no reason"
             outcome = "refused"
         else:
             # A call that is cancelled after zero seconds ends at the first checkpoint, before the engine can refuse it.

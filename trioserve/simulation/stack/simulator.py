@@ -56,7 +56,7 @@ __all__ = ["StackSimulation"]
 # Limit in virtual seconds. A client that has not ended by then waits for an event that never comes.
 SECONDS_MAX = 10_000.0
 READ = "read to the end"
-BROKEN = "the engine was told to break"
+BROKEN = "the simulation broke the engine"
 
 
 class StackSimulation(TracedRun):
@@ -182,7 +182,7 @@ class StackSimulation(TracedRun):
             self._clients[number] = last
             outcome = await self._be_client(fake, last)
             assert outcome == READ, (
-                f"no request is left, but a client that needs {all_places} places ended as: {outcome}"
+                f"no request is left, but a client that needs all {all_places} slots ended as: {outcome}"
             )
             fake.assert_all_free()
 
@@ -199,7 +199,7 @@ class StackSimulation(TracedRun):
         await trio.sleep(client.at)
         self.count("requests")
         if client.form:
-            self.count("requests with a form")
+            self.count("requests with structured output")
         sampling = SamplingParams(
             n=client.choices,
             temperature=client.temperature,
@@ -229,7 +229,7 @@ class StackSimulation(TracedRun):
         except Overloaded as error:
             outcome = "refused: draining" if isinstance(error, Draining) else "refused: full"
         except EngineFault:
-            outcome = "told of a fault"
+            outcome = "got the engine's fault"
         except UnknownModel:
             self._lending.check_refused(client)
             is_new_id = False  # The request had a place in the queue for a moment, so its id counts as used.
@@ -241,7 +241,7 @@ class StackSimulation(TracedRun):
             self._lending.end(client)
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
-            outcome = "out of patience"
+            outcome = "client timeout"
         self._without_outcome.discard(client.number)
         self.tell(f"client {client.number} {client.id}: {outcome}")
         self.count(f"clients: {outcome}")
@@ -299,7 +299,9 @@ class StackSimulation(TracedRun):
             )
         else:
             assert reason is FinishReason.DEADLINE, f"{name} ended with {reason}"
-            assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
+            assert client.timeout is not None or client.queue_timeout is not None, (
+                f"{name} passed a deadline, but has none"
+            )
 
     def _check_left(self, fake: FakeEngine, client: Client, stream: RequestStream) -> None:
         sequences = {live.request.id: live for live in fake.current_core.live_requests()}
