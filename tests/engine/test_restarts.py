@@ -16,7 +16,7 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.deadlines import Deadlines
-from trioserve.contracts.errors import Draining, EngineFault, EngineReopening
+from trioserve.contracts.errors import Draining, EngineFault, EngineReopening, GpuLost
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.output import Delta
 from trioserve.contracts.request import EngineRequest
@@ -359,6 +359,24 @@ async def test_repeated_faults_without_progress_end_the_engine_with_the_reason(a
                 nursery.start_soon(reader.read, fake, "one")
             await trio.sleep_forever()
     assert all(isinstance(reader.error, EngineFault) for reader in readers), "none of them is blamed for the machine"
+
+
+async def test_engine_on_a_lost_gpu_ends_at_once_and_tells_every_reader(autojump_clock):
+    class Lost(FakeModel):
+        def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
+            raise GpuLost("an illegal address")
+
+    readers = [Reader() for _ in range(6)]
+    with pytest.raises(EngineFault, match=r"GpuLost: an illegal address; .* could not use the GPU either"):
+        async with (
+            open_fake_engine(engine_restarts=50, model=Lost(vocab_size=BYTE_VOCAB_SIZE - 1)) as fake,
+            trio.open_nursery() as nursery,
+        ):
+            for reader in readers:
+                nursery.start_soon(reader.read, fake, "one")
+            await trio.sleep_forever()
+    assert fake.metrics.engine_restarts_total._value.get() == 0
+    assert all(isinstance(reader.error, EngineFault) for reader in readers)
 
 
 @pytest.mark.parametrize(

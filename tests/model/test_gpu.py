@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import subprocess
 import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.errors import GpuLost, StartupError
+from trioserve.contracts.step import ScheduledChunk
 from trioserve.model import gpu, torch_step_model
-from trioserve.model.gpu import pick_device, take_gpu, why_no_gpu, with_device_defaults
+from trioserve.model.gpu import lost_gpu, new_event, pick_device, take_gpu, why_no_gpu, with_device_defaults
+from trioserve.model.loading.checkpoint import open_checkpoint
+from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
+from trioserve.model.warm_up_plans import warm_up_plans
 from trioserve_kernels import reference, reference_fused, why_not_triton
 
 GIB = 2**30
@@ -246,3 +252,151 @@ def test_reason_against_triton_names_the_missing_header(monkeypatch: pytest.Monk
     active.error = RuntimeError("Failed to find C compiler.")
     assert "Failed to find C compiler." in (why_not_triton() or "")
     assert "apt install gcc" in (why_not_triton() or "")
+
+
+# --- memory ---
+
+
+class MeasuredGpu:
+    """Memory of a GPU, as torch.cuda reports it for a model that really computes on the CPU.
+
+    Args:
+        model: model whose KV cache is in this memory.
+        weights: bytes of weights and of the CUDA context.
+        token_bytes: bytes that a step needs for each token.
+        graph_bytes: bytes that CUDA graphs keep while the KV cache exists.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, model: Any, *, weights: int, token_bytes: int, graph_bytes: int
+    ) -> None:
+        self._model, self._weights, self._token_bytes, self._graphs = model, weights, token_bytes, graph_bytes
+        self._cached = 3 * GIB
+        self._peak = 0
+        self._has_graphs = False
+        self.steps: list[list[int]] = []
+        self.is_full = False
+        compute = model.compute
+
+        def computed(chunks: Sequence[ScheduledChunk], *rest: Any) -> object:
+            if self.is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.steps.append([chunk.count for chunk in chunks])
+            self._peak = self.allocated() + self._token_bytes * sum(chunk.count for chunk in chunks)
+            return compute(chunks, *rest)
+
+        patch.setattr(model, "device", "cuda")
+        patch.setattr(model, "compute", computed)
+        patch.setattr(model, "warm_up", lambda: setattr(self, "_has_graphs", True))
+        for name, answer in {
+            "mem_get_info": lambda: (24 * GIB - self.allocated() - self._cached, 24 * GIB),
+            "memory_allocated": self.allocated,
+            "max_memory_allocated": lambda: self._peak,
+            "reset_peak_memory_stats": lambda: None,
+            "synchronize": lambda: None,
+            "empty_cache": lambda: setattr(self, "_cached", 0),
+        }.items():
+            patch.setattr(torch.cuda, name, answer)
+
+    def allocated(self) -> int:
+        storage = self._model.storage
+        if storage is None:
+            return self._weights
+        return self._weights + sum(pages.nbytes for pages in storage.pages) + self._graphs * self._has_graphs
+
+
+@pytest.mark.parametrize("sequences, tokens, counts", ((4, 40, [37, 1, 1, 1]), (2, 300, [127, 127])))
+def test_kv_cache_takes_what_weights_graphs_and_the_largest_step_leave(
+    sequences: int,
+    tokens: int,
+    counts: list[int],
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama"))
+    settings = ModelSettings(
+        device="cpu", max_num_seqs=sequences, max_num_batched_tokens=tokens, context_tokens_max=128
+    )
+    loading = msgspec.structs.replace(settings, cpu_kernels="torch", dtype="float32", kv_cache_bytes=2**20)
+    model = ModelRunner.load(checkpoint, loading)._model
+    assert model is not None
+    gpu_memory = MeasuredGpu(monkeypatch, model, weights=10 * GIB, token_bytes=2**24, graph_bytes=GIB)
+    runner = ModelRunner(model, settings)
+    assert gpu_memory.steps == [counts]
+    assert model.storage is None
+    left = int(0.9 * 24 * GIB) - 11 * GIB - 2**24 * sum(counts)
+    assert 0 <= left - runner.kv_cache_bytes < runner.kv_cache_bytes // runner.block_count
+
+    gpu_memory.is_full = True
+    with pytest.raises(StartupError, match=f"too little memory for a step of {tokens} tokens.*max-num-batched-tokens"):
+        ModelRunner(model, settings)
+
+
+# --- errors ---
+
+
+class Coded(RuntimeError):
+    """An error of torch with the error code of CUDA."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("CUDA error: words that may change")
+        self.error_code = code
+
+
+STICKY = (
+    Coded(700),
+    Coded(214),
+    Coded(719),
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."),
+    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+)
+HARMLESS = (Coded(2), Coded(1), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes differ"))
+
+
+@pytest.mark.parametrize("error", STICKY, ids=str)
+def test_error_that_ends_the_use_of_a_gpu_is_named(error: Exception) -> None:
+    @lost_gpu()
+    def compute() -> None:
+        raise error
+
+    with pytest.raises(GpuLost, match=r"can no longer use its GPU: (CUDA|Triton) [^\n]*$") as caught:
+        compute()
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", HARMLESS, ids=str)
+def test_other_errors_of_a_step_are_unchanged(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, lost_gpu():
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("is_read_late", (False, True))
+def test_step_on_a_lost_gpu_says_so(
+    is_read_late: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ModelSettings(device="cpu", cpu_kernels="torch", dtype="float32", kv_cache_bytes=2**20)
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
+    runner.allocate_kv(runner.block_count)
+
+    def fail(*_arguments: object) -> object:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    assert runner._model is not None
+    monkeypatch.setattr(runner._model, "compute", fail)
+    plan = next(iter(warm_up_plans(8, runner.block_count, 100)))
+    finish = runner.launch(plan) if is_read_late else lambda: runner.execute(plan)
+    with pytest.raises(GpuLost, match="device-side assert"):
+        finish()
+    runner.close()
+
+
+@pytest.mark.parametrize("cores, blocks", ((1, True), (3, True), (4, False), (64, False)))
+def test_waits_for_the_gpu_block_where_cores_are_few(cores: int, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, blocking: made.append(blocking))
+    new_event()
+    assert made == [blocks]

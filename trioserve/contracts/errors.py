@@ -18,6 +18,7 @@ __all__ = [
     "EndpointLost",
     "EngineFault",
     "EngineReopening",
+    "GpuLost",
     "InvalidRequest",
     "ModelLoadError",
     "NoEndpoint",
@@ -269,6 +270,14 @@ class RankLost(TrioserveError):
     """A rank has ended, hangs, or returned results that differ from those of the other ranks.
 
     Remedy: read the log of the rank that the message names. The engine reopens by itself, `engine_restarts` times.
+    """
+
+
+class GpuLost(TrioserveError):
+    """The GPU reported an error, such as an illegal address, after which this process can no longer use it.
+
+    Remedy: restart the server, whose new process can use the GPU again. If it happens again, read the kernel's log
+    (`dmesg`) for the GPU's Xid error, and report it with the log of the server.
     """
 
 

@@ -298,11 +298,12 @@ def cache_size(
     *,
     draft_block_bytes: int = 0,
     draft_block_count: int = 0,
+    used_bytes: int = 0,
 ) -> CacheSize:
     """Return the size of the largest cache that fits. Call this function after the weights are loaded.
 
     The budget is kv_cache_bytes if this setting is set. Otherwise, on a CPU the budget is 4 GiB or a quarter of the
-    free memory, whichever is less. On CUDA, the budget is memory_share of the whole memory minus the memory in use.
+    free memory, whichever is less. On CUDA, the budget is memory_share of the whole memory minus used_bytes.
     States use at most half of the budget, and copies of states a quarter.
 
     If no layer has attention, blocks need no memory, and only identify the tokens before a copy of a state. There are
@@ -316,14 +317,14 @@ def cache_size(
         dtype: number format of the model.
         draft_block_bytes: additional bytes that a draft model needs for each block.
         draft_block_count: number of additional blocks that only the draft model has.
+        used_bytes: memory of a GPU that everything but the cache needs: weights, graphs, and the largest step.
 
     Raises:
         StartupError: not even one block or one state fits.
     """
     budget = settings.kv_cache_bytes
     if budget is None and device == "cuda":
-        free, total = torch_now().cuda.mem_get_info()
-        budget = int(settings.memory_share * total) - (total - free)
+        budget = int(settings.memory_share * torch_now().cuda.mem_get_info()[1]) - used_bytes
     elif budget is None:
         budget = min(KV_CACHE_BYTES_MAX_CPU, int(KV_CACHE_SHARE_CPU * free_host_bytes())) // settings.ranks_here
     elif device != "cuda" and budget > (free := free_host_bytes()):

@@ -16,6 +16,7 @@ from torch import Tensor
 from trioserve.contracts.guide import TokenMasks
 from trioserve.contracts.request import EngineRequest
 from trioserve.contracts.step import ScheduledChunk
+from trioserve.model.gpu import new_event
 from trioserve.model.logit_adjustments import LogitAdjustments
 from trioserve.model.sampler import draw_words, logprob_rows, read_logprobs
 from trioserve.model.step_model import (
@@ -157,7 +158,7 @@ def _fetch(values: Tensor) -> Callable[[], Tensor]:
     is_cuda = values.device.type == "cuda"
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
     there.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no annotations here
+    arrived = new_event() if is_cuda else None
     if arrived is not None:
         arrived.record()
 

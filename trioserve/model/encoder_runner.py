@@ -17,7 +17,7 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, Step
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.device import default_thread_count, set_torch_threads, takes_every_cpu, torch_now
 from trioserve.model.encoder_config import EncoderConfig
-from trioserve.model.gpu import with_device_defaults
+from trioserve.model.gpu import lost_gpu, with_device_defaults
 from trioserve.model.loading.encoder_directory import EncoderDirectory
 from trioserve.model.number_formats import VALUE_BYTES, Dtype
 from trioserve.model.settings import ModelSettings
@@ -157,6 +157,7 @@ class EncoderRunner:
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
         return lambda: self.execute(plan, is_abandoned)
 
+    @lost_gpu()
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """Compute a step, see Executor.
 

@@ -5,17 +5,34 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.errors import GpuLost, StartupError
 from trioserve.contracts.extras import install_command
 from trioserve.model.device import DeviceType, has_torch, torch_now
 from trioserve.model.settings import MAX_NUM_SEQS_GPU, ModelSettings
 
-__all__ = ["driver_version", "has_cuda_driver", "pick_device", "take_gpu", "why_no_gpu", "with_device_defaults"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "STEP_TOKENS_GPU",
+    "driver_version",
+    "has_cuda_driver",
+    "lost_gpu",
+    "new_event",
+    "pick_device",
+    "take_gpu",
+    "why_no_gpu",
+    "with_device_defaults",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +42,26 @@ STEP_TOKENS_GPU, STEP_TOKENS_LARGE_GPU = 2_048, 8_192
 LARGE_GPU_BYTES = 70 * 2**30
 
 CUDA_ERROR_NO_DEVICE = 100
+# Errors of the CUDA runtime after which every call of the same process fails, from NVIDIA's description of cudaError.
+STICKY_CODES = frozenset((214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721))
+# The same errors as text, because Triton and NCCL raise errors without a code.
+STICKY_TEXTS = (
+    "illegal memory access",
+    "illegal instruction",
+    "illegal address",
+    "misaligned address",
+    "device-side assert",
+    "unspecified launch failure",
+    "uncorrectable ECC",
+    "uncorrectable NVLink",
+    "hardware stack error",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "launch timed out and was terminated",
+)
+# With fewer cores, a thread that spins while the GPU computes takes a core that the event loop needs. Blocking instead
+# costs some microseconds at the end of a step.
+SPINNING_CORES_MIN = 4
 
 
 def pick_device(settings: ModelSettings) -> DeviceType:
@@ -159,6 +196,33 @@ def why_no_gpu(root: Path = Path("/")) -> str | None:
     return (
         f"{versions}, and the driver reports error {status}: check nvidia-smi, and that this user may open /dev/nvidia*"
     )
+
+
+@contextmanager
+def lost_gpu() -> Iterator[None]:
+    """Replace an error after which this process can no longer use its GPU. Also a decorator.
+
+    Raises:
+        GpuLost: torch, Triton or NCCL raised such an error. All other errors are unchanged.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        code = getattr(error, "error_code", None)
+        if code not in STICKY_CODES and not any(text in str(error) for text in STICKY_TEXTS):
+            raise
+        raise GpuLost(f"this process can no longer use its GPU: {str(error).partition(chr(10))[0]}") from error
+
+
+def new_event() -> torch.cuda.Event:
+    """Return an event of the current GPU. A thread that waits for it spins, or blocks if there are few cores."""
+    make: Any = torch_now().cuda.Event
+    event: torch.cuda.Event = make(blocking=_core_count() < SPINNING_CORES_MIN)
+    return event
+
+
+def _core_count() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

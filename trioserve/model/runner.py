@@ -36,7 +36,7 @@ from trioserve.model.device import (
 )
 from trioserve.model.drafts.checkpoints import DraftSource, EagleCheckpoint, MtpCheckpoint, check_draft
 from trioserve.model.drafts.draft_model import DraftModel
-from trioserve.model.gpu import with_device_defaults
+from trioserve.model.gpu import STEP_TOKENS_GPU, lost_gpu, with_device_defaults
 from trioserve.model.kv_storage import KVMemory, KVStorage, StateStorage, make_kv_pages
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.model_config import ModelConfig
@@ -48,7 +48,7 @@ from trioserve.model.parallel.rank_checkpoint import RankCheckpoint
 from trioserve.model.parallel.stages import Handover, NoNeighbours
 from trioserve.model.settings import ModelSettings
 from trioserve.model.step_model import NOT_FINITE, ComputedStep, StepModel, prompt_followers
-from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, warm_up_plans
+from trioserve.model.warm_up_plans import first_step_plan, fused_kernel_plans, largest_step_plan, warm_up_plans
 from trioserve.model.weights import Slot, fill_slots
 from trioserve_kernels.native import NoNativeKernels, load_library
 
@@ -56,6 +56,12 @@ if TYPE_CHECKING:
     from trioserve.model.vision_tower import VisionTower
 
 __all__ = ["FIXED_BY_IMAGES", "ModelRunner", "load_vision"]
+
+# The step that measures a GPU's memory has at most this many sequences if each of them needs memory for a state.
+PROFILE_STATES = 8
+# Its KV cache holds this many tokens, if a quarter of the free memory does. Longer contexts do not need larger buffers
+# for the parts of a context.
+PROFILE_CONTEXT_TOKENS = 4_096
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +99,8 @@ class ModelRunner:
         self._draft = draft
         self.vision = vision
         self.config: ModelConfig = model.config
+        self._previous: BegunStep | None = None  # The step that was begun last.
+        self._tapped: dict[RequestId, Any] = {}  # Inputs of the tapped layers in the last step.
         self._is_alone = model.config.part is None or model.config.part.size == 1
         self._handover = handover
         assert (model.config.stage is None) == (handover is None), "a stage needs its neighbours, a whole model none"
@@ -104,6 +112,9 @@ class ModelRunner:
         self._context_tokens_max = min(
             model.config.context_tokens_max, settings.context_tokens_max or model.config.context_tokens_max
         )
+        self._batch_invariant = settings.batch_invariant
+        self._kv_format = kv_format_of(settings)
+        measures = model.device == "cuda" and settings.kv_cache_bytes is None
         size = cache_size(
             model.config,
             settings,
@@ -111,6 +122,7 @@ class ModelRunner:
             model.dtype,
             draft_block_bytes=0 if draft is None else draft.block_bytes,
             draft_block_count=0 if draft is None else draft.spare_block_count,
+            used_bytes=self._used_beside_cache() if measures else 0,
         )
         self.block_count = size.block_count
         """Blocks of the KV cache. Before allocate_kv: the number of blocks that fit."""
@@ -118,10 +130,6 @@ class ModelRunner:
         """State slots of running sequences, and after them slots for copies of states."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
         """True if a step uses all CPUs of this process."""
-        self._batch_invariant = settings.batch_invariant
-        self._kv_format = kv_format_of(settings)
-        self._previous: BegunStep | None = None  # The step that was begun last.
-        self._tapped: dict[RequestId, Any] = {}  # Inputs of the tapped layers in the last step.
 
     @classmethod
     def load(
@@ -310,6 +318,55 @@ class ModelRunner:
         if self._draft is not None:
             self._draft.allocate_kv(block_count)
 
+    def _used_beside_cache(self) -> int:
+        """Return the bytes of the GPU that are in use beside the KV cache at the peak of the largest step.
+
+        The step is computed once with a small KV cache. CUDA graphs are recorded before, because they keep memory. All
+        ranks of a stage must compute the same step, and their GPUs may have different defaults of a step. So a rank
+        computes a step of STEP_TOKENS_GPU tokens at most, and multiplies the result.
+
+        Raises:
+            StartupError: the GPU has too little memory for the step.
+        """
+        model, torch = self._model, torch_now()
+        assert model is not None, "a runner begins with its model"
+        cuda, has_states = torch.cuda, self.config.state_bytes > 0
+        tokens = self.step_tokens_max if self._is_alone else min(self.step_tokens_max, STEP_TOKENS_GPU)
+        sequences = min(self.max_num_seqs, tokens, PROFILE_STATES if has_states else tokens)
+        context = max(self._context_tokens_max - 1, 1)
+        plan = largest_step_plan(tokens, sequences, context, self.config.vocab_size, has_states=has_states)
+        self.block_count = 1  # kv_cache_bytes are then the bytes of one block.
+        fitting = (
+            cuda.mem_get_info()[0] // 4 // self.kv_cache_bytes * self.block_size if self.kv_cache_bytes else context
+        )
+        kept_tokens = max(min(context, PROFILE_CONTEXT_TOKENS, fitting), *(chunk.count for chunk in plan.chunks))
+        self.block_count = -(-kept_tokens // self.block_size)
+        self.state_slot_count, self.snapshot_slot_count = (sequences if has_states else 0), 0
+        handover, self._handover = self._handover, None if self._handover is None else NoNeighbours()
+        try:
+            self.allocate_kv(self.block_count)
+            self._model_and_draft_warm_up()
+            cuda.synchronize()
+            cuda.empty_cache()
+            free, total = cuda.mem_get_info()
+            allocated = cuda.memory_allocated()
+            cuda.reset_peak_memory_stats()
+            self.launch(plan)()
+            cuda.synchronize()
+            peak = cuda.max_memory_allocated() - allocated
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"the GPU has too little memory for a step of {tokens} tokens beside the weights: use a smaller model, "
+                f"or lower --max-num-batched-tokens or --max-num-seqs ({error})"
+            ) from error
+        finally:
+            self._handover, self._previous = handover, None
+            self._tapped = {}
+            model.release_kv()
+            cuda.empty_cache()
+        cache_bytes = self.kv_cache_bytes + self.state_slot_count * self.config.state_bytes
+        return int(total - free - cache_bytes + peak * self.step_tokens_max / tokens)
+
     @property
     def why_kept(self) -> str | None:
         """Reason why release_kv cannot be called, as the beginning of a sentence. None if it can be called."""
@@ -352,11 +409,15 @@ class ModelRunner:
         finally:
             self._handover = handover
 
-    def _warm_up(self) -> None:
+    def _model_and_draft_warm_up(self) -> None:
         assert self._model is not None, "warm_up after close"
         self._model.warm_up()
         if self._draft is not None:
             self._draft.model.warm_up()
+
+    def _warm_up(self) -> None:
+        assert self._model is not None, "warm_up after close"
+        self._model_and_draft_warm_up()
         context_max = min(self._context_tokens_max, self.block_count * self.block_size)
         limits = (context_max, self.block_count, self.config.vocab_size)
         has_states = self.config.state_bytes > 0
@@ -408,6 +469,7 @@ class ModelRunner:
         assert self._model is not None, "launches after close"
         return self._model.launches
 
+    @lost_gpu()
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
         """Compute a step, see Executor.
 
@@ -431,6 +493,7 @@ class ModelRunner:
         self._draft.take_tapped(self._tapped)
         return self._draft.propose(plan, result, step_seconds, is_abandoned)
 
+    @lost_gpu()
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
         """Begin a step, see LaunchingExecutor.
 
@@ -446,7 +509,7 @@ class ModelRunner:
         if begun is None:
             begun = BegunStep(plan, lambda: self._compute(plan, before, is_abandoned))
         self._previous = begun
-        return begun.result
+        return lost_gpu()(begun.result)
 
     def _begin(self, plan: StepPlan, before: BegunStep | None, is_abandoned: IsAbandoned) -> BegunStep | None:
         """Launch a step on the device. Return None if the step must be computed instead."""
@@ -546,6 +609,8 @@ def _loaded_model(
             progress=progress,
             thread_count=model.loading_threads,
         )
+        if device == "cuda":  # Weights were converted in memory that torch keeps for later allocations.
+            torch_now().cuda.empty_cache()
     except BaseException:
         model.close()
         raise

@@ -16,7 +16,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StateSpan, StepPlan
 from trioserve.model.step_rows import FilledMasks
 
-__all__ = ["first_step_plan", "fused_kernel_plans", "warm_up_plans"]
+__all__ = ["first_step_plan", "fused_kernel_plans", "largest_step_plan", "warm_up_plans"]
 
 PROMPT_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -85,6 +85,31 @@ def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> I
     for request in (biased, _request("warm-up", 1, vocab_size, GREEDY)):
         chunk = _chunk(request, 0, 1, block_count)
         yield structs.replace(_plan(structs.replace(chunk, mask_row=0)), masks=masks)
+
+
+def largest_step_plan(
+    token_count: int, sequence_count: int, context_max: int, vocab_size: int, *, has_states: bool = False
+) -> StepPlan:
+    """Return a step that needs as much memory as a step can: one long prompt, beside as many sequences as possible.
+
+    Every sequence samples. All sequences write the same KV blocks, the first ones of the pool. If the context is short,
+    several sequences have long prompts.
+
+    Args:
+        token_count: tokens of the step, if the sequences have so many.
+        sequence_count: sequences of the step, at most token_count.
+        context_max: longest prompt in tokens.
+        vocab_size: tokens in the vocabulary.
+        has_states: the model has layers that keep a state. State slots 0 to sequence_count - 1 are written.
+    """
+    chunks: list[ScheduledChunk] = []
+    for index in range(sequence_count):
+        later = sequence_count - 1 - index  # Each later sequence needs at least one token.
+        count = min(context_max, token_count - sum(chunk.count for chunk in chunks) - later)
+        request = _request(f"profile {index}", count, vocab_size, SamplingParams(temperature=1.0, top_p=0.9))
+        chunk = _chunk(request, 0, count, count)
+        chunks.append(structs.replace(chunk, states=(StateSpan(count, None, index),)) if has_states else chunk)
+    return _plan(*chunks)
 
 
 def _request(name: str, token_count: int, vocab_size: int, sampling: SamplingParams) -> EngineRequest:

@@ -24,7 +24,7 @@ from trioserve.admission.local_endpoint import local_dispatch
 from trioserve.admission.recent_requests import EndedIds
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
 from trioserve.contracts.deadlines import Deadline, passed_message
-from trioserve.contracts.errors import EngineFault, InvalidRequest, RankLost
+from trioserve.contracts.errors import EngineFault, GpuLost, InvalidRequest, RankLost
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
 from trioserve.contracts.output import REQUEST_POISONED
@@ -266,6 +266,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             is_of_steps = self._outer_error is None or isinstance(self._outer_error, RankLost)
             what = "a step of the engine" if is_of_steps else "the connector"
             fault = EngineFault(f"{what} failed: {type(error).__name__}: {error}")
+            if isinstance(error, GpuLost):
+                self.restarts.end("an engine that is reopened in this process could not use the GPU either")
             if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_brought):
                 await self._fail(fault)
                 raise fault from error

@@ -62,6 +62,8 @@ class RestartBudget:
             Seconds to wait before the engine is reopened. None: the engine is not restarted, and `ended_by` has the
             reason.
         """
+        if self.ended_by:
+            return None
         self._in_a_row = 0 if has_progress else self._in_a_row + 1
         while self._restarted_at and now - self._restarted_at[0] >= PERIOD_SECONDS:
             self._restarted_at.popleft()
@@ -75,6 +77,14 @@ class RestartBudget:
         self._restarted_at.append(now)
         self.taken_count += 1
         return BACKOFF_SECONDS * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
+
+    def end(self, reason: str) -> None:
+        """Allow no further restart.
+
+        Args:
+            reason: why, as part of a sentence.
+        """
+        self.ended_by = reason
 
     def forgive(self, count: int) -> None:
         """Remove the latest restarts from the count, because their cause was found and ended.

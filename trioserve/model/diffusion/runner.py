@@ -28,7 +28,7 @@ from trioserve.model.diffusion.directory import ImageDirectory
 from trioserve.model.diffusion.family import BadTask, Family, Inputs, LatentState, Parts, SolverStep
 from trioserve.model.diffusion.row_by_row import RowByRow, UnknownFunction
 from trioserve.model.diffusion.solvers import Solver
-from trioserve.model.gpu import pick_device
+from trioserve.model.gpu import lost_gpu, pick_device
 from trioserve.model.number_formats import Dtype
 from trioserve.model.torch_formats import TORCH_DTYPES
 
@@ -209,6 +209,7 @@ class DiffusionRunner:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
+    @lost_gpu()
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
         for slot in plan.freed:
             self.slots[slot] = None
