@@ -7,8 +7,8 @@ import pytest
 from trioserve.core.kv_blocks import BlockPool
 from trioserve.engine.delivery import Delivery
 from trioserve.http.http2.stream import H2Stream
-from trioserve.router.core import RouterCore
 from trioserve.router.endpoint_state import EndpointState
+from trioserve.router.leases import Leases
 from trioserve.router.ticket import TicketState
 from trioserve.simulation.runs import cut, runs_of
 
@@ -49,11 +49,11 @@ def test_failing_core_history_is_shrunk(monkeypatch):
 
 
 def test_failing_router_history_is_shrunk(monkeypatch):
-    def keep(core, ticket, now):
+    def keep(leases, ticket, now):
         if ticket.state is TicketState.WAITING:
-            core._queues.of(ticket).leave(ticket)  # This bug never returns a granted lease.
+            leases._queues.of(ticket).leave(ticket)  # This bug never returns a granted lease.
 
-    monkeypatch.setattr(RouterCore, "_release", keep)
+    monkeypatch.setattr(Leases, "release", keep)
     failure = first_failure(runs_of("router").run_seed, 150)
     plainest = runs_of("router").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)

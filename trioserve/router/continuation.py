@@ -20,11 +20,10 @@ Retries of requests without a token are limited to a share of the requests, plus
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, RequestPoisoned, TrioserveError
-from trioserve.router.endpoint_state import DEATHS, EndpointHealth, EndpointState, Fault
+from trioserve.router.endpoint_state import DEATHS, LOST, EndpointHealth, EndpointState, Fault
+from trioserve.router.endpoints import Endpoints
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Break, Ticket
 
@@ -107,23 +106,28 @@ ENDPOINTS_OWN = DEATHS | {Fault.FAILED}
 
 
 class Continuations:
-    """Decides whether requests may resume, and counts the requests that resume or must not.
+    """Decides whether requests may try again or resume, and counts the requests that resume or must not.
 
     Args:
         settings: limits.
-        endpoints: all endpoints by id. This class does not modify them.
+        fleet: all endpoints. This class does not modify them.
 
     Attributes:
         total: streams that got a lease to resume with.
         refused_total: streams that were not allowed to resume, by reason.
     """
 
-    def __init__(self, settings: RouterSettings, endpoints: Mapping[EndpointId, EndpointState]) -> None:
+    def __init__(self, settings: RouterSettings, fleet: Endpoints) -> None:
         self.total = 0
         self.refused_total: dict[str, int] = {}
         self._settings = settings
-        self._endpoints = endpoints
+        self._fleet = fleet
+        self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
         self._pace = RetryBudget(0.0, settings.continuations_per_second_max, burst_seconds=1.0)
+
+    def note_request(self) -> None:
+        """Count a request, which adds to the budget of retries."""
+        self._budget.note_request()
 
     def note_break(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, token_count: int, *, is_certain: bool
@@ -143,6 +147,63 @@ class Continuations:
             broken = Break(endpoint.id, clock, endpoint.checks_total, endpoint.suspects_seen <= 1)
             ticket.broken = (broken,) if has_progress else (*ticket.broken, broken)
         ticket.token_count = token_count
+
+    def note_failed(
+        self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
+    ) -> None:
+        """Record that an endpoint failed a request without a token. The time at the endpoint is no waiting time.
+
+        Args:
+            ticket: the request.
+            fault: how the endpoint failed.
+            endpoint: the endpoint.
+            now: time in seconds.
+            is_certain: True if the endpoint reported the failure itself.
+        """
+        served_seconds = now - ticket.leased_at
+        ticket.own_deadline += served_seconds
+        ticket.queue_deadline += served_seconds
+        if fault in DEATHS:
+            self.note_break(ticket, fault, endpoint, 0, is_certain=is_certain)
+        if fault in LOST:
+            # The request may wait for an endpoint as long as a stream may, unless its own deadline is earlier.
+            ticket.is_lost = True
+            patience = now + self._settings.continuation_seconds_max
+            ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
+        elif fault is not Fault.BUSY:
+            ticket.failed_by |= {endpoint.id}
+            if fault is Fault.REFUSED:
+                ticket.refused_by |= {endpoint.id}
+
+    def may_try_again(self, ticket: Ticket, fault: Fault, now: float, *, is_draining: bool) -> bool:
+        """Return True if a request without a token may wait for another endpoint.
+
+        A request whose endpoint was lost may always wait, even if all endpoints are ejected, because an endpoint may
+        recover in time. The retry budget limits retries after error responses and full endpoints. If all healthy
+        endpoints are full, the client gets the refusal at once.
+
+        Args:
+            ticket: the request.
+            fault: how the endpoint failed.
+            now: time in seconds.
+            is_draining: True if the router accepts no new requests.
+        """
+        if ticket.request.pinned is not None:
+            return False
+        if fault in LOST:  # If the deadline has passed, the queue refuses the request with a Retry-After.
+            return self._fleet.is_any_left(ticket)
+        if now >= ticket.queue_deadline:
+            return False
+        if fault is Fault.INVALID and not is_draining:
+            # An invalid response is never the request's fault, so the retry does not need the budget.
+            return self._fleet.is_any_left(ticket)
+        if fault is Fault.REFUSED and not is_draining:
+            return self._fleet.is_any_left(ticket, unejected=True)
+        if is_draining or len(ticket.failed_by) >= self._settings.attempts_max:
+            return False
+        if fault is Fault.BUSY:
+            return self._fleet.is_any_left(ticket, has_not_refused=True) and self._budget.take(now)
+        return self._fleet.is_any_left(ticket, unejected=True) and self._budget.take(now)
 
     def refusal(self, ticket: Ticket, *, is_served: bool) -> TrioserveError | None:
         """Return the error that ends the request, or None if the request may resume or is on trial.
@@ -192,7 +253,7 @@ class Continuations:
 
     def _is_still_running(self, broken: Break) -> bool | None:
         """Return True if the process that served the stream still runs. None if this is not known yet."""
-        state = self._endpoints.get(broken.endpoint)
+        state = self._fleet.by_id.get(broken.endpoint)
         if broken.clock is None or state is None:
             return False
         if state.clock_checks > broken.checks:

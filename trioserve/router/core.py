@@ -38,14 +38,15 @@ from trioserve.contracts.endpoint import EndpointId, EndpointLoad, PairOutcome, 
 from trioserve.contracts.errors import NoEndpoint, TrioserveError
 from trioserve.contracts.kv_transfer import EngineRole
 from trioserve.router import refusals
-from trioserve.router.continuation import Continuations, RetryBudget
+from trioserve.router.continuation import Continuations
 from trioserve.router.disaggregation import Disaggregation, stage_fault
-from trioserve.router.endpoint_state import DEATHS, LOST, EndpointHealth, EndpointState, Fault
+from trioserve.router.endpoint_state import EndpointHealth, Fault
 from trioserve.router.endpoints import Endpoints
+from trioserve.router.leases import Leases
 from trioserve.router.moments import QueueDeadlines
 from trioserve.router.moving import Moving
 from trioserve.router.policies import PolicyFactory, Rng
-from trioserve.router.queues import ModelQueues, Queue, Queues
+from trioserve.router.queues import Queue, Queues
 from trioserve.router.refusals import Refusals
 from trioserve.router.settings import RouterSettings
 from trioserve.router.ticket import Lease, Ticket, TicketState
@@ -92,10 +93,18 @@ class RouterCore:
         self._live: dict[int, Ticket] = {}
         self._deadlines = QueueDeadlines()
         self._next_index = 0
-        self._budget = RetryBudget(settings.retry_share_max, settings.retries_per_second_min)
-        self._continuations = Continuations(settings, self.endpoints)
+        self._continuations = Continuations(settings, self._fleet)
         self._moving = Moving(settings, self._queues)
-        self._admissions_total = 0
+        self._leases = Leases(
+            settings,
+            self._fleet,
+            self._queues,
+            self._continuations,
+            self._moving,
+            self._disaggregation,
+            on_change=on_change,
+            on_move=on_move,
+        )
         self._retries_total = 0
 
     # --- methods for requests ---
@@ -163,15 +172,15 @@ class RouterCore:
         queue = model.queues[ticket.stage]
         must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
         if request.pinned is None and not must_wait and model.has_waiting:
-            self._hand_over(now)  # Requests in other queues may have waited longer for the free slots.
-        if must_wait or not self._grant(ticket, now):
+            self._leases.hand_over(now)  # Requests in other queues may have waited longer for the free slots.
+        if must_wait or not self._leases.grant(ticket, now):
             if request.pinned is not None:
                 pinned = self.endpoints[request.pinned]
                 is_full = refusals.pinned_is_full(request, queue, now)
                 raise self._refusals.counted(is_full if pinned.accepts_requests else self._no_endpoint(request, now))
             queue.newcomers.add(ticket)
             if must_wait:
-                self._hand_over(now)  # Earlier requests may wait for an endpoint that this request does not need.
+                self._leases.hand_over(now)  # Earlier requests may wait for endpoints that this one does not need.
             if ticket.state is TicketState.WAITING:
                 refusal = refusals.queue_was_full(self.settings, queue, request, now)
                 if refusal is not None:
@@ -183,7 +192,7 @@ class RouterCore:
                 self._deadlines.add(ticket, live_count=len(self._live))
         self._live[ticket.index] = ticket
         self._queues.of_model(request.model).live_count += 1
-        self._budget.note_request()
+        self._continuations.note_request()
         return ticket
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -195,9 +204,9 @@ class RouterCore:
         """
         if ticket.state is TicketState.ENDED:
             return
-        self._release(ticket, now)
+        self._leases.release(ticket, now)
         self._end(ticket)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def sent(self, ticket: Ticket) -> None:
         """Record that the request is sent to its endpoint. Before this call, a drain may refuse the request.
@@ -242,7 +251,7 @@ class RouterCore:
             self._fleet.end_lease(ticket)
             ticket.move(TicketState.RUNNING_FREE)
         self._moving.join(ticket)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def moved(self, ticket: Ticket, now: float) -> None:
         """Record that a stream left its endpoint and uses its next lease. Does nothing if the stream has no next lease.
@@ -255,9 +264,9 @@ class RouterCore:
         if next_lease is None:
             return
         ticket.next_lease = None
-        self._release(ticket, now)
-        self._use_next_lease(ticket, next_lease)
-        self._hand_over(now)
+        self._leases.release(ticket, now)
+        self._leases.use_next(ticket, next_lease)
+        self._leases.hand_over(now)
 
     def stays(self, ticket: Ticket, now: float) -> None:
         """Record that a stream cannot leave its endpoint, and release its next lease if there is one.
@@ -269,9 +278,9 @@ class RouterCore:
         ticket.can_resume = False
         self._moving.leave(ticket)
         if ticket.next_lease is not None:
-            self._drop_next_lease(ticket)
+            self._leases.drop_next(ticket)
             self._moving.note_arrived(ticket)
-            self._hand_over(now)
+            self._leases.hand_over(now)
 
     def prefilled(self, ticket: Ticket, now: float, *, outcome: PairOutcome | None = None) -> None:
         """Record that the endpoint has computed the prompt. Its slot is free, and the ticket waits for a decode
@@ -293,14 +302,14 @@ class RouterCore:
         served_seconds = now - ticket.leased_at
         ticket.own_deadline += served_seconds
         ticket.queue_deadline += served_seconds
-        self._release(ticket, now)
+        self._leases.release(ticket, now)
         ticket.stage, ticket.is_held = Stage.DECODE, outcome is None
         if outcome is not None:
             ticket.stage = None
             self._disaggregation.note_outcome(ticket, outcome)
         self._wait_again(ticket)
         self._refuse_if_hopeless(ticket, now)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def hold_lost(self, ticket: Ticket, now: float) -> None:
         """Record that the prefill endpoint no longer holds the blocks of the prompt. Does nothing if the request does
@@ -313,10 +322,10 @@ class RouterCore:
         ticket.is_held = False
         if ticket.stage is Stage.DECODE and not ticket.is_sent:
             if ticket.state is TicketState.LEASED:
-                self._release(ticket, now)
+                self._leases.release(ticket, now)
                 self._wait_again(ticket)
             self._refuse_if_hopeless(ticket, now)
-            self._hand_over(now)
+            self._leases.hand_over(now)
 
     def failed(
         self,
@@ -352,7 +361,7 @@ class RouterCore:
         assert ticket.endpoint is not None
         endpoint = self._fleet.of(ticket)
         next_lease, ticket.next_lease = ticket.next_lease, None
-        self._release(ticket, now)
+        self._leases.release(ticket, now)
         endpoint.failures_total[reason or fault.value] += 1
         if fault is Fault.UNREACHABLE:
             endpoint.note_lost(now)
@@ -365,50 +374,33 @@ class RouterCore:
             self._continuations.note_break(ticket, fault, endpoint, token_count, is_certain=is_certain)
             return self._resume_or_end(ticket, next_lease, now)
         assert next_lease is None, "only streams that have begun are moved"
-        self._note_failed(ticket, fault, endpoint, now, is_certain=is_certain)
+        self._continuations.note_failed(ticket, fault, endpoint, now, is_certain=is_certain)
         ticket.stage_fault = stage_fault(ticket.stage, fault)
         ticket.refusal = self._continuations.judge(ticket)
-        if ticket.refusal is not None or not self._may_try_again(ticket, fault, now):
+        if ticket.refusal is not None or not self._continuations.may_try_again(
+            ticket, fault, now, is_draining=self.is_draining
+        ):
             if ticket.stage_fault is not None:
                 self._disaggregation.note_outcome(ticket, ticket.stage_fault)
             self._end(ticket)
-            self._hand_over(now)
+            self._leases.hand_over(now)
             return False
         self._retries_total += 1
         self._wait_again(ticket)
-        self._hand_over(now)
+        self._leases.hand_over(now)
         return True
-
-    def _note_failed(
-        self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
-    ) -> None:
-        """Record that an endpoint failed a request without a token. The time at the endpoint is no waiting time."""
-        served_seconds = now - ticket.leased_at
-        ticket.own_deadline += served_seconds
-        ticket.queue_deadline += served_seconds
-        if fault in DEATHS:
-            self._continuations.note_break(ticket, fault, endpoint, 0, is_certain=is_certain)
-        if fault in LOST:
-            # The request may wait for an endpoint as long as a stream may, unless its own deadline is earlier.
-            ticket.is_lost = True
-            patience = now + self.settings.continuation_seconds_max
-            ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
-        elif fault is not Fault.BUSY:
-            ticket.failed_by |= {endpoint.id}
-            if fault is Fault.REFUSED:
-                ticket.refused_by |= {endpoint.id}
 
     def _resume_or_end(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
         """Let a stream resume with its next lease, or wait again, or end. Return False if the stream ended."""
         is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
         ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
         if next_lease is not None and ticket.refusal is None and not ticket.is_on_trial:
-            self._use_next_lease(ticket, next_lease)
+            self._leases.use_next(ticket, next_lease)
             self._continuations.note(ticket, now)
-            self._hand_over(now)
+            self._leases.hand_over(now)
             return True
         ticket.next_lease = next_lease
-        self._drop_next_lease(ticket)
+        self._leases.drop_next(ticket)
         if ticket.refusal is not None:
             self._end(ticket)
         else:
@@ -416,32 +408,8 @@ class RouterCore:
             # The old queue deadline applied only to the wait before the first token.
             ticket.own_deadline, ticket.queue_deadline = math.inf, now + self.settings.continuation_seconds_max
             self._wait_again(ticket)
-        self._hand_over(now)
+        self._leases.hand_over(now)
         return ticket.refusal is None
-
-    def _may_try_again(self, ticket: Ticket, fault: Fault, now: float) -> bool:
-        """Return whether a request without a token may wait for another endpoint.
-
-        A request whose endpoint was lost may always wait, even if all endpoints are ejected, because an endpoint may
-        recover in time. The retry budget limits retries after error responses and full endpoints. If all healthy
-        endpoints are full, the client gets the refusal at once.
-        """
-        if ticket.request.pinned is not None:
-            return False
-        if fault in LOST:  # If the deadline has passed, the queue refuses the request with a Retry-After.
-            return self._fleet.is_any_left(ticket)
-        if now >= ticket.queue_deadline:
-            return False
-        if fault is Fault.INVALID and not self.is_draining:
-            # An invalid response is never the request's fault, so the retry does not need the budget.
-            return self._fleet.is_any_left(ticket)
-        if fault is Fault.REFUSED and not self.is_draining:
-            return self._fleet.is_any_left(ticket, unejected=True)
-        if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:
-            return False
-        if fault is Fault.BUSY:
-            return self._fleet.is_any_left(ticket, has_not_refused=True) and self._budget.take(now)
-        return self._fleet.is_any_left(ticket, unejected=True) and self._budget.take(now)
 
     # --- methods for endpoints ---
 
@@ -482,7 +450,7 @@ class RouterCore:
             return
         self._fleet.set_models(state, frozenset(models))
         self._refuse_hopeless(now)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def set_role(self, id: EndpointId, role: EngineRole | None, now: float) -> None:
         """Set the stages of disaggregated requests that an endpoint should compute. Does nothing if the endpoint was
@@ -496,7 +464,7 @@ class RouterCore:
         state = self.endpoints.get(id)
         if state is not None and state.role != role:
             state.set_role(role)
-            self._hand_over(now)
+            self._leases.hand_over(now)
 
     def drain_endpoint(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
         """Send no more requests to an endpoint, and remove it when its last request has ended.
@@ -517,7 +485,7 @@ class RouterCore:
         if move_seconds is not None and state.in_flight:
             self._empty(id, now + move_seconds)
         self._refuse_hopeless(now)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def _empty(self, id: EndpointId, deadline: float) -> None:
         self._moving.begin(id, deadline)
@@ -555,7 +523,7 @@ class RouterCore:
         if state is not None:
             self._fleet.note_load(state, load, now, sent_when_asked=sent_when_asked)
             self._judge(now)
-            self._hand_over(now)
+            self._leases.hand_over(now)
 
     def note_client_fault(self, ticket: Ticket) -> bool:
         """Record that an endpoint refused a request and blamed its client.
@@ -584,7 +552,7 @@ class RouterCore:
         state = self.endpoints.get(id)
         if state is not None:
             state.note_probe(is_well, now)
-            self._hand_over(now)
+            self._leases.hand_over(now)
 
     def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:
         """Set how many leases this router may grant at an endpoint. Does nothing if the endpoint was removed.
@@ -599,7 +567,7 @@ class RouterCore:
         state = self.endpoints.get(id)
         if state is not None and state.lease_share != share:
             state.set_lease_share(share)
-            self._hand_over(now)
+            self._leases.hand_over(now)
 
     def note_health(self, id: EndpointId, is_well: bool, now: float, *, is_hung: bool = False) -> None:
         """Record the result of a health check.
@@ -620,7 +588,7 @@ class RouterCore:
             state.note_check(is_well, now)
         if is_well:
             self._moving.end(id)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def note_leaving(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
         """Record that an endpoint shuts down or refuses connections. The endpoint gets no requests until it passes a
@@ -641,7 +609,7 @@ class RouterCore:
         state.note_leaving(now)
         if move_seconds is not None and state.in_flight and not self._moving.is_emptied(id):
             self._empty(id, now + move_seconds)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     # --- methods for time ---
 
@@ -671,7 +639,7 @@ class RouterCore:
             else:
                 self._refuse(ticket, refusals.wait_over(ticket, self._queues.of(ticket), now), now)
         self._fleet.tick(now)
-        self._hand_over(now)
+        self._leases.hand_over(now)
         for id in self._moving.pop_passed(now):
             self._ask_to_leave(id)
 
@@ -689,7 +657,7 @@ class RouterCore:
             is_begun = ticket.is_sent or ticket.is_lost or ticket.has_token or ticket.prefilled_by is not None
             if not is_begun:
                 self._refuse(ticket, refusals.draining(), now)
-        self._hand_over(now)
+        self._leases.hand_over(now)
 
     def stats(self) -> RouterStats:
         return RouterStats(
@@ -697,7 +665,7 @@ class RouterCore:
             waiting_prompt_tokens=sum(model.prompt_tokens for model in self._queues.models.values()),
             leases={state.id: state.leases for state in self.endpoints.values()},
             health={state.id: state.health for state in self.endpoints.values()},
-            admissions_total=self._admissions_total,
+            admissions_total=self._leases.granted_total,
             retries_total=self._retries_total,
             rejections_total=dict(self._refusals.totals),
             continuing=sum(len(model.continued) for model in self._queues.models.values()),
@@ -708,125 +676,7 @@ class RouterCore:
             pairs_total=dict(self._disaggregation.outcomes_total),
         )
 
-    # --- methods for leases ---
-
-    def _grant(self, ticket: Ticket, now: float) -> bool:
-        """Grant a lease to a ticket if an endpoint has a free slot, and return True if the lease was granted. The
-        ticket must not be in any queue.
-        """
-        before = ticket.endpoint
-        if not self._give(ticket, now):
-            return False
-        if ticket.has_token:
-            self._continuations.note(ticket, now)
-            self._fleet.note_moved(before, ticket)
-        ticket.leased_at = now
-        ticket.move(TicketState.LEASED)
-        self._queues.of(ticket).drain_rate.note_begin(now)
-        self._admissions_total += 1
-        return True
-
-    def _grant_next(self, ticket: Ticket, now: float) -> bool:
-        """Grant a second lease to a stream that has to leave its endpoint, if another endpoint has a free slot. Return
-        True if the lease was granted.
-        """
-        in_hand = ticket.exchange(Lease(at=now))
-        accepts_requests = self._give(ticket, now)
-        lease = ticket.exchange(in_hand)
-        if accepts_requests:
-            ticket.next_lease = lease
-            self._moving.note_leased(ticket)
-            self._admissions_total += 1
-        return accepts_requests
-
-    def _give(self, ticket: Ticket, now: float) -> bool:
-        """Grant a lease at an endpoint that has a free slot. Return False if no endpoint has a free slot. The caller
-        changes the ticket's state.
-        """
-        if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
-            return False
-        return self._fleet.give(ticket, now)
-
-    def _use_next_lease(self, ticket: Ticket, lease: Lease) -> None:
-        """Make the next lease the current lease, after the old lease was released."""
-        before = ticket.exchange(lease).endpoint
-        self._fleet.note_moved(before, ticket)
-        ticket.is_answered, ticket.stage = False, None
-        if ticket.state is not TicketState.LEASED:
-            ticket.move(TicketState.LEASED)
-
-    def _drop_next_lease(self, ticket: Ticket) -> None:
-        """Release the ticket's next lease, if the ticket has one."""
-        if ticket.next_lease is None:
-            return
-        in_hand = ticket.exchange(ticket.next_lease)
-        ticket.next_lease = None
-        self._fleet.end_lease(ticket)
-        self._fleet.end_probe(ticket)
-        self._fleet.end_flight(ticket)
-        ticket.exchange(in_hand)
-
-    def _hand_over(self, now: float) -> None:
-        """Grant free slots to waiting requests, in the order of their queues."""
-        for name, model in self._queues.models.items():
-            if model.has_waiting:
-                self._disaggregation.undo_impossible_splits(name, model)
-                while self._serve_one(model, now):
-                    pass
-
-    def _serve_one(self, model: ModelQueues, now: float) -> bool:
-        """Grant a lease to the first request that can get a lease. Return False if no request can get a lease.
-
-        The caller calls this again after each grant: if a request moves from prefill to decode, another prompt may
-        start.
-        """
-        newcomers = model.heads()
-        for ticket, queue in self._in_turn(model, newcomers, now):
-            if ticket.is_moving:
-                if not self._grant_next(ticket, now):
-                    continue
-                model.note_stream(are_newcomers_waiting=bool(newcomers))
-                self._on_move(ticket)
-                return True
-            if self._grant(ticket, now):
-                if queue is None:
-                    model.continued.remove(ticket)
-                    model.note_stream(are_newcomers_waiting=bool(newcomers))
-                elif ticket in queue.again:
-                    queue.again.remove(ticket)
-                    model.note_stream(are_newcomers_waiting=bool(newcomers))
-                else:
-                    queue.newcomers.take()
-                    model.streams_in_a_row = 0
-                self._on_change(ticket)
-                return True
-        return False
-
-    def _in_turn(
-        self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
-    ) -> list[tuple[Ticket, Queue | None]]:
-        """List the requests that may get the next lease, in the order in which they are tried. A stream has None
-        instead of a queue.
-
-        Within a priority, the list begins with requests and streams that wait again, in the order in which they began
-        to wait. These requests lost their endpoints, or their prompts were computed for another endpoint. Streams that
-        have to move follow, and newcomers are last. After several grants in a row to requests that are not newcomers, a
-        newcomer is first.
-        """
-        again = model.waiting_again()
-        continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []
-        moving = model.moving.heads() if model.moving and self._moving.has_room else []
-        if not continued and not moving and not again:
-            return [(ticket, queue) for queue, ticket in newcomers]
-        newcomers_class = 0 if model.streams_in_a_row >= self.settings.continuations_in_a_row_max else 3
-        turns: list[tuple[tuple[int, int, int], Ticket, Queue | None]] = []
-        turns += [((ticket.request.priority, 1, ticket.again_index), ticket, queue) for queue, ticket in again]
-        turns += [((ticket.request.priority, 1, ticket.again_index), ticket, None) for ticket in continued]
-        turns += [((ticket.request.priority, 2, ticket.again_index), ticket, None) for ticket in moving]
-        turns += [
-            ((ticket.request.priority, newcomers_class, ticket.index), ticket, queue) for queue, ticket in newcomers
-        ]
-        return [(ticket, queue) for _, ticket, queue in sorted(turns, key=lambda turn: turn[0])]
+    # --- methods for the state of requests ---
 
     def _ask_to_leave(self, id: EndpointId) -> None:
         """Ask all requests to leave an endpoint that is being emptied and whose deadline has passed."""
@@ -839,22 +689,6 @@ class RouterCore:
     def _note_gone(self, id: EndpointId) -> None:
         self._moving.end(id)
         self._on_gone(id)
-
-    def _release(self, ticket: Ticket, now: float) -> None:
-        """Release the ticket's queue position or leases."""
-        if ticket.state is TicketState.WAITING:
-            self._queues.leave(ticket)
-            return
-        self._moving.leave(ticket)
-        self._drop_next_lease(ticket)
-        if ticket.state is TicketState.LEASED:
-            self._fleet.end_lease(ticket)
-            self._fleet.end_probe(ticket)
-        is_idle = self._fleet.end_flight(ticket)
-        drain_rate = self._queues.of(ticket).drain_rate
-        drain_rate.note(now)
-        if is_idle:
-            drain_rate.note_idle(now)
 
     def _wait_again(self, ticket: Ticket) -> None:
         """Queue a ticket again that has left its endpoint and released its leases."""
@@ -948,7 +782,7 @@ class RouterCore:
         self._end_wait(ticket, self._refusals.counted(refusal), now)
 
     def _end_wait(self, ticket: Ticket, refusal: TrioserveError, now: float) -> None:
-        self._release(ticket, now)
+        self._leases.release(ticket, now)
         ticket.refusal = refusal
         self._end(ticket)
         self._on_change(ticket)

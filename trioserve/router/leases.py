@@ -1,0 +1,214 @@
+"""Grants free slots of endpoints to waiting requests, and releases leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trioserve.contracts.endpoint import Stage
+from trioserve.router.continuation import Continuations
+from trioserve.router.disaggregation import Disaggregation
+from trioserve.router.endpoints import Endpoints
+from trioserve.router.moving import Moving
+from trioserve.router.queues import ModelQueues, Queue, Queues
+from trioserve.router.settings import RouterSettings
+from trioserve.router.ticket import Lease, Ticket, TicketState
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """The leases of all requests, and the order in which waiting requests get them.
+
+    Args:
+        settings: limits.
+        fleet: all endpoints.
+        queues: the queues of all models.
+        continuations: streams that resume at another endpoint.
+        moving: streams that move away from an endpoint that is being emptied.
+        disaggregation: requests that are split into two stages.
+        on_change: called when a waiting ticket gets a lease.
+        on_move: called when a stream gets its next lease, at the endpoint to which it has to move.
+
+    Attributes:
+        granted_total: leases that were granted.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        fleet: Endpoints,
+        queues: Queues,
+        continuations: Continuations,
+        moving: Moving,
+        disaggregation: Disaggregation,
+        *,
+        on_change: Callable[[Ticket], None],
+        on_move: Callable[[Ticket], None],
+    ) -> None:
+        self.granted_total = 0
+        self._settings = settings
+        self._fleet = fleet
+        self._queues = queues
+        self._continuations = continuations
+        self._moving = moving
+        self._disaggregation = disaggregation
+        self._on_change = on_change
+        self._on_move = on_move
+
+    def grant(self, ticket: Ticket, now: float) -> bool:
+        """Grant a lease to a ticket if an endpoint has a free slot.
+
+        Args:
+            ticket: the request. It must not be in any queue.
+            now: time in seconds.
+
+        Returns:
+            True if the lease was granted.
+        """
+        before = ticket.endpoint
+        if not self._give(ticket, now):
+            return False
+        if ticket.has_token:
+            self._continuations.note(ticket, now)
+            self._fleet.note_moved(before, ticket)
+        ticket.leased_at = now
+        ticket.move(TicketState.LEASED)
+        self._queues.of(ticket).drain_rate.note_begin(now)
+        self.granted_total += 1
+        return True
+
+    def hand_over(self, now: float) -> None:
+        """Grant free slots to waiting requests, in the order of their queues.
+
+        Args:
+            now: time in seconds.
+        """
+        for name, model in self._queues.models.items():
+            if model.has_waiting:
+                self._disaggregation.undo_impossible_splits(name, model)
+                while self._serve_one(model, now):
+                    pass
+
+    def use_next(self, ticket: Ticket, lease: Lease) -> None:
+        """Make the next lease the current lease, after the old lease was released.
+
+        Args:
+            ticket: the stream's request.
+            lease: the next lease, which the ticket no longer has.
+        """
+        before = ticket.exchange(lease).endpoint
+        self._fleet.note_moved(before, ticket)
+        ticket.is_answered, ticket.stage = False, None
+        if ticket.state is not TicketState.LEASED:
+            ticket.move(TicketState.LEASED)
+
+    def drop_next(self, ticket: Ticket) -> None:
+        """Release the ticket's next lease, if the ticket has one.
+
+        Args:
+            ticket: the stream's request.
+        """
+        if ticket.next_lease is None:
+            return
+        in_hand = ticket.exchange(ticket.next_lease)
+        ticket.next_lease = None
+        self._fleet.end_lease(ticket)
+        self._fleet.end_probe(ticket)
+        self._fleet.end_flight(ticket)
+        ticket.exchange(in_hand)
+
+    def release(self, ticket: Ticket, now: float) -> None:
+        """Release the ticket's queue position or leases.
+
+        Args:
+            ticket: the request.
+            now: time in seconds.
+        """
+        if ticket.state is TicketState.WAITING:
+            self._queues.leave(ticket)
+            return
+        self._moving.leave(ticket)
+        self.drop_next(ticket)
+        if ticket.state is TicketState.LEASED:
+            self._fleet.end_lease(ticket)
+            self._fleet.end_probe(ticket)
+        is_idle = self._fleet.end_flight(ticket)
+        drain_rate = self._queues.of(ticket).drain_rate
+        drain_rate.note(now)
+        if is_idle:
+            drain_rate.note_idle(now)
+
+    def _grant_next(self, ticket: Ticket, now: float) -> bool:
+        """Grant a second lease to a stream that has to leave its endpoint, if another endpoint has a free slot. Return
+        True if the lease was granted.
+        """
+        in_hand = ticket.exchange(Lease(at=now))
+        accepts_requests = self._give(ticket, now)
+        lease = ticket.exchange(in_hand)
+        if accepts_requests:
+            ticket.next_lease = lease
+            self._moving.note_leased(ticket)
+            self.granted_total += 1
+        return accepts_requests
+
+    def _give(self, ticket: Ticket, now: float) -> bool:
+        """Grant a lease at an endpoint that has a free slot. Return False if no endpoint has a free slot. The caller
+        changes the ticket's state.
+        """
+        if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
+            return False
+        return self._fleet.give(ticket, now)
+
+    def _serve_one(self, model: ModelQueues, now: float) -> bool:
+        """Grant a lease to the first request that can get a lease. Return False if no request can get a lease.
+
+        The caller calls this again after each grant: if a request moves from prefill to decode, another prompt may
+        start.
+        """
+        newcomers = model.heads()
+        for ticket, queue in self._in_turn(model, newcomers, now):
+            if ticket.is_moving:
+                if not self._grant_next(ticket, now):
+                    continue
+                model.note_stream(are_newcomers_waiting=bool(newcomers))
+                self._on_move(ticket)
+                return True
+            if self.grant(ticket, now):
+                if queue is None:
+                    model.continued.remove(ticket)
+                    model.note_stream(are_newcomers_waiting=bool(newcomers))
+                elif ticket in queue.again:
+                    queue.again.remove(ticket)
+                    model.note_stream(are_newcomers_waiting=bool(newcomers))
+                else:
+                    queue.newcomers.take()
+                    model.streams_in_a_row = 0
+                self._on_change(ticket)
+                return True
+        return False
+
+    def _in_turn(
+        self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
+    ) -> list[tuple[Ticket, Queue | None]]:
+        """List the requests that may get the next lease, in the order in which they are tried. A stream has None
+        instead of a queue.
+
+        Within a priority, the list begins with requests and streams that wait again, in the order in which they began
+        to wait. These requests lost their endpoints, or their prompts were computed for another endpoint. Streams that
+        have to move follow, and newcomers are last. After several grants in a row to requests that are not newcomers, a
+        newcomer is first.
+        """
+        again = model.waiting_again()
+        continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []
+        moving = model.moving.heads() if model.moving and self._moving.has_room else []
+        if not continued and not moving and not again:
+            return [(ticket, queue) for queue, ticket in newcomers]
+        newcomers_class = 0 if model.streams_in_a_row >= self._settings.continuations_in_a_row_max else 3
+        turns: list[tuple[tuple[int, int, int], Ticket, Queue | None]] = []
+        turns += [((ticket.request.priority, 1, ticket.again_index), ticket, queue) for queue, ticket in again]
+        turns += [((ticket.request.priority, 1, ticket.again_index), ticket, None) for ticket in continued]
+        turns += [((ticket.request.priority, 2, ticket.again_index), ticket, None) for ticket in moving]
+        turns += [
+            ((ticket.request.priority, newcomers_class, ticket.index), ticket, queue) for queue, ticket in newcomers
+        ]
+        return [(ticket, queue) for _, ticket, queue in sorted(turns, key=lambda turn: turn[0])]
