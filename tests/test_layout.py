@@ -616,7 +616,7 @@ BLOCKING = {
     "ray_engines.py": "closed at once",
     "http/listener.py": "a Unix socket of this machine",
 }
-"""Files that connect without Trio, and why no caller waits for ever there."""
+"""Files that connect without Trio, and why no caller waits forever there."""
 CONNECTS = {"open_tcp_stream", "open_ssl_over_tcp_stream", "create_connection", "open_connection", "urlopen"}
 SOCKETS = ("asking", "connection", "probe", "sock", "socket", "self._socket")
 TAKES_TIMEOUT = {"create_connection": 2, "urlopen": 3, "open": 3}
@@ -641,7 +641,7 @@ def test_every_tcp_connection_breaks_when_its_other_end_vanishes():
                 found.setdefault(name, set()).add(function.attr)
                 least = TAKES_TIMEOUT.get(function.attr)
                 is_bounded = least is None or len(call.args) >= least or any(k.arg == "timeout" for k in call.keywords)
-                assert is_bounded, f"{name}:{call.lineno}: {function.attr} may wait for ever: give it a timeout"
+                assert is_bounded, f"{name}:{call.lineno}: {function.attr} may wait forever: give it a timeout"
     assert found.pop(WAY_OUT) == {"open_tcp_stream"}
     strangers = sorted(set(found) - set(BLOCKING))
     assert not strangers, f"{strangers} open connections by themselves: use connect_tcp of trio_tools/tcp_stream.py"

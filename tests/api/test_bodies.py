@@ -87,7 +87,7 @@ async def test_deep_nesting_is_never_a_server_fault(api: Any, body: bytes, brack
             assert exchange.status == 400
 
 
-async def test_messages_hold_a_bounded_number_of_values(api: Any) -> None:
+async def test_number_of_values_in_messages_is_bounded(api: Any) -> None:
     part = {"type": "text", "text": ""}
     for count, status in ((30_000, 200), (40_000, 400)):
         messages = [{"role": "user", "content": [part] * count}]

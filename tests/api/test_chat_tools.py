@@ -201,8 +201,8 @@ async def test_logprobs_and_token_ids_work_with_calls(make_api: Any) -> None:
         assert streamed == whole["token_ids"]
 
 
-async def test_tools_are_part_of_the_prompt_and_tokenize_counts_the_same(make_api: Any) -> None:
-    """The byte tokenizer's chat template does not write tools, as many templates do not."""
+async def test_tools_are_part_of_the_prompt_and_of_the_token_count(make_api: Any) -> None:
+    """The chat template of the byte tokenizer does not show tools, so the server adds them to the prompt."""
     async with opened(make_api, "Hello!") as (api, _):
         chat = (await ask(api)).json()["usage"]["prompt_tokens"]
         assert (await ask(api, tool_choice="none")).json()["usage"]["prompt_tokens"] < chat

@@ -196,7 +196,7 @@ async def test_only_the_admin_replaces_weights(autojump_clock, path: str):
                 assert await response.head() == status, key
 
 
-async def test_a_trainer_sends_weights_in_a_group(autojump_clock):
+async def test_trainer_can_send_new_weights_through_a_process_group(autojump_clock):
     async with open_memory_server() as server:
         group = {"master_address": "127.0.0.1", "master_port": 29600, "rank_offset": 1, "world_size": 2}
         for wrong, param in (({"backend": "nccl"}, "backend"), ({"master_port": "here"}, "master_port")):

@@ -23,13 +23,13 @@ class TestNone(ConnectorConformance):
     def factory(setup: ConnectorSetup) -> NoConnector:
         return NoConnector()
 
-    test_an_option_that_it_does_not_know_is_refused = None  # This connector accepts no options.
+    test_unknown_option_of_a_connector_is_refused = None  # This connector accepts no options.
 
 
 @pytest.mark.parametrize("suite", [TestLoopback, TestNone])
 def test_connector_that_only_sees_aborts_ends_each_request(suite):
     """S06: the connector learns of the end of every request, also of requests that never ran."""
-    suite().test_one_that_only_ever_sees_aborts()
+    suite().test_connector_accepts_the_end_of_requests_that_it_never_saw()
 
 
 # --- connectors that violate a rule ---
@@ -214,28 +214,28 @@ def failures_of(factory) -> dict[str, Exception]:
 
 
 BROKEN = {
-    ReleasesTooEarly: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
-    ReleasesNever: "test_a_send_ends_once_when_it_has_been_read",
-    BelievesWhatItReads: "test_a_hold_that_expires_at_any_moment_brings_no_foreign_bytes",
-    IgnoresTheEndOfASend: "test_what_is_not_held_any_more_fails_the_load",
-    TalksOfASendThatExpired: "test_nothing_is_said_of_a_hold_that_expired",
-    TalksOfALoadThatExpired: "test_a_load_that_expired_writes_nothing_and_says_nothing_at_any_moment",
-    WritesOn: "test_an_abandoned_load_ends_once_at_any_moment",
-    WritesAfterTheEnd: "test_a_load_that_expired_some_time_after_it_was_abandoned",
-    AbandonsInSilence: "test_an_abandoned_load_ends_once_at_any_moment",
-    AbandonsTwice: "test_an_abandoned_load_ends_once_at_any_moment",
-    WritesWholeBlocks: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
-    ReadsFromTheFirstBlock: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
-    WakesNobody: "test_a_send_ends_once_when_it_has_been_read",
-    TellsTwice: "test_a_send_ends_once_when_it_has_been_read",
-    IgnoresAborts: "test_an_abort_after_the_end_releases_once",
-    MatchesWithAPromise: "test_asking_what_matches_changes_nothing",
-    AssertsOnAborts: "test_one_that_only_ever_sees_aborts",
-    WaitsForSomebodyWhoIsGone: "test_a_sender_that_is_gone_fails_the_load_in_time",
-    LooksAtNoLayout: "test_another_model_is_refused",
-    LoadsMoreThanAsked: "test_a_load_brings_what_was_held_and_writes_nowhere_else",
-    LeavesATask: "test_progress_is_told_once",
-    TakesAnyOption: "test_an_option_that_it_does_not_know_is_refused",
+    ReleasesTooEarly: "test_load_writes_the_held_kv_and_no_other_block",
+    ReleasesNever: "test_send_ends_once_after_it_was_read",
+    BelievesWhatItReads: "test_hold_that_expires_at_any_moment_transfers_no_bytes_of_other_requests",
+    IgnoresTheEndOfASend: "test_load_of_blocks_that_are_no_longer_held_fails",
+    TalksOfASendThatExpired: "test_connector_reports_nothing_about_an_expired_hold",
+    TalksOfALoadThatExpired: "test_load_that_expires_at_any_moment_writes_and_reports_nothing_afterwards",
+    WritesOn: "test_load_that_is_abandoned_at_any_moment_ends_once",
+    WritesAfterTheEnd: "test_load_that_expires_after_it_was_abandoned_writes_nothing_afterwards",
+    AbandonsInSilence: "test_load_that_is_abandoned_at_any_moment_ends_once",
+    AbandonsTwice: "test_load_that_is_abandoned_at_any_moment_ends_once",
+    WritesWholeBlocks: "test_load_writes_the_held_kv_and_no_other_block",
+    ReadsFromTheFirstBlock: "test_load_writes_the_held_kv_and_no_other_block",
+    WakesNobody: "test_send_ends_once_after_it_was_read",
+    TellsTwice: "test_send_ends_once_after_it_was_read",
+    IgnoresAborts: "test_abort_after_the_end_of_a_request_releases_its_blocks_once",
+    MatchesWithAPromise: "test_matching_a_prompt_has_no_effect",
+    AssertsOnAborts: "test_connector_accepts_the_end_of_requests_that_it_never_saw",
+    WaitsForSomebodyWhoIsGone: "test_load_from_a_sender_that_has_ended_fails_in_time",
+    LooksAtNoLayout: "test_kv_of_another_model_is_refused",
+    LoadsMoreThanAsked: "test_load_writes_the_held_kv_and_no_other_block",
+    LeavesATask: "test_progress_returns_each_event_once",
+    TakesAnyOption: "test_unknown_option_of_a_connector_is_refused",
 }
 
 

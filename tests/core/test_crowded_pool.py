@@ -25,7 +25,7 @@ arrivals = st.lists(
 @pytest.mark.parametrize("caching", [True, False])
 @given(crowd=arrivals, block_count=st.integers(11, 14), seats=st.integers(2, 5), more_step_tokens=st.integers(0, 6))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_request_gets_its_response(drive, caching, crowd, block_count, seats, more_step_tokens):
+def test_every_request_in_a_crowded_pool_gets_its_response(drive, caching, crowd, block_count, seats, more_step_tokens):
     driver = drive(
         block_count=block_count,
         block_size=BLOCK_SIZE,

@@ -25,7 +25,7 @@ COLUMN_PIXELS = 838  # Width of the column of a page. A wider drawing is scaled 
 FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
-    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # Container engines and uvx define the flags.
+    *{"--env", "--from", "--shm-size", "--stop-timeout"},  # These flags belong to container engines and uvx.
     "--hook-type",  # This flag belongs to pre-commit.
 }
 

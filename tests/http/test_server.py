@@ -175,7 +175,7 @@ async def test_drain_ends_idle_connections_at_once(autojump_clock, front):
     assert the_front.connection_count == 0
 
 
-async def test_drain_closes_http_1_1_after_the_running_response(autojump_clock, front):
+async def test_drain_closes_an_http1_connection_after_its_running_response(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = the_front.h11()

@@ -88,7 +88,7 @@ def theirs(path: Path, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "ModernBertModel"])
 @pytest.mark.parametrize("method", ["mean", "cls", "last"])
-def test_vectors_of_texts_of_any_length_equal_transformers(kind: str, method: Any, encoders: Any) -> None:
+def test_vectors_of_texts_of_any_length_equal_those_of_transformers(kind: str, method: Any, encoders: Any) -> None:
     path = encoders(kind)
     texts = texts_of()
     pooling = msgspec.structs.replace(MEAN, method=method)
@@ -115,7 +115,7 @@ def test_vectors_of_texts_of_any_length_equal_transformers(kind: str, method: An
         ("ModernBertModel", {"global_rope_theta": 500.0, "local_rope_theta": 50.0, "global_attn_every_n_layers": 2}),
     ],
 )
-def test_layers_with_local_attention_equal_transformers(kind: str, changes: Any, encoders: Any) -> None:
+def test_layers_with_local_attention_equal_those_of_transformers(kind: str, changes: Any, encoders: Any) -> None:
     path = encoders(kind, **changes)
     texts = texts_of((*LENGTHS, 700, 523) if "max_position_embeddings" in changes else LENGTHS)
     result = run(load(path), {name: (tokens, MEAN) for name, tokens in texts.items()})
@@ -148,7 +148,7 @@ def test_config_in_older_format_is_read_equally(distance: int, encoders: Any, tm
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu"])
-def test_further_activations_equal_transformers(activation: str, encoders: Any) -> None:
+def test_other_activations_of_encoders_equal_those_of_transformers(activation: str, encoders: Any) -> None:
     path = encoders("BertModel", hidden_act=activation)
     result = run(load(path), {"t": (texts_of()["t2"], MEAN)})
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_further_activations_equal_transformers(activation: str, encoders: Any) 
         ("ModernBertForSequenceClassification", {"classifier_bias": True, "norm_bias": True}),
     ],
 )
-def test_scores_of_pairs_equal_transformers(kind: str, changes: Any, encoders: Any) -> None:
+def test_scores_of_pairs_equal_those_of_transformers(kind: str, changes: Any, encoders: Any) -> None:
     path = encoders(kind, **changes)
     has_types = kind.startswith("Bert")
     texts = texts_of((9, 20, 3))

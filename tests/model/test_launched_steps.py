@@ -304,7 +304,7 @@ def damaged_runner(path: Path) -> ModelRunner:
 def test_request_that_failed_in_the_previous_step_gets_no_second_error(
     bad: int, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """The second step ignores its row. Other requests are not affected."""
+    """The second step ignores the row of the failed request. Other requests are not affected."""
     path = tiny_checkpoint("llama")
     driver = step_driver.StepDriver(damaged_runner(path))
     add_prompts(driver, 2)

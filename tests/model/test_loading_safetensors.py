@@ -43,7 +43,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_tensors_of_all_families_equal_transformers(
+def test_tensors_of_all_families_equal_those_of_transformers(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tensors_of: Any
 ) -> None:
     import transformers

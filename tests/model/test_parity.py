@@ -164,7 +164,7 @@ def test_every_tiny_checkpoint_kind_is_compared(tiny_checkpoints: ModuleType) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_greedy_tokens_equal_transformers(
+def test_logits_and_greedy_tokens_equal_those_of_transformers(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint(kind)

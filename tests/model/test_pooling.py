@@ -114,7 +114,7 @@ def test_each_pooling_method_gives_its_defined_vector() -> None:
     assert pooled_vector(rows * np.nan, cls) is None
 
 
-def test_label_probabilities_equal_transformers(
+def test_label_probabilities_equal_those_of_transformers(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -129,7 +129,7 @@ def chat(*files: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, image_size", [("idefics3", 32), ("smolvlm", 32), ("smolvlm", 48)])
-def test_images_prompts_and_tokens_equal_transformers(
+def test_images_prompts_and_tokens_equal_those_of_transformers(
     kind: str,
     image_size: int,
     cpu_kernels: str,

@@ -55,7 +55,7 @@ def seeing(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "options", [{}, {"overlap_steps": True}, {"tensor_parallel_size": 2, "threads": 2}], ids=["", "overlap", "ranks"]
 )
-async def test_response_equals_transformers(
+async def test_response_about_an_image_equals_that_of_transformers(
     options: dict[str, Any], cpu_kernels: str, seeing: Path, tiny_vision: ModuleType
 ) -> None:
     file = tiny_vision.image_file(60, 33)

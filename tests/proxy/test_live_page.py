@@ -84,7 +84,7 @@ async def test_reader_is_notified_when_the_router_drains(mock_clock):
         await router.assert_all_free()
 
 
-async def test_page_at_both_paths_shows_a_key_only_its_own_requests(mock_clock):
+async def test_live_page_of_a_router_shows_a_key_only_its_own_requests(mock_clock):
     async with (
         open_memory_server(paused=True) as server,
         open_memory_router({"a": to(server)}, api_keys=("x", "y"), admin_api_key="boss") as router,

@@ -87,7 +87,7 @@ def cut_short(path: Path) -> None:
     ],
     ids=str,
 )
-async def test_replaced_weights_compute_like_loaded_ones(
+async def test_replaced_weights_give_the_same_output_as_loaded_weights(
     kind: str, shape: tuple[int, int], options: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model(kind)

@@ -381,7 +381,7 @@ def test_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
     assert router.core.next_tick(router.now) == math.inf or router.core.stats().continuing == 0
 
 
-def test_no_trial_if_the_endpoints_report_their_failure_themselves(make_router):
+def test_stream_is_not_put_on_trial_if_its_endpoints_report_their_failure(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)
@@ -391,7 +391,7 @@ def test_no_trial_if_the_endpoints_report_their_failure_themselves(make_router):
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_trial_continues_if_one_endpoint_did_not_report_its_failure_itself(make_router):
+def test_stream_stays_on_trial_if_one_endpoint_did_not_report_its_failure_itself(make_router):
     router, ticket = on_trial(make_router, is_certain=True)
     report_well(router, "b", "b")
     assert ticket.state is TicketState.WAITING
@@ -399,7 +399,7 @@ def test_trial_continues_if_one_endpoint_did_not_report_its_failure_itself(make_
     assert ticket.state is TicketState.LEASED
 
 
-def test_no_trial_if_endpoints_report_no_clock(make_router):
+def test_stream_is_not_put_on_trial_if_its_endpoints_report_no_clock(make_router):
     _router, ticket = on_trial(make_router, clocks="--c")
     assert isinstance(ticket.refusal, RequestPoisoned)
 

@@ -192,7 +192,7 @@ class Turns:
                     self.held.remove(name)
 
 
-async def test_no_owner_uses_all_children_and_owners_take_turns() -> None:
+async def test_no_owner_uses_all_child_processes_and_owners_take_turns() -> None:
     with pool_of(3) as pool:
         async with trio.open_nursery() as nursery:
             turns = Turns(pool, nursery)

@@ -478,7 +478,8 @@ class Dispatch:
 
     def _wake_admission(self, ticket: Ticket) -> None:
         admission = self._admissions.get(ticket.index)
-        if admission is not None:  # It is None while the request enters, because `begin` reads the ticket itself.
+        # This field is None while the request enters, because `begin` reads the ticket itself.
+        if admission is not None:
             admission.wake()
 
 

@@ -39,9 +39,10 @@ __all__ = [
 # A text of this size takes less than 100 ms with the slowest known tokenizer, and fills most contexts.
 SHORT_CHARACTERS_MAX = 65_536
 LONG_CHARACTERS_MAX = 1_048_576  # A text of this size takes about a second. Only books are longer.
-ASIDE_JOBS_MAX = 16  # Highest number of jobs aside that run or wait. Each job keeps its text in memory.
-ASIDE_JOBS_OF_ONE_MAX = 4  # Highest number of jobs aside of one owner, so that other owners can have jobs, too.
-# Limit on the characters of all jobs aside, about ten seconds of work. A single job may be longer.
+ASIDE_JOBS_MAX = 16  # Highest number of jobs beside requests that run or wait. Each job keeps its text in memory.
+# Highest number of jobs outside of requests of one owner, so that other owners can have such jobs, too.
+ASIDE_JOBS_OF_ONE_MAX = 4
+# Limit on the characters of all jobs beside requests, about ten seconds of work. A single job may be longer.
 ASIDE_CHARACTERS_MAX = 8_388_608
 CHARACTERS_PER_SECOND = 800_000  # Speed of a slow tokenizer, from which retry times are computed.
 TEXT_QUEUE_FULL = "text_queue_full"

@@ -69,7 +69,7 @@ class PageGate:
 
         Args:
             exchange: the request.
-            is_open: True: anybody may read this path, so a link on another site may lead to it.
+            is_open: True if everyone may read this path, so a link on another site may lead to it.
             is_operators: True: the path operates the server. Among pages of other sites, only pages of explicitly named
                 origins may use such a path. "*" does not count.
 

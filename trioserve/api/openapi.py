@@ -137,7 +137,7 @@ def _responses(described: Operation[Any]) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _ref(described.response)}}
     if described.event is not None:
-        # The key is not `schema`, because some tools apply `schema` to the whole body, and some to one event.
+        # The key is not `schema`, because some tools apply `schema` to the whole body, and other tools to one event.
         content["text/event-stream"] = {
             "x-description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
             'The last one is "data: [DONE]", or, if the response could not be completed, an Error. Lines that begin '

@@ -45,7 +45,7 @@ class ReplacementState(enum.Enum):
 
     CHECKED = "checked"  # The new weights were checked, and the old weights are unchanged.
     BEGUN = "begun"  # A failure in this state leaves a mixture of old and new weights.
-    WHOLE = "whole"  # All new weights are in place.
+    WHOLE = "whole"  # All new weights are written.
     GONE = "gone"  # The executor has ended, so its weights are lost.
 
 

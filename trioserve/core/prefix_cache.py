@@ -223,7 +223,9 @@ class PrefixCache:
         return {entry.content for entry in self._by_hash.values()}
 
     def check(self) -> None:
-        """Assert that the two maps agree. The cost is O(blocks), so only tests and simulations call this."""
+        """Assert that the maps of hashes and of blocks agree. The cost is O(blocks), so only tests and simulations call
+        this.
+        """
         assert len(self._by_hash) == len(self._hash_of)
         for block_hash, entry in self._by_hash.items():
             assert entry.block is not None

@@ -130,7 +130,7 @@ class _SentReplacement:
                 )
                 await self._compute.run(self._weights.put, name, values)
         finally:
-            # Leave the group, because nobody knows which tensor the trainer sends next.
+            # Leave the group, because it is unknown which tensor the trainer sends next.
             if self.state is not ReplacementState.WHOLE:
                 self._groups.forget(self._group_name)
 

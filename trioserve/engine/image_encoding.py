@@ -77,7 +77,7 @@ class ImageEncoding:
             await granted.wait()
         for image in {one.image.digest: one.image for one in request.images}.values():
             await self._have_encoded(image, output_name(image.digest, request.cache_salt), request.tenant)
-        if request.output_claim is claim:  # If the claim is another one, the request was ended meanwhile.
+        if request.output_claim is claim:  # If the image has another claim now, the request was ended meanwhile.
             request.given = tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
             request.forget_files()
 

@@ -187,7 +187,7 @@ class MaskRows:
         address = self.address + row * row_bytes
         try:
             guide.fill_masks(address, self.words_per_row, draft)
-        # This includes a panic of the library. Without a filled mask, the sampler would wait for ever.
+        # This includes a panic of the library. Without a filled mask, the sampler would wait forever.
         except BaseException:
             # Only this request fails, because its mask allows no token.
             logger.exception("a mask could not be filled")

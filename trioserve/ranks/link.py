@@ -36,7 +36,7 @@ class Connection(Protocol):
 
     @property
     def peer_host(self) -> str:
-        """Address of the machine of a rank that connected from elsewhere."""
+        """Address of the machine of a rank that connected from another machine."""
         ...
 
     async def wait_readable(self) -> None: ...
@@ -189,7 +189,7 @@ class RankLink:
         self.rank = rank
         self.process = process
         self.host = connection.peer_host
-        """Address of the machine of a rank that connected from elsewhere."""
+        """Address of the machine of a rank that connected from another machine."""
         self._connection = connection
         self._on_report, self._on_end = on_report, on_end
         self._unsent = bytearray()

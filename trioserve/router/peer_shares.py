@@ -31,7 +31,7 @@ def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max
     All routers get an equal number of leases. If leases remain, the routers that rank first in rendezvous hashing for
     this endpoint get one more lease each (Thaler and Ravishankar, 1998). So the remainders are spread evenly over many
     endpoints. The shares add up to `leases_max`. If there are more routers than leases, each router still has one
-    lease, because a router without a lease would keep its clients waiting for ever. So an endpoint gets at most
+    lease, because a router without a lease would keep its clients waiting forever. So an endpoint gets at most
     max(leases_max, routers) sequences if all routers know the same names. If the endpoint has fewer slots, the
     remaining sequences wait inside the endpoint. If a router ends, no other share becomes smaller.
 

@@ -1,4 +1,4 @@
-"""Bounds of schemas and grammars, so that compiling one takes at most a second, and a mask some milliseconds.
+"""Bounds of schemas and grammars, so that compiling takes at most a second, and filling a mask some milliseconds.
 
 The library has its own bounds for most costs (grammar_compiler.LIMITS). The bounds here cover costs that the library
 does not limit, or limits too late. The bounds were found by experiment. Intersections of patterns take cubic time.

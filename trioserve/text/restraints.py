@@ -87,7 +87,7 @@ def with_tool_choice(
         sampling: Sampling parameters of the request.
         families: Formats in which the model writes reasoning and calls.
         tokenizer: Tokenizer of the model.
-        tool_choice: Value in OpenAI's shape, or None.
+        tool_choice: Value in OpenAI's format, or None.
         strict: Value for all functions, or None to use the value of each function.
 
     Returns:

@@ -63,7 +63,7 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
     """Check the tools of a request and return them unchanged. Returns None if there are none.
 
     Args:
-        tools: Tools in OpenAI's shape, or None.
+        tools: Tools in OpenAI's format, or None.
 
     Raises:
         InvalidRequest: A tool is not valid. `param` is the path of the field.

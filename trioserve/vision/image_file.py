@@ -155,7 +155,7 @@ def _rgb(image: Image) -> Image:
 
 ImageKind = Literal["png", "jpeg", "webp"]
 IMAGE_FORMATS: tuple[ImageKind, ...] = ("png", "jpeg", "webp")
-# The zlib level, from 0 to 9. It is twice as fast as Pillow's default of 6, and makes photographs 2 % larger.
+# The zlib level, from 0 to 9. This level is twice as fast as Pillow's default of 6, and makes photographs 2 % larger.
 PNG_COMPRESSION = 4
 
 

@@ -53,7 +53,7 @@ def test_grouped_product_equals_products_of_the_groups(
         torch.testing.assert_close(got[:rows].double(), wanted[:rows], atol=tolerance, rtol=tolerance)
 
 
-def test_row_of_a_grouped_product_has_the_bits_it_has_alone(
+def test_row_of_a_grouped_product_has_the_same_bits_alone(
     product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str
 ) -> None:
     counts = (2, ROW_BLOCK + 3, 0, 1)

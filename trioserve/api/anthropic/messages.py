@@ -366,7 +366,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         method="POST",
         path="/v1/messages",
         handler=create_message,
-        summary="Answer a conversation, in Anthropic's shape",
+        summary="Answer a conversation, in Anthropic's format",
         forwarding=Forwarding.BY_MODEL,
         description="Fields have the meaning of Anthropic's Messages API. Fields that are not listed here are ignored "
         "or refused. cache_control is ignored, because all prefixes are cached anyway.",
@@ -390,7 +390,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         method="POST",
         path="/v1/messages/count_tokens",
         handler=count_message_tokens,
-        summary="Count the tokens of a conversation, in Anthropic's shape",
+        summary="Count the tokens of a conversation, in Anthropic's format",
         forwarding=Forwarding.BY_MODEL,
         body=CountTokensBody,
         response=bodies.MessageTokens,

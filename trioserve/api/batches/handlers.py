@@ -1,4 +1,4 @@
-"""Handlers of /v1/batches in OpenAI's shape, and the descriptions of all operations on batches.
+"""Handlers of /v1/batches in OpenAI's format, and the descriptions of all operations on batches.
 
 Only the owner of a batch can find it.
 """
@@ -403,7 +403,7 @@ OPERATIONS: tuple[Operation[ServerContext], ...] = (
         method="POST",
         path="/v1/messages/batches",
         handler=create_message_batch,
-        summary="Send a batch of messages with the lowest priority, in Anthropic's shape",
+        summary="Send a batch of messages with the lowest priority, in Anthropic's format",
         forwarding=Forwarding.HOME,
         description="The params of each request are the body of a message. Otherwise as /v1/batches.",
         body=MessageBatchBody,

@@ -1,4 +1,4 @@
-"""Handlers of /v1/messages/batches, in Anthropic's shape.
+"""Handlers of /v1/messages/batches, in Anthropic's format.
 
 These handlers use the same batches as /v1/batches. The body of one HTTP request has all requests of a batch, and the
 results are sent as one stream of lines.

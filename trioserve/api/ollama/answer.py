@@ -1,4 +1,4 @@
-"""Responses in Ollama's shape: a stream of lines whose last line has counts and durations, or one object."""
+"""Responses in Ollama's format: a stream of lines whose last line has counts and durations, or one object."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def requested_model(context: RequestContext, requested: str | None) -> str:
 def model_card(
     name: str, *, made_at: int, identity: str, family: str | None = None, weight_bytes: int = 0
 ) -> dict[str, Any]:
-    """Return the description of a model in Ollama's shape.
+    """Return the description of a model in Ollama's format.
 
     Args:
         name: Name of the model.
@@ -190,7 +190,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         method="GET",
         path="/api/tags",
         handler=list_tags,
-        summary="List the models, in Ollama's shape",
+        summary="List the models, in Ollama's format",
         response=bodies.OllamaModels,
         error=bodies.OllamaError,
     ),
@@ -198,7 +198,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         method="GET",
         path="/api/ps",
         handler=list_running,
-        summary="List the loaded models, in Ollama's shape. All models are always loaded",
+        summary="List the loaded models, in Ollama's format. All models are always loaded",
         response=bodies.OllamaRunning,
         error=bodies.OllamaError,
     ),
@@ -206,7 +206,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         method="POST",
         path="/api/show",
         handler=show_model,
-        summary="Describe a model and its capabilities, in Ollama's shape",
+        summary="Describe a model and its capabilities, in Ollama's format",
         forwarding=Forwarding.BY_MODEL,
         body=OllamaShowBody,
         response=bodies.OllamaShown,

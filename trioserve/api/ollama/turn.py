@@ -44,7 +44,7 @@ def content_with_images(text: str, images: list[str] | None) -> str | list[dict[
 
 
 def chat_messages(messages: list[OllamaMessage], new_call_id: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Translate messages to OpenAI's chat shape.
+    """Translate messages to OpenAI's chat format.
 
     Args:
         messages: The messages.

@@ -62,7 +62,7 @@ def response_id(key: str) -> str:
     """Return the id of a response.
 
     Args:
-        key: Unique text that nobody can guess.
+        key: Unique text that cannot be guessed.
     """
     return f"resp_{key}"
 

@@ -87,7 +87,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         messages: Messages in the shape of OpenAI's chat API, checked with messages.check_messages. Tool calls are in
             "tool_calls", their results in messages of the role "tool".
         sampling: Sampling options.
-        tools: Tools in OpenAI's shape: {"type": "function", "function": {"name", "description", "parameters",
+        tools: Tools in OpenAI's format: {"type": "function", "function": {"name", "description", "parameters",
             "strict"}}. May include tools that tool_choice excludes.
         tool_choice: Tools that the model may or must call.
         parallel_tool_calls: True if the response may have more than one call.

@@ -1,4 +1,4 @@
-"""Checks of chat messages in OpenAI's shape: roles, contents, images, tool calls and tool results."""
+"""Checks of chat messages in OpenAI's format: roles, contents, images, tool calls and tool results."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Shelf(Generic[Key]):
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes_used = 0
-        self._sizes: OrderedDict[Key, int] = OrderedDict()  # The first key is evicted first.
+        self._sizes: OrderedDict[Key, int] = OrderedDict()  # keys in the order in which they are evicted
         self._pins: Counter[Key] = Counter()
 
     def __contains__(self, key: object) -> bool:

@@ -82,7 +82,7 @@ class Wire(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the connection without waiting. Tasks that wait for it get an error."""
+        """Close the connection without waiting. Tasks that wait for this connection get an error."""
         ...
 
 

@@ -99,7 +99,7 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
     # This function is not async, because one more call per delta takes measurable time.
     def __anext__(self) -> Awaitable[DeltaT]:
         if getpid() != self._process_id:
-            self._own_run.check_process("reading a request")  # Without this check, a forked child would wait for ever.
+            self._own_run.check_process("reading a request")  # Without this check, a forked child would wait forever.
         return self._request.next_delta()
 
     @property

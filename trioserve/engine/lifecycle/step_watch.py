@@ -1,6 +1,6 @@
 """Watches how long the step in flight has run, and how long the engine has made no progress.
 
-An engine can hang while its event loop still runs, if the GPU hangs or the compute thread waits for ever. A running
+An engine can hang while its event loop still runs, if the GPU hangs or the compute thread waits forever. A running
 step cannot be ended from outside. So the watch only reports the hang: the engine becomes unready, and routers send
 requests to other endpoints until the step ends.
 """

@@ -175,7 +175,7 @@ class ContinuedStream:
 
     @property
     def why_not(self) -> str | None:
-        """Reason why the stream cannot resume, in one word. None if it can."""
+        """Reason why the stream cannot resume, in one word. None if the stream can resume."""
         return self._why_not
 
     @property

@@ -197,7 +197,7 @@ class ForeignStream:
 
     @property
     def why_not(self) -> str | None:
-        """Reason why the stream cannot resume, in one word. None if it can."""
+        """Reason why the stream cannot resume, in one word. None if the stream can resume."""
         return self._why_not or (WhyNot.NOT_RESUMABLE if self._prompt_ids is None else None)
 
     # --- private methods ---

@@ -138,7 +138,7 @@ class Generator:
         self._guide_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)))
         has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
         self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
-        # Resumed responses are also drawn from a separate source.
+        # Resumed responses are also drawn from a separate random source.
         self._resume_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)) + "resume")
         can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
         self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0

@@ -103,7 +103,7 @@ class ConnectorConformance:
 
         self.play(script)
 
-    def test_one_that_only_ever_sees_aborts(self) -> None:
+    def test_connector_accepts_the_end_of_requests_that_it_never_saw(self) -> None:
         """Check that a connector accepts the end of requests that it has never seen, with any parameters."""
 
         async def script(stage: Stage) -> None:
@@ -118,7 +118,7 @@ class ConnectorConformance:
 
         self.play(script)
 
-    def test_load_from_unknown_engine_fails_in_time(self) -> None:
+    def test_load_from_an_unknown_engine_fails_in_time(self) -> None:
         async def script(stage: Stage) -> None:
             reader = stage.reader
             for params in _WANTED:
@@ -134,7 +134,7 @@ class ConnectorConformance:
 
         self.play(script)
 
-    def test_progress_is_told_once(self) -> None:
+    def test_progress_returns_each_event_once(self) -> None:
         """Check that `progress` returns each event only once."""
 
         async def script(stage: Stage) -> None:
@@ -143,7 +143,7 @@ class ConnectorConformance:
 
         self.play(script)
 
-    def test_counts_are_not_negative(self) -> None:
+    def test_connector_counts_are_not_negative(self) -> None:
         async def script(stage: Stage) -> None:
             for side in stage.sides:
                 counts = side.connector.counts() if hasattr(side.connector, "counts") else {}
@@ -151,7 +151,7 @@ class ConnectorConformance:
 
         self.play(script)
 
-    def test_an_option_that_it_does_not_know_is_refused(self) -> None:
+    def test_unknown_option_of_a_connector_is_refused(self) -> None:
         """Check that the factory of a connector refuses an unknown option with StartupError."""
         setup = ConnectorSetup(
             engine_id="e",
@@ -189,7 +189,7 @@ _WANTED = (
         remote_request_id="nothing",
         remote_block_ids=(0, 1, 2),
         remote_host="127.0.0.1",
-        remote_port=9,  # This is the port of the discard protocol, where no server listens.
+        remote_port=9,  # No server listens at this port, which belongs to the discard protocol.
         remote_block_size=4,
         remote_num_tokens=12,
     ),

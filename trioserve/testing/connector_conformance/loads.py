@@ -114,7 +114,7 @@ class LoadConformance(ConnectorConformance):
             if is_over:
                 return
 
-    def test_a_load_brings_what_was_held_and_writes_nowhere_else(self) -> None:
+    def test_load_writes_the_held_kv_and_no_other_block(self) -> None:
         """Check that a load copies the held content, and changes no other positions of the request's blocks."""
         size = self.layout.block_size
 
@@ -169,7 +169,7 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script, has_views=False)
 
-    def test_asking_what_matches_changes_nothing(self) -> None:
+    def test_matching_a_prompt_has_no_effect(self) -> None:
         """Check that `num_matched_tokens` returns the same counts when it is called again."""
 
         async def script(stage: Stage) -> None:
@@ -194,7 +194,7 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_an_abandoned_load_ends_once_at_any_moment(self) -> None:
+    def test_load_that_is_abandoned_at_any_moment_ends_once(self) -> None:
         """Check that an abandoned load reports its end exactly once, at whatever moment it is abandoned."""
 
         async def script(stage: Stage) -> None:
@@ -202,7 +202,7 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_a_load_that_expired_writes_nothing_and_says_nothing_at_any_moment(self) -> None:
+    def test_load_that_expires_at_any_moment_writes_and_reports_nothing_afterwards(self) -> None:
         """Check that a load writes no blocks and reports no events after its deadline has passed."""
 
         async def script(stage: Stage) -> None:
@@ -214,7 +214,7 @@ class LoadConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_a_load_that_expired_some_time_after_it_was_abandoned(self) -> None:
+    def test_load_that_expires_after_it_was_abandoned_writes_nothing_afterwards(self) -> None:
         """Check that a load which was abandoned writes no blocks after its deadline has passed."""
 
         async def script(stage: Stage) -> None:

@@ -48,7 +48,7 @@ class SenderConformance(ConnectorConformance):
         )
         return Offered(request.id, make_request(f"{name}-there", tokens, params), kv)
 
-    def test_an_abort_after_the_end_releases_once(self) -> None:
+    def test_abort_after_the_end_of_a_request_releases_its_blocks_once(self) -> None:
         """Check that the abort of a finished request releases its held blocks exactly once."""
 
         async def script(stage: Stage) -> None:
@@ -59,7 +59,7 @@ class SenderConformance(ConnectorConformance):
 
         self.play(script)
 
-    def test_nothing_is_said_of_a_hold_that_expired(self) -> None:
+    def test_connector_reports_nothing_about_an_expired_hold(self) -> None:
         """Check that a connector reports no events about a hold whose deadline has passed."""
 
         async def script(stage: Stage) -> None:
@@ -122,7 +122,7 @@ class PairConformance(LoadConformance, SenderConformance):
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:
         return await SenderConformance.offer(self, stage, tokens)
 
-    def test_a_send_ends_once_when_it_has_been_read(self) -> None:
+    def test_send_ends_once_after_it_was_read(self) -> None:
         """Check that a hold is released exactly once after a reader has read all of its blocks."""
 
         async def script(stage: Stage) -> None:
@@ -137,7 +137,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_a_hold_that_expires_at_any_moment_brings_no_foreign_bytes(self) -> None:
+    def test_hold_that_expires_at_any_moment_transfers_no_bytes_of_other_requests(self) -> None:
         """Check that a load never succeeds with bytes that another request wrote after the hold had expired."""
 
         async def script(stage: Stage) -> None:
@@ -184,7 +184,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_what_is_not_held_any_more_fails_the_load(self) -> None:
+    def test_load_of_blocks_that_are_no_longer_held_fails(self) -> None:
         """Check that a load fails if the hold of its blocks has ended before the load begins."""
 
         async def script(stage: Stage) -> None:
@@ -209,7 +209,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_a_sender_that_is_gone_fails_the_load_in_time(self) -> None:
+    def test_load_from_a_sender_that_has_ended_fails_in_time(self) -> None:
         """Check that a load fails within the time limit if the engine with the blocks has ended."""
 
         async def script(stage: Stage) -> None:
@@ -290,7 +290,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
         self.play(script)
 
-    def test_unequal_layouts_are_converted_or_refused(self) -> None:
+    def test_kv_of_another_layout_is_converted_or_refused(self) -> None:
         for layout in self.other_layouts:
 
             async def script(stage: Stage) -> None:
@@ -305,7 +305,7 @@ class PairConformance(LoadConformance, SenderConformance):
 
             self.play(script, reader_layout=layout)
 
-    def test_another_model_is_refused(self) -> None:
+    def test_kv_of_another_model_is_refused(self) -> None:
         """Check that a load fails if the KV layouts of both engines are not compatible."""
         for layout in self.foreign_layouts:
 

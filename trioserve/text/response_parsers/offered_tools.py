@@ -36,7 +36,7 @@ def tools_by_name(tools: Iterable[OfferedTool]) -> dict[str, OfferedTool]:
 
 
 def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool]:
-    """Convert tools from OpenAI's shape.
+    """Convert tools from OpenAI's format.
 
     Args:
         tools: Checked tools of a request, or None.
