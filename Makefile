@@ -8,6 +8,9 @@
 # make check         checks style, types and layout, and runs the fast tests, in about a minute
 # make clients       builds an environment for each client of docs/guides/clients.md, and tests all clients. Some need npm
 # make ray-tests     installs Ray, and runs the tests of trioserve.ray and trioserve.ray_engines, in some minutes
+# make gpu-bench     measures this program on this machine's GPU in ten minutes, into build/gpu-bench. See
+#                    docs/benchmarks/gpu.md
+# make gpu-tests     runs the tests of the GPU kernels, compiled for this machine's GPU
 # make docs          builds the site of docs/ into build/docs, and fails if a link is broken
 # make wheel         builds the source archive, and a wheel with compiled CPU kernels, in dist, and checks them
 #
@@ -25,6 +28,13 @@ PREBUILD ?= 1
 # Tests that load neither torch, nor transformers, nor a model. `-m "not slow"` skips the other slow tests.
 FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine http metrics proxy router store text trio_tools \
 	test_layout.py test_scenarios.py)
+# A Python that has torch, triton and pytest, for a machine with a GPU but no package registry. Empty: the environment
+# of make setup. `make gpu-wheels` fetches what such a machine lacks, on a machine with a registry.
+GPU_PYTHON ?=
+GPU_PYTHON_VERSION ?= 3.12
+GPU_TEST_PROCESSES ?= 8
+GPU_PACKAGES := trio outcome sniffio h2 hpack hyperframe h11 httptools msgspec gguf tokenizers prometheus-client dnspython \
+	llguidance multipart prompt_toolkit wcwidth
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
@@ -32,7 +42,7 @@ SERVE_READY := $(VENV)/.serve-ready
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup serve serve-digits disagg test test-all check clients ray-tests docs wheel lint pytest clean
+.PHONY: setup serve serve-digits disagg test test-all check clients ray-tests gpu-bench gpu-tests gpu-ready gpu-wheels docs wheel lint pytest clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -94,6 +104,31 @@ clients: setup
 ray-tests: setup
 	$(PIP) --editable ".[ray]" "ray[data]>=2.50,<3"
 	TRIOSERVE_RAY=1 $(BIN)/python -m pytest --numprocesses 0 tests/ray $(ARGS)
+
+ifeq ($(GPU_PYTHON),)
+GPU_RUN := $(BIN)/python
+gpu-ready: setup
+else
+GPU_RUN := PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-site $(GPU_PYTHON)
+gpu-ready:
+	mkdir -p build/gpu-site && ln -sfn "$(CURDIR)/kernels" build/gpu-site/trioserve_kernels
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu-site build/gpu-wheels/*.whl
+endif
+
+gpu-bench: gpu-ready
+	$(GPU_RUN) -m trioserve bench inside gpu --out build/gpu-bench $(ARGS)
+
+gpu-tests: gpu-ready
+	$(GPU_RUN) -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider \
+		--numprocesses $(GPU_TEST_PROCESSES) --quiet tests/kernels/triton $(ARGS)
+
+gpu-wheels:
+	mkdir -p build/gpu-wheels
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+		> build/gpu-wheels/constraints.txt
+	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+		--python-version $(GPU_PYTHON_VERSION) $(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_24_x86_64 \
+		_2_17_x86_64 2014_x86_64 1_x86_64) --constraint build/gpu-wheels/constraints.txt --dest build/gpu-wheels $(GPU_PACKAGES)
 
 docs: setup $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml

@@ -149,7 +149,7 @@ ROOMS = {
         # The simulation of several routers imports testing and simulation.
         rooms=EVERY_ROOM | words("testing simulation"),
         packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
-        only_in={"transformers": words("gpu_bench_transformers.py"), "diffusers": words("image_load.py")},
+        only_in={"transformers": words("gpu/transformers_steps.py"), "diffusers": words("image_load.py")},
     ),
     "testing": Room(
         rooms=EVERY_ROOM,
@@ -177,7 +177,10 @@ COMMANDS_THAT_PRETEND = words(
 # These files may import torch at module level. All other files of these packages also run with native kernels, without
 # torch. They import torch inside of functions, once torch is selected as the backend.
 TORCH_FILES = {
-    "bench.inside": words("gpu_bench.py gpu_bench_transformers.py"),
+    "bench.inside": words(
+        "gpu/cases.py gpu/command.py gpu/kernel_checks.py gpu/kernel_times.py gpu/machine.py gpu/part.py gpu/steps.py "
+        "gpu/transformers_steps.py"
+    ),
     "model": words(
         "attention.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
@@ -188,7 +191,7 @@ TORCH_FILES = {
         "vision_tower.py"
     ),
     "kernels": words(
-        "compile_check.py four_bits.py gpu_bench.py kv_format.py paged.py reference.py reference_invariant.py "
+        "compile_check.py four_bits.py kv_format.py paged.py reference.py reference_invariant.py "
         "triton/activation.py triton/attention.py triton/attention_chunks.py triton/attention_decode.py "
         "triton/four_bit_product.py triton/invariant.py triton/norm.py triton/product.py triton/rotary.py "
         "triton/sampling.py"

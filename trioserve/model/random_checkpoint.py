@@ -78,7 +78,9 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": attention.rotary.theta,
     }
     if isinstance(mlp, ExpertsConfig):
-        assert config.family == "olmoe", "only the mixture of OLMoE is written"
+        assert config.family in ("olmoe", "qwen3_moe"), "only mixtures of OLMoE and Qwen3 are written"
+        if config.family == "qwen3_moe":
+            fields["moe_intermediate_size"] = mlp.intermediate_size
         fields |= {
             "num_experts": mlp.expert_count,
             "num_experts_per_tok": mlp.experts_per_token,

@@ -16,7 +16,7 @@ from trioserve.model.model_config import ModelConfig
 __all__ = ["SHAPES", "TINY"]
 
 
-QK_NORMS: dict[str, QkNorm] = {"qwen3": "head", "olmoe": "row"}
+QK_NORMS: dict[str, QkNorm] = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "row"}
 
 
 def _shape(
@@ -36,6 +36,7 @@ def _shape(
     is_tied: bool = False,
     expert_count: int = 0,
     experts_per_token: int = 0,
+    normalizes: bool = False,
 ) -> ModelConfig:
     layer = LayerConfig(
         attention=AttentionConfig(
@@ -51,7 +52,7 @@ def _shape(
             expert_count=expert_count,
             experts_per_token=experts_per_token,
             intermediate_size=intermediate_size,
-            normalizes=False,
+            normalizes=normalizes,
         ),
     )
     return ModelConfig(
@@ -110,6 +111,22 @@ SHAPES: dict[str, ModelConfig] = {
         rope_theta=1_000_000.0,
         context_tokens_max=40_960,
         rms_norm_eps=1e-6,
+    ),
+    "qwen3-30b-a3b": _shape(
+        "qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2_048,
+        intermediate_size=768,
+        layer_count=48,
+        head_count=32,
+        kv_head_count=4,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        context_tokens_max=40_960,
+        rms_norm_eps=1e-6,
+        expert_count=128,
+        experts_per_token=8,
+        normalizes=True,
     ),
     "olmoe-1b-7b": _shape(
         "olmoe",

@@ -67,8 +67,8 @@ PARTS = {
         "the time between two forward passes, with and without --overlap-steps", "trioserve.bench.inside.step_gap"
     ),
     "gpu": Part(
-        "whole decode steps on a GPU, compared with the bound of its memory bandwidth",
-        "trioserve.bench.inside.gpu_bench",
+        "this program on a GPU: results of kernels, their times, whole steps, a server; in ten minutes",
+        "trioserve.bench.inside.gpu.command",
     ),
     "images": Part(
         "how soon slots of an image model are free after clients leave, and the cost of different timesteps in a batch",

@@ -1,4 +1,4 @@
-"""Measures decode steps of the transformers library with its best methods, for gpu_bench.
+"""Measures decode steps of the transformers library with its best methods, for a comparison with our steps.
 
 The methods are a static cache with compiled steps, which `generate` records in CUDA graphs, and continuous batching if
 the installed version has it.

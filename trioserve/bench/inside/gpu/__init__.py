@@ -1,0 +1,1 @@
+"""Measures this program on a GPU, in parts with time limits of their own. See command.py."""
