@@ -29,7 +29,7 @@ from trioserve.model.real_shapes import SHAPES, TINY
 
 __all__ = ["PARTS_SECONDS", "add_arguments", "run"]
 
-# Seconds that each part may take, in the order of their measurement.
+# Seconds that each part may take of TOTAL_SECONDS, in the order of their measurement.
 PARTS_SECONDS = {
     "machine": 45.0,
     "checks": 80.0,
@@ -65,7 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help=f"folder for {RESULTS_NAME}, {LOG_NAME} and the server's log"
     )
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, metavar="X", help="time limit of all parts")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=TOTAL_SECONDS,
+        metavar="X",
+        help="time limit of all parts, of which each has a share",
+    )
     decodes = parser.add_argument_group("decodes", "decode steps; without --batch and --context, a selection of both")
     decodes.add_argument("--batch", nargs="+", type=at_least_one, metavar="N", help="numbers of sequences")
     decodes.add_argument("--context", nargs="+", type=at_least_one, metavar="TOKENS", help="tokens of each sequence")
@@ -93,10 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + arguments.seconds
+    scale = arguments.seconds / TOTAL_SECONDS
     outcomes: dict[str, int] = {}
     for name in arguments.parts:
         began = time.monotonic()
-        seconds = min(PARTS_SECONDS[name], ends_at - began)
+        seconds = min(PARTS_SECONDS[name] * scale, ends_at - began)
         outcomes[name] = _run_child(arguments, name, seconds) if seconds > 2 * END_SECONDS else EXIT_CUT_OFF
         outcome = OUTCOMES.get(outcomes[name], f"FAILED with status {outcomes[name]}")
         print(f"=== {name}: {outcome}, {time.monotonic() - began:.0f} s\n", flush=True)

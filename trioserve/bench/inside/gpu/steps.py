@@ -137,14 +137,15 @@ def measure_decodes(
     """
     for shape in shapes:
         config = SHAPES[shape]
-        fitting = [case for case in cases if case.context <= config.context_tokens_max]
+        allowed = [case for case in cases if case.context <= config.context_tokens_max]
+        fitting = allowed
         measured: dict[str, dict[str, dict[Case, float]]] = {sampling: {} for sampling in samplings}
         bandwidth = measured_bandwidth(part.device)
         for way in ways:
             if not part.has_time():
                 break
-            with _ready_runner(part, shape, config, fitting, way) as runner:
-                fitting = [case for case in fitting if case.block_count <= runner.block_count]
+            with _ready_runner(part, shape, config, allowed, way) as runner:
+                fitting = [case for case in allowed if case.block_count <= runner.block_count]
                 for sampling in samplings if way == ways[-1] else samplings[:1]:
                     for name, seconds_of in _measurements(way, runner).items():
                         found = measured[sampling].setdefault(name, {})
@@ -161,7 +162,7 @@ def measure_decodes(
 
             measured[samplings[0]] |= measure_transformers(config, fitting, part.device, print)
         dtype = config.dtype_name
-        bounds = {case: bound_seconds(config, dtype, case, bandwidth) for case in fitting}
+        bounds = {case: bound_seconds(config, dtype, case, bandwidth) for case in allowed}
         weights = step_weight_bytes(config, dtype)
         print(f"\n{shape}, {dtype}, weights {weights / 1e9:.2f} GB, memory read at {bandwidth / 1e9:,.0f} GB/s")
         for sampling in samplings:
@@ -251,7 +252,8 @@ def _ready_runner(
     began = time.perf_counter()
     runner = make_runner(config, cases, way, part.device)
     try:
-        runner.allocate_kv(min(runner.block_count, max(case.block_count for case in cases)))
+        fitting = [case.block_count for case in cases if case.block_count <= runner.block_count]
+        runner.allocate_kv(max(fitting, default=1))
         _fill_kv(runner)
         loaded = time.perf_counter()
         free_bytes = torch.cuda.mem_get_info()[0] if part.is_gpu else 0
