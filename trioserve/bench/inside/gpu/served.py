@@ -63,7 +63,7 @@ def measure_server(part: Part, shape: str, log_directory: Path | None) -> None:
 
 
 def _load(part: Part, what: str, url: str, concurrency: int, prompt_tokens: int, abort_fraction: float) -> None:
-    requests, output_tokens = (max(4, 2 * concurrency), OUTPUT_TOKENS) if part.is_gpu else (4, 16)
+    requests, output_tokens = (max(4, 2 * concurrency), OUTPUT_TOKENS) if part.is_gpu else (4, 64)
     settings = BenchSettings(
         url=url,
         concurrency=concurrency,
