@@ -18,7 +18,11 @@ PAGE_TOKENS = 16
 
 
 def kernels_of(part: Part) -> Kernels:
-    """Return the Triton kernels, or on a CPU the reference with the same functions."""
+    """Return the Triton kernels, or on a CPU the reference with the same functions.
+
+    Args:
+        part: says which device.
+    """
     if not part.is_gpu:
         return reference_fused
     from trioserve_kernels import triton

@@ -58,7 +58,12 @@ class Timed:
     operations: int = 0
 
     def report(self, part: Part, bandwidth: float) -> None:
-        """Time launches over enough different tensors to move COLD_BYTES, so that none is found in the L2 cache."""
+        """Time launches over enough different tensors to move COLD_BYTES, so that none is found in the L2 cache.
+
+        Args:
+            part: where the figures go.
+            bandwidth: bytes per second of the device's memory.
+        """
         copies = min(REPEATS, -(-COLD_BYTES // self.moved_bytes) + 1) if part.is_gpu else 1
         seconds = seconds_of([self.make() for _ in range(copies)], part.device)
         figures = {"us": seconds * 1e6, "share_of_memory_bound": self.moved_bytes / bandwidth / seconds}

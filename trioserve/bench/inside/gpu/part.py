@@ -81,5 +81,10 @@ class Part:
             torch.cuda.synchronize()
 
     def numbers(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Return normally distributed random numbers on the device."""
+        """Return normally distributed random numbers on the device.
+
+        Args:
+            *shape: shape of the tensor.
+            dtype: number format.
+        """
         return torch.randn(*shape, device=self.device, dtype=dtype)

@@ -293,7 +293,14 @@ def _measurements(way: str, runner: ModelRunner) -> dict[str, Callable[[ModelRun
 
 
 def make_runner(config: ModelConfig, cases: Sequence[Case], way: str, device: DeviceType) -> ModelRunner:
-    """Return a runner with random weights, whose allocate_kv has not been called yet."""
+    """Return a runner with random weights, whose allocate_kv has not been called yet.
+
+    Args:
+        config: the model.
+        cases: steps that the runner must be able to compute.
+        way: name in command.WAYS of the device.
+        device: where the model is computed.
+    """
     settings = ModelSettings(
         device=device,
         block_size=BLOCK_SIZE,
