@@ -85,7 +85,7 @@ def latents_kernel(
     if TILE_TOKENS == 1:
         token = first + tl.zeros([ROW_BLOCK], tl.int32)
         head = tl.program_id(1) * ROW_BLOCK + member
-        is_there = head < HEADS
+        is_there = (head < HEADS) & (token < count)  # A tile of an empty chunk has no rows.
     else:
         token = first + member // HEADS
         head = member % HEADS

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Dtype, Values
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve.model.static_decode import StaticDecode, StaticInputs, row_sizes
+from trioserve.model.static_decode import PROMPT_CHUNKS_MAX, StaticDecode, prompt_row_sizes, row_sizes
+from trioserve.model.static_inputs import StaticInputs, StaticRows, StepSize
 from trioserve_kernels import reference_fused
 from trioserve_kernels.paged import SPLIT_TOKENS
 
@@ -39,16 +41,32 @@ SAMPLINGS = (
 
 @pytest.fixture
 def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make runners use fused kernels, and collect the number of chunks of each step of fixed shape."""
+    """Make runners use fused kernels, and collect the number of decodes of each step of fixed shape without prompts."""
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     sizes: list[int] = []
-    launch = StaticDecode.launch
+    fill = StaticInputs.fill
 
-    def noted(self: StaticDecode, chunks: Any, awaited: Any) -> Any:
-        sizes.append(len(chunks))
-        return launch(self, chunks, awaited)
+    def noted(self: StaticInputs, rows: StaticRows, size: StepSize, awaited: Any) -> int:
+        if rows.count and not size.chunks:
+            sizes.append(rows.count)
+        return fill(self, rows, size, awaited)
 
-    monkeypatch.setattr(StaticDecode, "launch", noted)
+    monkeypatch.setattr(StaticInputs, "fill", noted)
+    return sizes
+
+
+@pytest.fixture
+def mixed_sizes(static_sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Collect used and available rows of each step of fixed shape with prompts."""
+    sizes: list[tuple[int, int]] = []
+    fill = StaticInputs.fill
+
+    def noted(self: StaticInputs, rows: StaticRows, size: StepSize, awaited: Any) -> int:
+        if rows.count and size.chunks:
+            sizes.append((rows.count, size.rows))
+        return fill(self, rows, size, awaited)
+
+    monkeypatch.setattr(StaticInputs, "fill", noted)
     return sizes
 
 
@@ -117,15 +135,17 @@ def test_padding_rows_write_only_into_the_spare_block(
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", block_count=40)
     driver = step_driver.StepDriver(runner)
     names = add(driver, 5)
-    driver.step({name: driver.left(name) for name in names})
-    before = [pages.clone() for pages in runner.storage.pages]
-    driver.step(dict.fromkeys(names, 1))
+    for written, steps in ((55, {name: driver.left(name) for name in names}), (5, dict.fromkeys(names, 1))):
+        for pages in runner.storage.pages:
+            pages[40] = float("nan")
+        before = [pages.clone() for pages in runner.storage.pages]
+        driver.step(steps)
+        for old, new in zip(before, runner.storage.pages, strict=True):
+            changed = (old.view(torch.int32) != new.view(torch.int32)).flatten(2).any(-1)
+            assert changed[:40].sum() == written
+            assert changed[40].sum() == 1  # The padding rows share one slot of the spare block.
+            assert changed.shape[0] == 41
     assert static_sizes == [5]
-    for old, new in zip(before, runner.storage.pages, strict=True):
-        changed = (old.view(torch.int32) != new.view(torch.int32)).flatten(2).any(-1)
-        assert changed[:40].sum() == 5
-        assert changed[40].sum() == 1  # Three padding rows share one slot of the spare block.
-        assert changed.shape[0] == 41
 
 
 @pytest.mark.parametrize(
@@ -187,17 +207,116 @@ def test_prompt_logprobs_use_no_step_of_fixed_shape(
     assert static_sizes == []
 
 
-def test_prompts_use_no_step_of_fixed_shape(
-    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
+@pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "gemma3n", "qwen3-moe", "deepseek-v2"))
+def test_prompts_beside_decodes_use_steps_of_fixed_shape(
+    kind: str,
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    mixed_sizes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts in pieces and whole, rows that sample nothing, drafts, penalties and logprobs."""
+
+    def said() -> tuple[dict[str, list[int]], list[Any]]:
+        driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels="torch"))
+        for index, length in enumerate((5, 90, 40, 3, 150)):
+            sampling = (
+                SamplingParams(temperature=0.0, logprobs=1),
+                SamplingParams(temperature=1.0, repetition_penalty=1.3),
+                SamplingParams(temperature=0.0, logit_bias={9: 2.0}),
+            )[index % 3]
+            driver.add(f"r{index}", prompt_of(length, index), sampling, seed=index)
+        logprobs = []
+        for counts, drafts in (
+            ({"r0": 5, "r1": 40}, {}),
+            ({"r1": 1, "r0": 1, "r3": 2}, {}),
+            ({"r0": 1, "r2": 40, "r1": 49, "r3": 1}, {}),
+            ({"r4": 100, "r2": 1, "r0": 1}, {"r2": (7, 9), "r0": (5,)}),
+            ({"r3": 1, "r4": 50, "r1": 1}, {}),
+            ({"r4": 1, "r3": 1, "r1": 1}, {}),
+        ):
+            result = driver.step(counts, drafts)
+            assert not result.errors
+            logprobs.append({name: entry.logprob for name, entry in result.logprobs.items()})
+        return driver.tokens, logprobs
+
+    tokens, logprobs = said()
+    assert mixed_sizes == [(45, 64), (4, 64), (91, 128), (105, 128), (52, 64)]
+    monkeypatch.undo()
+    wanted_tokens, wanted_logprobs = said()
+    assert tokens == wanted_tokens
+    for got, wanted in zip(logprobs, wanted_logprobs, strict=True):
+        assert got == pytest.approx(wanted, abs=1e-5)
+
+
+def test_last_token_of_a_prompt_counts_as_a_decode(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    mixed_sizes: list[tuple[int, int]],
 ) -> None:
     driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
     driver.add("a", [5, 6, 7])
     driver.add("b", [5, 6, 7])
-    driver.step({"a": 3, "b": 1})  # The step has one row, but samples no token.
+    driver.step({"a": 3, "b": 1})
+    assert (static_sizes, mixed_sizes) == ([], [(4, 64)])
+    driver.step({"a": 1, "b": 1})  # The row of b samples nothing.
     driver.step({"a": 1, "b": 1})
-    assert static_sizes == []
-    driver.step({"a": 1, "b": 1})  # the last token of a prompt counts as a decode
-    assert static_sizes == [2]
+    assert (static_sizes, mixed_sizes) == ([2, 2], [(4, 64)])
+
+
+def test_more_prompts_than_prepared_use_no_step_of_fixed_shape(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, mixed_sizes: list[tuple[int, int]]
+) -> None:
+    driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
+    names = [f"r{index}" for index in range(PROMPT_CHUNKS_MAX + 1)]
+    for index, name in enumerate(names):
+        driver.add(name, prompt_of(4, index))
+    driver.step(dict.fromkeys(names, 2))
+    assert mixed_sizes == []
+    driver.step(dict.fromkeys(names[1:], 2))
+    assert mixed_sizes == [(2 * PROMPT_CHUNKS_MAX, 64)]
+
+
+def test_without_mixed_graphs_only_decodes_use_steps_of_fixed_shape(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    static_sizes: list[int],
+    mixed_sizes: list[tuple[int, int]],
+) -> None:
+    settings = ModelSettings(device="cpu", cpu_kernels="torch", kv_cache_bytes=2**20, mixed_graphs=False)
+    runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)
+    runner.allocate_kv(20)
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7])
+    driver.generate(["a"], 3)
+    assert (static_sizes, mixed_sizes) == ([1, 1], [])
+
+
+def test_recording_stops_after_a_time_and_larger_steps_serve_smaller_ones(
+    tiny_checkpoint: Callable[..., Path],
+    step_driver: ModuleType,
+    mixed_sizes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each recording takes 25 s by the clock of this test."""
+    caplog.set_level("INFO")
+    prepare = StaticDecode.__init__
+    seconds = itertools.count(step=25)
+    monkeypatch.setattr(static_decode, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+
+    def with_recorder(self: StaticDecode, *arguments: Any, **options: Any) -> None:
+        prepare(self, *arguments, **options | {"record": lambda compute: lambda: compute()})
+
+    monkeypatch.setattr(StaticDecode, "__init__", with_recorder)
+    runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", block_count=60)
+    runner.warm_up()
+    assert "recorded 3 steps in 75.0 s" in caplog.text
+    driver = step_driver.StepDriver(runner)
+    driver.add("a", [5, 6, 7])
+    driver.step({"a": 3})
+    assert mixed_sizes[-1] == (3, 128)
 
 
 def test_draft_tokens_are_rows_of_steps_of_fixed_shape(
@@ -369,12 +488,12 @@ def test_every_size_of_a_fixed_step_is_recorded_largest_first_and_replayed(
     monkeypatch.setattr(StaticDecode, "__init__", with_recorder)
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", block_count=30)
     runner.warm_up()
-    assert recorded == list(reversed(row_sizes(64)))
+    assert recorded == sorted((*row_sizes(64), *prompt_row_sizes(512)), reverse=True)
     del replayed[:]
     driver = step_driver.StepDriver(runner)
     names = add(driver, 3)
     driver.generate(names, 4)
-    assert replayed == [4, 4, 4]
+    assert replayed == [64, 4, 4, 4]
     monkeypatch.undo()
     plain = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
     add(plain, 3)
@@ -460,7 +579,10 @@ def test_inputs_sent_to_the_device_equal_the_step() -> None:
     """Fields of rows, padding and block tables, while requests grow, change rows and blocks, and the number of rows
     changes.
     """
-    inputs = StaticInputs((2, 4), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    sizes = {rows: StepSize(rows, rows) for rows in (2, 4)}
+    inputs = StaticInputs(
+        list(sizes.values()), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu")
+    )
     long, short = [50, 51, 52, 53, 54], [60, 61]
     for rows, chunks, width in (
         (4, [chunk(1, 19, long), chunk(2, 3, short), chunk(3, 0, [70])], 5),
@@ -471,9 +593,10 @@ def test_inputs_sent_to_the_device_equal_the_step() -> None:
         (4, [chunk(2, 6, short), chunk(1, 22, [*long, 55])], 6),
         (4, [chunk(2, 7, [60, 62]), chunk(1, 23, [50, *range(80, 85)])], 6),
     ):
-        assert inputs.fill(chunks, rows, {}) == width
-        inputs.send(rows, width)
-        sent = inputs.tensors[rows]
+        size = sizes[rows]
+        assert inputs.fill(StaticRows(chunks), size, {}) == width
+        inputs.send(size, width)
+        sent = inputs.tensors[size]
         count, padding = len(chunks), [0] * (rows - len(chunks))
         assert sent.ids[sent.id_places].tolist() == [100 + each.request.seed for each in chunks] + padding
         assert sent.positions.tolist() == [each.start for each in chunks] + padding
@@ -485,20 +608,50 @@ def test_inputs_sent_to_the_device_equal_the_step() -> None:
         assert sent.slots[count:].tolist() == [77 * 4] * len(padding)
 
 
+def test_tables_of_prompts_equal_the_step() -> None:
+    """A decode between two prompts, then a step of the same size with fewer rows."""
+    size = StepSize(16, 4, chunks=3, tile_tokens=4)
+    inputs = StaticInputs([size], kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+
+    def sent(chunks: list[ScheduledChunk], awaited: dict[int, int]) -> Any:
+        rows = StaticRows(chunks)
+        inputs.send(size, inputs.fill(rows, size, awaited))
+        assert rows.first_rows == [1, 0, 6][: len(chunks)]
+        return inputs.tensors[size]
+
+    first = ScheduledChunk(request(1), list(range(200, 220)), 3, 5, [50, 51], False)
+    second = ScheduledChunk(request(3), list(range(300, 304)), 0, 4, [60], True)
+    inputs.kept_ids[2] = 17
+    tensors = sent([first, chunk(2, 5, [40, 41]), second], {0: 2})
+    assert tensors.ids[tensors.id_places].tolist() == [17, *range(203, 208), *range(300, 304), *[0] * 6]
+    assert tensors.positions.tolist() == [5, 3, 4, 5, 6, 7, 0, 1, 2, 3, *[0] * 6]
+    assert tensors.slots.tolist() == [41 * 4 + 1, 203, 204, 205, 206, 207, 240, 241, 242, 243, *[77 * 4] * 6]
+    assert tensors.contexts.tolist() == [6, 0, 0, 0, 8, 4, 0, 0]
+    assert tensors.row_starts.tolist() == [1, 6, 10, 10, 10]
+    assert tensors.tiles.tolist() == [[0, 0], [0, 4], [1, 0], *[[3, 0]] * 4]
+    assert tensors.sampled[:2].tolist() == [0, 9]
+    assert tensors.block_tables[[0, 4, 5], :2].tolist() == [[40, 41], [50, 51], [60, 0]]
+    tensors = sent([first, chunk(2, 6, [40, 41])], {})
+    assert tensors.ids[tensors.id_places].tolist() == [102, *range(203, 208), *[0] * 10]
+    assert tensors.contexts.tolist() == [7, 0, 0, 0, 8, 0, 0, 0]
+    assert tensors.row_starts.tolist() == [1, 6, 6, 6, 6]
+    assert tensors.tiles.tolist() == [[0, 0], [0, 4], *[[3, 0]] * 5]
+
+
 def test_only_the_needed_width_of_block_tables_is_sent() -> None:
-    inputs = StaticInputs((2,), kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
+    size = StepSize(2, 2)
+    inputs = StaticInputs([size], kept_max=8, width_max=9, block_size=4, spare_block=77, device=torch.device("cpu"))
     chunks = [chunk(1, 19, [50, 51, 52, 53, 54]), chunk(2, 19, [60, 61, 62, 63, 64])]
-    inputs.fill(chunks, 2, {})
-    inputs.send(2, 3)
-    assert inputs.tensors[2].block_tables[:, :3].tolist() == [[50, 51, 52], [60, 61, 62]]
-    assert inputs.tensors[2].block_tables[:, 3:].count_nonzero() == 0
-    assert inputs.tensors[2].positions.tolist() == [19, 19]
+    inputs.fill(StaticRows(chunks), size, {})
+    inputs.send(size, 3)
+    assert inputs.tensors[size].block_tables[:, :3].tolist() == [[50, 51, 52], [60, 61, 62]]
+    assert inputs.tensors[size].block_tables[:, 3:].count_nonzero() == 0
+    assert inputs.tensors[size].positions.tolist() == [19, 19]
 
 
 def test_every_input_field_is_aligned_for_the_kernels() -> None:
-    inputs = StaticInputs(
-        (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, spare_block=77, device=torch.device("cpu")
-    )
+    sizes = [*(StepSize(rows, rows) for rows in (1, 2, 3, 9)), StepSize(9, 3, 1, 4), StepSize(12, 9, 3, 4)]
+    inputs = StaticInputs(sizes, kept_max=9, width_max=5, block_size=4, spare_block=77, device=torch.device("cpu"))
     for tensors in inputs.tensors.values():
         for field in dataclasses.fields(tensors):
             assert getattr(tensors, field.name).data_ptr() % 16 == 0, field.name

@@ -93,6 +93,8 @@ def _attended(queries: Tensor, pages: Tensor, latent_dim: int | None) -> Tensor:
 def _walk_latents(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableWalk, latent_dim: int) -> Tensor:
     attended = _attended(queries, pages, latent_dim)
     decodes, chunks = walk.decodes, walk.chunks
+    if walk.is_padded:
+        attended.zero_()
     count = 0
     if decodes is not None:
         count = decodes.contexts.shape[0]
@@ -108,9 +110,10 @@ def _walk_latents(kernels: Kernels, queries: Tensor, pages: Tensor, walk: TableW
             work=decodes.work,
         )
     if chunks is not None:
+        first = 0 if walk.is_padded else count
         kernels.paged_latents_(
-            attended[count:],
-            queries[count:],
+            attended[first:],
+            queries[first:],
             pages,
             chunks.block_tables,
             chunks.contexts,
@@ -126,6 +129,8 @@ def _walk(
 ) -> Tensor:
     attended = queries.new_empty(queries.shape)
     decodes, chunks = walk.decodes, walk.chunks
+    if walk.is_padded:
+        attended.zero_()
     count = 0
     if decodes is not None:
         count = decodes.contexts.shape[0]
@@ -142,9 +147,10 @@ def _walk(
             sinks,
         )
     if chunks is not None:
+        first = 0 if walk.is_padded else count  # Chunks overwrite the zeros of decode rows without a context.
         kernels.paged_chunks_(
-            attended[count:],
-            queries[count:],
+            attended[first:],
+            queries[first:],
             pages,
             chunks.block_tables,
             chunks.contexts,

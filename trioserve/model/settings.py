@@ -61,6 +61,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: number of tokens that one step computes. None: the default of the device.
         context_tokens_max: longest sequence in tokens. None selects the model's limit.
         enforce_eager: do not use CUDA graphs.
+        mixed_graphs: also use CUDA graphs for steps with prompt chunks. False: only for decodes.
         batch_invariant: the bits of a row depend only on its own tokens and the weights.
         ranks_here: number of processes on this machine, including this one, that compute one model together and share
             the machine's memory.
@@ -83,6 +84,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     context_tokens_max: int | None = None
     enforce_eager: bool = False
+    mixed_graphs: bool = True
     batch_invariant: bool = False
     ranks_here: int = 1
 

@@ -36,6 +36,7 @@ __all__ = [
     "is_plain",
     "needs_every_row",
     "prompt_followers",
+    "sampled_indexes",
     "sampled_rows",
     "StepModel",
 ]
@@ -122,6 +123,21 @@ def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
                 for right in range(1, len(chunk.draft) + 1)
             )
     return rows
+
+
+def sampled_indexes(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> list[int]:
+    """Return the row of the step for each of sampled_rows.
+
+    Args:
+        chunks: chunks of the step.
+        first_rows: first row of each chunk.
+    """
+    return [
+        row
+        for chunk, first in zip(chunks, first_rows, strict=True)
+        if chunk.samples
+        for row in range(first + chunk.count - 1, first + chunk.row_count)
+    ]
 
 
 def prompt_followers(chunk: ScheduledChunk) -> Sequence[int]:

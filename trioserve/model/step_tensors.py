@@ -219,12 +219,13 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTables:
-    """All chunks of a step except decodes, as paged_chunks_ accepts them. The first row of the first chunk is row 0.
+    """All chunks of a step except decodes, as paged_chunks_ accepts them.
 
     Attributes:
         block_tables: int32 [n, width], 0 after a row's last block.
         contexts: int32 [n], number of tokens that the last row of each chunk attends to.
-        row_starts: int32 [n + 1], first row of each chunk, and the row after the last chunk.
+        row_starts: int32 [n + 1], first row of each chunk, and the row after the last chunk. The first row after the
+            decodes is row 0. In a padded step, the first row of the step is row 0.
         tiles: int32 [tiles, 2], chunk index of each tile, and the tile's first row in the chunk.
     """
 
@@ -236,11 +237,18 @@ class ChunkTables:
 
 @dataclass(frozen=True, slots=True)
 class TableWalk:
-    """All rows of a step (decodes, then chunks) for one attention window, for kernels that read block tables."""
+    """All rows of a step (decodes, then chunks) for one attention window, for kernels that read block tables.
+
+    Attributes:
+        is_padded: the step has a fixed shape with chunks. Chunks begin after the last decode, also if there are fewer
+            decodes than their tables. Further rows belong to no sequence, and their attention must be a number, because
+            a mixture of experts could not route NaN.
+    """
 
     window: int | None
     decodes: DecodeTables | None
     chunks: ChunkTables | None
+    is_padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, kv_
 from trioserve.model.parallel.collectives import Collectives
 from trioserve.model.sampler import finite_rows, largest_samples, sample, token_logprobs
 from trioserve.model.settings import ModelSettings
-from trioserve.model.static_decode import CudaGraphRecorder, StaticDecode
+from trioserve.model.static_decode import RECORD_SECONDS_MAX, CudaGraphRecorder, StaticDecode
 from trioserve.model.step_model import (
     PROMPT_LOGPROB_ROWS,
     ComputedStep,
@@ -37,6 +37,7 @@ from trioserve.model.step_model import (
     is_plain,
     needs_every_row,
     prompt_followers,
+    sampled_indexes,
     sampled_rows,
 )
 from trioserve.model.step_rows import needed_rows, pooled_vector
@@ -233,7 +234,9 @@ class TorchStepModel:
                     rows_max=kept_max,
                     kept_max=kept_max,
                     context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
+                    prompt_rows_max=self._settings.step_tokens_max if self._settings.mixed_graphs else 0,
                     record=CudaGraphRecorder() if self.device == "cuda" else None,
+                    record_seconds_max=RECORD_SECONDS_MAX if self._is_alone else None,
                 )
                 self._kept_ids = self._static.kept_ids
             else:
@@ -291,7 +294,7 @@ class TorchStepModel:
         if not self.config.has_head:
             return ComputedStep(None, hidden=hidden.to("cpu", torch.float32).numpy())
         samples = None
-        if rows := _sampled_indexes(chunks, step.first_rows):
+        if rows := sampled_indexes(chunks, step.first_rows):
             samples = self._samples(_take_rows(hidden, rows), step.token_ids, rows, sampled_rows(chunks), masks)
         return ComputedStep(
             samples,
@@ -327,12 +330,11 @@ class TorchStepModel:
         sampled = sampled_rows(chunks)
         if len(sampled) > len(kept_ids) and not any(chunk.draft for chunk in chunks):
             return None  # The next step could not read all of the tokens.
-        if self._static is not None and self._static.takes(chunks):
-            assert not awaited or len(sampled) == len(chunks), "a token after draft tokens is not known in advance"
-            return self._launched(*self._static.launch(sampled, awaited), sampled, masks)
+        if self._static is not None and (launched := self._static.launch(chunks, awaited)) is not None:
+            return self._launched(*launched, sampled, masks) if sampled else reach_end(launched[0])
         sending = Sending(self._shape.device)
         step = self._step_tensors(chunks, sending)
-        indexes = _sampled_indexes(chunks, step.first_rows)
+        indexes = sampled_indexes(chunks, step.first_rows)
         rows = sending.add(np.array(indexes, dtype=np.int64)) if indexes else None
         given = None
         if awaited:
@@ -510,16 +512,6 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return torch.backends.cpu.get_cpu_capability()
-
-
-def _sampled_indexes(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> list[int]:
-    """Return the index of each of sampled_rows in the step."""
-    return [
-        row
-        for chunk, first in zip(chunks, first_rows, strict=True)
-        if chunk.samples
-        for row in range(first + chunk.count - 1, first + chunk.row_count)
-    ]
 
 
 def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> PoolingResult | None:

@@ -61,8 +61,9 @@ def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> I
 
     For a decode, Triton compiles two kernels: one computes the context in one part, one in several parts. A step of
     fixed shape chooses the kernel by the longest possible context, and other steps choose it by their longest context.
-    Therefore, one plan has a prompt and a decode with one part, and one plan has a decode with two parts. Adjusted
-    scores are float32. Scores with and without adjustment may have masks.
+    Therefore, one plan has a prompt and a decode with one part, and one plan has a decode with two parts. Both ask for
+    prompt logprobs, so they have no fixed shape. Adjusted scores are float32. Scores with and without adjustment may
+    have masks.
 
     Args:
         context_max: see warm_up_plans.
@@ -75,8 +76,9 @@ def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> I
     for context in dict.fromkeys(min(count, context_max) for count in (SPLIT_TOKENS, SPLIT_TOKENS + 1)):
         if context < 3:
             continue  # The context is too short for a prompt chunk, which has at least two tokens, and one more token.
-        prompt = _request("warm-up, prompt", context, vocab_size, GREEDY)
-        decode = _request("warm-up, decode", context, vocab_size, GREEDY)
+        sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        prompt = _request("warm-up, prompt", context, vocab_size, sampling)
+        decode = _request("warm-up, decode", context, vocab_size, sampling)
         # Both chunks use the same blocks, so the decode reads only blocks that the prompt writes.
         yield _plan(_chunk(prompt, 0, context - 1, block_count), _chunk(decode, context - 1, 1, block_count))
     biased = _request("warm-up", 1, vocab_size, SamplingParams(temperature=0.0, logit_bias={0: 1.0}))

@@ -159,6 +159,9 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
     enforce_eager: Annotated[bool, about(
         "launch every kernel of a step separately, without CUDA graphs; saves their memory, and seconds at the start",
         )] = False
+    mixed_graphs: Annotated[bool, about(
+        "also record steps with prompt chunks as CUDA graphs, up to 2,048 tokens; off saves seconds at the start",
+        )] = MODEL.mixed_graphs
     batch_invariant: Annotated[bool, about(
         "make the bits of a response depend only on its own tokens and the weights, not on other requests of the "
         "batch; the server refuses to start if this is not possible")] = False
@@ -336,5 +339,6 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
             max_num_batched_tokens=self.max_num_batched_tokens,
             context_tokens_max=self.max_model_len,
             enforce_eager=self.enforce_eager,
+            mixed_graphs=self.mixed_graphs,
             batch_invariant=self.batch_invariant,
         )

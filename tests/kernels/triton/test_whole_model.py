@@ -145,7 +145,9 @@ def test_responses_of_replayed_decodes_equal_those_of_the_plain_kernels(
 
     def generate(kernels: Any, place: str) -> Any:
         monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
-        runner = step_driver.load_runner(tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4)
+        runner = step_driver.load_runner(
+            tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4, max_num_batched_tokens=64
+        )
         runner.warm_up()
         del replayed[:]
         driver = step_driver.StepDriver(runner)
@@ -164,7 +166,7 @@ def test_responses_of_replayed_decodes_equal_those_of_the_plain_kernels(
             )
         tokens = generate(triton, device)
         if device == "cpu":
-            assert replayed == [1, 4, 4]
+            assert replayed == [64, 1, 64, 4, 4]
     assert tokens == generate(reference, "cpu")
 
 
@@ -227,7 +229,12 @@ def test_host_never_waits_between_steps_and_each_step_makes_three_copies(
     def make_driver(kernels: Any, place: str) -> Any:
         monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
         runner = step_driver.load_runner(
-            tmp_path, device=place, cpu_kernels="torch", max_num_seqs=4, enforce_eager=enforce_eager
+            tmp_path,
+            device=place,
+            cpu_kernels="torch",
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            enforce_eager=enforce_eager,
         )
         runner.warm_up()
         driver = step_driver.StepDriver(runner)
@@ -318,6 +325,7 @@ def test_warm_up_compiles_everything_that_steps_launch(
         device=device,
         cpu_kernels="torch",
         max_num_seqs=4,
+        max_num_batched_tokens=64,
         enforce_eager=enforce_eager,
     )
     runner.warm_up()
