@@ -383,7 +383,7 @@ def test_modules_do_not_import_each_other_in_cycles():
     assert in_cycles(imported) == set()
 
 
-def test_import_cycle_is_found():
+def test_import_cycle_in_source_code_is_detected():
     imported = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": set()}
     assert in_cycles(imported) == {"b", "c"}
     assert in_cycles(imported | {"c": {"d"}}) == set()
@@ -417,7 +417,7 @@ def test_init_files_import_nothing():
     assert not wrong
 
 
-def test_every_package_is_installed():
+def test_every_package_is_listed_for_installation():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {
         path.parent.relative_to(ROOT)
@@ -503,7 +503,7 @@ async def late():
         ),
     ],
 )
-def test_forbidden_imports_are_found(file, source, expect):
+def test_forbidden_imports_are_detected(file, source, expect):
     path = Path(file)
     place = place_of(path)
     objections = [why for found in imports_of(place, path, source) if (why := objection(found)) is not None]

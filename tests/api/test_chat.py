@@ -61,7 +61,7 @@ async def test_chat_stream_sends_role_then_text_then_finish_reason_then_done(api
     assert all("usage" not in event for event in exchange.events()[:-1])
 
 
-async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> None:
+async def test_last_event_of_a_chat_with_one_choice_is_sent_with_done(api: Any) -> None:
     assert (await api.chat(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.chat(stream=True, n=2)
     # The server writes two deltas of each choice, and the end. No choice waits for another choice.
@@ -368,7 +368,7 @@ async def test_token_ids_are_in_the_response_if_requested(api: Any) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
-async def test_an_invalid_field_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_field_of_a_chat_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
     await api.check_refused(CHAT, {"messages": [USER], **fields}, param=param)
     assert api.engine.streams == []
 

@@ -98,7 +98,7 @@ async def test_a_forced_call_fits_its_schema(make_api: Any, family: str, choice:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-async def test_a_conversation_with_a_tool_result_continues(make_api: Any, family: str) -> None:
+async def test_conversation_with_a_tool_result_continues_in_every_family(make_api: Any, family: str) -> None:
     async with opened(make_api, family) as api:
         first = (await api.chat(messages=[USER], tools=[TOOL])).json()["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "rain"}

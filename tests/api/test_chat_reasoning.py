@@ -76,7 +76,7 @@ def streamed(exchange: Any) -> tuple[str, str, list[str]]:
     return thought, content, kinds
 
 
-async def test_reasoning_is_not_content(make_api: Any) -> None:
+async def test_reasoning_of_a_chat_is_not_in_its_content(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         whole = (await api.chat(messages=[USER])).json()
         ChatCompletion.model_validate(whole, strict=True)

@@ -111,7 +111,7 @@ async def test_text_before_calls_is_content_and_each_call_has_an_id(make_api: An
         assert len({call["id"] for call in (*message["tool_calls"], *whole["tool_calls"])}) == 4
 
 
-async def test_parallel_calls_can_be_switched_off(make_api: Any) -> None:
+async def test_parallel_tool_calls_of_a_chat_can_be_disabled(make_api: Any) -> None:
     async with opened(make_api, f"{CALL}\n{SECOND}") as (api, _):
         for stream in (False, True):
             exchange = await ask(api, parallel_tool_calls=False, stream=stream)

@@ -59,7 +59,7 @@ async def test_stream_sends_text_then_the_finish_reason_then_done(api: Any) -> N
     assert usage["usage"]["total_tokens"] == 9
 
 
-async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> None:
+async def test_last_event_of_a_single_completion_is_sent_with_done(api: Any) -> None:
     assert (await api.complete(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.complete(stream=True, n=2)
     # The server writes two deltas of each choice, and the end. No choice waits for another choice.
@@ -107,7 +107,7 @@ async def test_completion_prompt_may_have_each_of_four_types(api: Any, prompt: A
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_an_invalid_field_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_field_of_a_completion_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
     await api.check_refused(PATH, {"prompt": "ab", **fields}, param=param)
     assert api.engine.streams == []
 
@@ -226,7 +226,7 @@ async def test_a_slow_client_stops_reading_of_deltas(
 # --- logprobs and echoes ---
 
 
-async def test_logprobs_are_four_lists(api: Any) -> None:
+async def test_logprobs_of_a_completion_are_four_lists(api: Any) -> None:
     response = Completion.model_validate((await api.complete(logprobs=2)).json(), strict=True)
     logprobs = response.choices[0].logprobs
     assert logprobs is not None

@@ -151,7 +151,7 @@ async def test_decision_input_of_messages_is_their_joined_text(autojump_clock: A
         ({"cache_salt": ""}, "cache_salt", "1 to 256"),
     ],
 )
-async def test_an_invalid_field_is_refused_with_its_path(
+async def test_invalid_field_of_a_decision_request_is_refused_with_its_path(
     fields: dict[str, Any], param: str, words: str, autojump_clock: Any
 ) -> None:
     async with served() as server:

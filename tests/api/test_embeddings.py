@@ -163,14 +163,14 @@ async def test_2048_embedding_inputs_are_accepted_and_more_are_refused(autojump_
         ({"messages": []}, "messages", "messages is empty"),
     ],
 )
-async def test_an_invalid_field_is_refused_with_its_path(
+async def test_invalid_field_of_an_embedding_request_is_refused_with_its_path(
     body: dict[str, Any], param: str, words: str, autojump_clock: Any
 ) -> None:
     async with served(max_model_len=128) as server:
         await check_refused(server, body, param, words)
 
 
-async def test_a_model_that_is_not_served_is_404(autojump_clock: Any) -> None:
+async def test_embeddings_of_a_model_that_is_not_served_get_404(autojump_clock: Any) -> None:
     async with served() as server:
         status, response = await ask(server, {"input": "a", "model": "other"})
         assert (status, response["error"]["code"]) == (404, "model_not_found")

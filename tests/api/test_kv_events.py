@@ -138,7 +138,7 @@ async def test_slow_reader_of_kv_events_blocks_nothing_and_gets_the_final_state(
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_a_silent_stream_sends_keep_alives(memory_server, autojump_clock):
+async def test_silent_stream_of_kv_events_sends_keep_alives(memory_server, autojump_clock):
     async with memory_server.client().ask(PATH) as response:
         await response.head()
         with trio.move_on_after(3.5 * ALIVE_SECONDS):

@@ -71,7 +71,7 @@ async def test_openai_parse_returns_the_arguments_of_a_tool() -> None:
         assert isinstance(call.function.parsed_arguments, Weather)
 
 
-async def test_a_conversation_with_a_tool_result_continues() -> None:
+async def test_openai_client_continues_a_conversation_with_a_tool_result() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened(CALL) as client:
         first = await client.chat.completions.create(model="fake", messages=[USER], tools=[tool])

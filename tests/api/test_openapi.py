@@ -97,7 +97,9 @@ async def test_openapi_document_does_not_offer_refused_fields(api: Any) -> None:
         ("GET", "/version", None, responses.Version),
     ],
 )
-async def test_responses_match_their_description(api: Any, method: str, path: str, body: Any, kind: type) -> None:
+async def test_responses_match_their_openapi_description(
+    api: Any, method: str, path: str, body: Any, kind: type
+) -> None:
     exchange = await api.context(method, path, b"" if body is None else body)
     msgspec.convert(exchange.json(), kind)
 

@@ -138,7 +138,7 @@ async def test_an_aborted_response_has_its_partial_result_and_can_be_resumed(aut
 
 
 @APIS
-async def test_abort_without_return_partial_is_an_error(autojump_clock, path, body) -> None:
+async def test_aborted_message_without_return_partial_is_an_error(autojump_clock, path, body) -> None:
     async with open_memory_server(paused=True) as server:
         status, said = await aborted(server, ask, path, {**body, "return_partial": False})
         assert status == (529 if path == MESSAGES else 503)

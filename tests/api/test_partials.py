@@ -74,7 +74,7 @@ async def test_an_aborted_whole_response_has_its_partial_result_and_can_be_resum
 
 
 @PATHS
-async def test_abort_without_return_partial_is_an_error(autojump_clock, path, body):
+async def test_aborted_completion_without_return_partial_is_an_error(autojump_clock, path, body):
     async with open_memory_server(step_seconds=0.01) as server:
         status, said = await aborted(server, path, {**body, "return_partial": False}, "pause")
         assert (status, said["error"]["code"]) == (503, "paused")

@@ -170,7 +170,7 @@ async def test_server_fault_in_a_stream_is_its_last_event(api: Any) -> None:
     assert b"secret" not in exchange.data
 
 
-async def test_a_fault_after_a_whole_response_began_reaches_the_connection(api: Any) -> None:
+async def test_server_fault_after_a_whole_response_began_breaks_the_connection(api: Any) -> None:
     exchange = api.exchange("GET", "/health")
     exchange.send_error = ValueError("half sent")
     with pytest.raises(ValueError, match="half sent"):

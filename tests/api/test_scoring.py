@@ -114,7 +114,7 @@ async def test_one_text_is_compared_with_all_texts_or_each_text_with_its_partner
         ("/v1/score", {"text_1": "a", "text_2": "b", "priority": -101}, "priority"),
     ],
 )
-async def test_an_invalid_field_is_refused_with_its_path(
+async def test_invalid_field_of_a_scoring_request_is_refused_with_its_path(
     path: str, body: dict[str, Any], param: str | None, autojump_clock: Any
 ) -> None:
     async with served(max_model_len=128) as server:

@@ -27,7 +27,7 @@ async def test_model_route_returns_a_model_by_its_name(api: Any) -> None:
     assert (model.id, model.created) == ("org/letters", 1_700_000_000)
 
 
-async def test_a_model_that_is_not_served_is_404(api: Any) -> None:
+async def test_model_route_of_a_model_that_is_not_served_gives_404(api: Any) -> None:
     exchange = await api.context("GET", "/v1/models/gpt-9")
     assert exchange.status == 404
     assert exchange.json()["error"]["code"] == "model_not_found"

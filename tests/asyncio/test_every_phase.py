@@ -57,7 +57,7 @@ class Request:
             raise Left
 
 
-# --- the ways of ending a body: each way gets a body, and a function that brings the request into a phase ---
+# --- ways to end the body of a request. Each way gets a body, and a function that brings the request into a phase ---
 
 Body = Callable[[Request], Awaitable[None]]
 Reach = Callable[[asyncio.Task[None]], Awaitable[None]]

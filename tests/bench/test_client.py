@@ -101,7 +101,7 @@ async def test_response_in_single_bytes_is_read_equally(start_server, autojump_c
 
 
 @both
-async def test_idle_connections_are_reused(start_server, autojump_clock, http):
+async def test_bench_client_reuses_idle_connections(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         for _ in range(3):
@@ -567,7 +567,7 @@ async def test_tls_without_http2_is_refused(start_server, authority):
     assert "did not agree to HTTP/2 (by ALPN)" in failure.message
 
 
-async def test_unknown_certificate_is_refused(start_server):
+async def test_bench_client_refuses_an_unknown_certificate(start_server):
     server = start_server(respond_at_once, http=1)
     context = tls_context(trustme.CA(), "http/1.1")
     async with listening(server, context) as port, open_client(1, opener("https", port, 1)) as client:

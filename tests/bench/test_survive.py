@@ -128,7 +128,7 @@ def test_five_interruptions_contain_every_kind_once():
 
 
 @pytest.mark.parametrize("values", [{"endpoints": 1}, {"requests": 0}, {"period_seconds": 0}, {"output_tokens": 7}])
-def test_settings_out_of_range_are_refused(values):
+def test_survival_run_settings_out_of_range_are_refused(values):
     with pytest.raises(StartupError):
         SurviveSettings(**values)
 

@@ -324,7 +324,7 @@ def test_memory_regions_cover_the_blocks():
 
 
 @pytest.mark.parametrize("options", [{"landing_bytes": 100}, {"landing_bytes": 2**35}, {"landing": 1}, {"port": -1}])
-def test_invalid_option_is_refused(options):
+def test_invalid_option_of_nixl_is_refused(options):
     with pytest.raises(StartupError):
         read_options(NixlOptions, options)
 

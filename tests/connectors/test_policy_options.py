@@ -40,7 +40,7 @@ def make(options):
         ({"chunk_bytes": 10**9}, "chunk_bytes"),
     ],
 )
-def test_invalid_option_is_refused(options, expect):
+def test_invalid_option_of_a_stream_connector_is_refused(options, expect):
     with pytest.raises(StartupError, match=expect):
         make(options)
 

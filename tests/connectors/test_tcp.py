@@ -175,7 +175,7 @@ async def test_peer_without_the_key_gets_nothing(certificates, there, here):
         assert sides[0].connector.counts()["bytes_sent_total"] == 0
 
 
-async def test_untrusted_certificate_is_refused(certificates):
+async def test_untrusted_certificate_of_a_holder_is_refused(certificates):
     for there, here in (("stranger", "here"), ("there", "stranger")):
         async with engines(certificates[there], certificates[here]) as sides:
             begin(*sides)

@@ -387,7 +387,7 @@ async def test_load_fails_if_its_connections_always_break(autojump_clock):
         assert both.here.policy.counts()["transfers_resumed_total"] > 0
 
 
-async def test_unreachable_holder_fails_soon(autojump_clock):
+async def test_load_from_an_unreachable_holder_soon_fails(autojump_clock):
     async with trio.open_nursery() as nursery:
         here = Side("here")
         here.nursery = nursery
@@ -400,7 +400,7 @@ async def test_unreachable_holder_fails_soon(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_silent_holder_fails_within_the_duration_of_a_hold(autojump_clock):
+async def test_load_from_a_silent_holder_fails_within_the_duration_of_a_hold(autojump_clock):
     async with pair() as both:
 
         def prepare(index: int, connection: Between) -> None:

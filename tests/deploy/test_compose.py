@@ -64,6 +64,6 @@ def test_models_are_stored_in_the_volume_of_the_image():
         assert (source in COMPOSE["volumes"], target) == (True, volume)
 
 
-def test_every_environment_variable_is_an_option_of_the_program():
+def test_every_variable_of_the_compose_file_is_an_option_of_the_program():
     names = SERVICES["router"]["environment"]
     assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= options_of(RouterOptions).keys()

@@ -94,7 +94,7 @@ def test_server_uses_the_exposed_port(file: Containerfile):
     assert (config.host, config.port) == ("0.0.0.0", int(file.last("EXPOSE")))
 
 
-def test_every_environment_variable_is_an_option_of_the_program(file: Containerfile):
+def test_every_variable_of_a_container_file_is_an_option_of_the_program(file: Containerfile):
     names = [name.removeprefix("TRIOSERVE_").lower() for name in file.environment if name.startswith("TRIOSERVE_")]
     assert names
     assert set(names) <= options_of(Config).keys()

@@ -470,7 +470,7 @@ def test_workers_find_the_server_before_it_is_ready(grouped):
     assert ("Service", GROUP[1]) not in grouped
 
 
-def test_workers_get_no_requests(grouped):
+def test_worker_pods_of_an_engine_get_no_requests(grouped):
     container = container_of(grouped, "worker")
     assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"} & set(container)
     assert not [name for name in environment_of(container) if "API_KEY" in name]

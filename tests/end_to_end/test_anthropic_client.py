@@ -113,7 +113,7 @@ def test_errors_raise_exception_types_of_the_client(client, arguments, error, ki
     assert caught.value.request_id
 
 
-def test_closing_a_stream_frees_its_blocks(client, server):
+def test_closing_a_stream_of_anthropics_client_frees_its_blocks(client, server):
     with client.messages.stream(model="smollm2", max_tokens=2000, messages=MESSAGES) as stream:
         next(iter(stream.text_stream))
     for _ in range(200):

@@ -55,7 +55,7 @@ def test_served_model_is_listed_and_described(client, server):
     assert httpx.head(server.url).status_code == httpx.get(server.url).status_code == 200
 
 
-def test_closing_a_stream_frees_its_blocks(client, server):
+def test_closing_a_stream_of_ollamas_client_frees_its_blocks(client, server):
     stream = client.chat("smollm2", ASK, options={"num_predict": 2000}, stream=True)
     next(stream)
     stream.close()

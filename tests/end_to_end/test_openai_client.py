@@ -142,7 +142,7 @@ def test_response_has_the_request_id_of_the_client(client):
     assert raw.headers["x-request-id"] == "mine-1"
 
 
-def test_closing_a_stream_frees_its_blocks(client, server):
+def test_closing_a_stream_of_openais_client_frees_its_blocks(client, server):
     stream = client.completions.create(
         model="smollm2",
         prompt="Tell me everything",

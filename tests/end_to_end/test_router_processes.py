@@ -206,7 +206,7 @@ def test_death_of_one_process_is_logged_and_the_other_one_drains(router):
     assert told in router.lines
 
 
-def test_both_processes_serve_tls(start_server, endpoint, tmp_path):
+def test_both_processes_of_a_router_serve_tls(start_server, endpoint, tmp_path):
     authority = trustme.CA()
     certificate = tmp_path / "server.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(certificate)

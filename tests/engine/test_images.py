@@ -353,7 +353,7 @@ async def test_image_placeholder_in_text_is_not_an_image() -> None:
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image", "image": "x"}]}]), "bytes of a file"),
     ],
 )
-async def test_invalid_input_images_are_refused(prompt: ChatPrompt, sentence: str) -> None:
+async def test_invalid_image_in_a_chat_is_refused(prompt: ChatPrompt, sentence: str) -> None:
     async with seeing(image_limits=ImageLimits(images_max=2, side_max=300)) as fake:
         with pytest.raises(InvalidRequest, match=sentence):
             await said(fake, prompt)

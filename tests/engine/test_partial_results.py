@@ -288,7 +288,7 @@ async def test_weight_versions_of_known_tokens_come_before_those_of_new_tokens(a
     ],
     ids=str,
 )
-def test_invalid_known_output_is_refused(fields, param):
+def test_invalid_known_output_of_a_partial_result_is_refused(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         Resume(token_ids=((1, 2), ()), finished=(False, False), **fields)
     assert caught.value.param == param

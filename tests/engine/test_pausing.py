@@ -56,7 +56,7 @@ async def undisturbed(prompt: str, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_requests_kept_by_a_pause_or_sleep_continue_with_equal_output(autojump_clock, options):
+async def test_requests_kept_by_a_pause_continue_with_equal_output(autojump_clock, options):
     expected = await undisturbed("one", **options)
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, **options) as fake, trio.open_nursery() as nursery:
@@ -337,7 +337,7 @@ async def test_older_vllm_parameter_for_waiting_aborts_no_request(autojump_clock
         assert answers == [20]
 
 
-async def test_pause_and_sleep_endpoints_need_the_admin_key(autojump_clock):
+async def test_pause_endpoints_need_the_admin_key(autojump_clock):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for path, method in (
             ("/pause", "POST"),

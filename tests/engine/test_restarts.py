@@ -444,7 +444,7 @@ async def test_new_request_that_leaves_while_a_suspect_runs_alone_frees_everythi
     fake.assert_all_free()
 
 
-async def test_failed_reopening_is_retried(autojump_clock):
+async def test_failed_reopening_after_a_fault_is_retried(autojump_clock):
     reader = Reader()
     async with open_fake_engine(step_seconds=0.01, engine_restarts=5) as fake, trio.open_nursery() as nursery:
         nursery.start_soon(reader.read, fake, "first")

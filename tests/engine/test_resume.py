@@ -222,7 +222,9 @@ async def test_resumed_request_uses_a_slot_only_for_unfinished_choices() -> None
         (b"a" * 600, {}, "maximum context length"),
     ],
 )
-async def test_invalid_known_output_is_refused(token_ids: Any, fields: dict[str, Any], message: str) -> None:
+async def test_invalid_known_output_of_a_resumed_request_is_refused(
+    token_ids: Any, fields: dict[str, Any], message: str
+) -> None:
     known = tuple(token_ids.encode() if isinstance(token_ids, str) else token_ids)
     async with open_fake_engine(**SMALL) as fake:
         with pytest.raises(InvalidRequest, match=message) as refused:

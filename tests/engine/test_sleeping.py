@@ -30,7 +30,7 @@ def sleep_states(fake: FakeEngine) -> list[float]:
 
 @LEVELS
 @pytest.mark.parametrize("options", KINDS, ids=str)
-async def test_requests_kept_by_a_pause_or_sleep_continue_with_equal_output(autojump_clock, level, options):
+async def test_requests_kept_during_a_sleep_continue_with_equal_output(autojump_clock, level, options):
     expected = await undisturbed("one", **options)
     one, late = Reader(), Reader()
     async with open_fake_engine(step_seconds=0.01, opening_seconds=3.0, **options) as fake:
@@ -186,7 +186,7 @@ async def test_cancelled_sleep_undoes_its_pause(autojump_clock, level):
     assert one.end[0] is FinishReason.LENGTH
 
 
-async def test_failed_reopening_is_retried(autojump_clock):
+async def test_failed_reopening_after_a_sleep_is_retried(autojump_clock):
     async with open_fake_engine(engine_restarts=3, opening_seconds=1.0) as fake:
         await fake.sleep(2)
         fake.break_openings(1)
@@ -238,7 +238,7 @@ async def test_sleep_endpoints_of_vllm_work(autojump_clock):
         assert await ask("/is_sleeping", "GET") == awake
 
 
-async def test_pause_and_sleep_endpoints_need_the_admin_key(autojump_clock):
+async def test_sleep_endpoints_need_the_admin_key(autojump_clock):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for path, method in (("/sleep", "POST"), ("/is_sleeping", "GET"), ("/wake_up", "POST")):
             for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):

@@ -159,7 +159,7 @@ async def test_queued_and_new_requests_use_the_new_weights(autojump_clock):
         ("b", {"in_flight": "later"}, "in_flight"),
     ],
 )
-async def test_refused_update_changes_nothing(autojump_clock, source: Any, options: dict[str, Any], param: str):
+async def test_refused_weight_update_changes_nothing(autojump_clock, source: Any, options: dict[str, Any], param: str):
     expected = await undisturbed("one")
     one = Reader()
     async with open_fake_engine(step_seconds=0.01) as fake:

@@ -119,7 +119,7 @@ def test_arrived_body_is_read_at_once():
     assert (http.arrived_body(), http.request_ended) == (b"hello", True)
 
 
-def test_unread_body_is_skipped():
+def test_unread_http1_body_is_skipped_before_the_next_request():
     for sent in (PLAIN, CHUNKED):
         http = protocol()
         http.receive(sent[:-3])

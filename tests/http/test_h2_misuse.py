@@ -52,7 +52,7 @@ async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clo
     await check_alive(the_front, client)
 
 
-async def test_priority_frames_are_ignored(autojump_clock, front):
+async def test_http2_priority_frames_are_ignored(autojump_clock, front):
     """Scenario S51: in another server, 1,001 PRIORITY frames ended the server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
@@ -69,7 +69,7 @@ async def test_headers_with_priority_are_served(autojump_clock, front):
     assert (await client.response(stream_id)).body == b"ok"
 
 
-async def test_unknown_frames_are_ignored(autojump_clock, front):
+async def test_unknown_http2_frames_are_ignored(autojump_clock, front):
     the_front = front(respond_ok)
     client = await the_front.h2()
     await client.stream.send_all(b"\x00\x00\x04\xfa\x00\x00\x00\x00\x00abcd")
@@ -423,7 +423,7 @@ async def test_connection_with_a_header_block_that_never_ends_is_closed(autojump
 
 
 @pytest.mark.parametrize("opening", [b"", b"PRI * HTTP/2.0\r\n"])
-async def test_silent_client_is_closed(autojump_clock, front, opening):
+async def test_connection_of_a_silent_http2_client_is_closed(autojump_clock, front, opening):
     the_front = front(respond_ok, sniff_seconds_max=10)
     stream = the_front.connect()
     await stream.send_all(opening)

@@ -368,7 +368,7 @@ async def test_last_bytes_obey_the_buffer_limit(autojump_clock, front):
     assert (len(response.body), response.ended, is_over) == (100_000, True, True)
 
 
-async def test_responses_out_of_order_are_errors_of_the_handler(autojump_clock, front):
+async def test_handler_that_sends_parts_of_a_response_out_of_order_gets_an_error(autojump_clock, front):
     async def handler(exchange):
         with pytest.raises(RuntimeError, match="not been started"):
             await exchange.send(b"x")

@@ -45,7 +45,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_library_is_compiled_once(compiler: Path) -> None:
+def test_kernel_library_is_compiled_once(compiler: Path) -> None:
     said: list[str] = []
 
     def note(sentence: str, seconds: float) -> None:

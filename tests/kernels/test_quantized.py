@@ -275,7 +275,7 @@ def test_largest_quantized_numbers_do_not_overflow(engine: Engine, block_type: s
             check_product(engine, x, weight.values, engine.product(x, weight.matrix, 32))
 
 
-def test_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
+def test_quantized_product_of_a_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
     """Compare one row and many rows. If only few rows are quantized, compare only row counts with the same method."""
     for block_type in BLOCK_FORMATS:
         weight = weight_of_blocks(engine.library, block_type, 40, 512)

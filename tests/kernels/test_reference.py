@@ -60,7 +60,7 @@ def dense_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 @DTYPES
 @DEVICES
-def test_rms_norm(dtype: torch.dtype, device: str) -> None:
+def test_reference_rms_norm_equals_float64(dtype: torch.dtype, device: str) -> None:
     x, weight = values(5, 33, dtype=dtype, device=device), values(33, dtype=dtype, seed=1, device=device)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
     check_close(reference.rms_norm(x, weight, 1e-3), exact * weight.double(), dtype)

@@ -73,12 +73,12 @@ def test_state_size_does_not_depend_on_the_text_length() -> None:
         ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
     ),
 )
-def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_delta_rule_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read(**fields)
 
 
-def test_native_kernels_name_unsupported_sizes() -> None:
+def test_native_kernels_name_unsupported_sizes_of_delta_rules() -> None:
     assert why_not_native(read(), "float32") is None
     few = read(linear_num_value_heads=8)
     assert "linear_num_value_heads is 8, which is no multiple of 16" in str(why_not_native(few, "float32"))

@@ -120,10 +120,8 @@ def test_sampling_error_after_a_draft_token_ends_the_run_of_accepted_tokens(
     for name, sampling in (("a", SAMPLINGS["greedy"]), ("b", SAMPLINGS["logprobs"])):
         driver.add(name, prompt_of(6, 1), sampling)
     driver.step({"a": 6, "b": 6})
-    bad_rows = (
-        2,
-        5,
-    )  # Sampling fails for request a after its second draft token, and for request b after its first draft token.
+    # Sampling fails for request a after its second draft token, and for request b after its first draft token.
+    bad_rows = (2, 5)
     result = driver.step({"a": 1, "b": 1}, {"a": (5, 6, 7), "b": (5, 6, 7)})
     assert not result.errors
     assert None not in result.token_ids

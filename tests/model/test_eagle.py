@@ -38,7 +38,7 @@ def tapped_of(reference: Any, tokens: list[int]) -> torch.Tensor:
     [{}, {"own_embedding": True}, {"draft_vocab_size": 320}, {"norm_before_residual": True}],
     ids=["plain", "own embedding", "whole vocabulary", "norm before residual"],
 )
-def test_draft_tokens_equal_the_reference(
+def test_draft_tokens_of_an_eagle_head_equal_the_reference(
     changes: dict[str, Any],
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
@@ -78,7 +78,7 @@ def test_head_does_not_change_the_response(
     draft_driver.check_equal(responses[1], responses[0])
 
 
-def test_aborts_at_any_step_leave_no_blocks(
+def test_aborts_at_any_step_with_an_eagle_head_leave_no_blocks(
     tiny_checkpoint: Callable[..., Path], tiny_eagle: ModuleType, draft_driver: ModuleType, tmp_path: Path
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint(TARGET), tiny_eagle.write_eagle(tmp_path / "head"))
@@ -93,7 +93,7 @@ def test_aborts_at_any_step_leave_no_blocks(
     runner.close()
 
 
-def test_accepted_draft_tokens_save_steps(
+def test_accepted_draft_tokens_of_an_eagle_head_save_steps(
     tiny_checkpoint: Callable[..., Path], tiny_eagle: ModuleType, draft_driver: ModuleType, tmp_path: Path
 ) -> None:
     """Use a head that always proposes token 7, and a bias that makes the target model choose token 7."""
@@ -144,7 +144,7 @@ def test_head_of_another_model_is_refused(
         ("midlayer.self_attn.q_proj.bias", torch.zeros(64), "has midlayer.self_attn.q_proj.bias, which is not"),
     ],
 )
-def test_damaged_head_is_refused(
+def test_damaged_eagle_head_is_refused(
     name: str,
     tensor: torch.Tensor | None,
     sentence: str,

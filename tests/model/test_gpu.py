@@ -191,7 +191,9 @@ def picked(
     return next(name for name, module in kernels.items() if module is found)
 
 
-def test_triton_computes_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_triton_kernels_compute_on_a_gpu_by_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert picked(ModelSettings(), monkeypatch) == "triton"
     assert picked(ModelSettings(gpu_kernels="torch"), monkeypatch, reason="broken") == "torch"
     assert caplog.records == []

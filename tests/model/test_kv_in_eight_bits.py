@@ -157,12 +157,13 @@ def test_almost_twice_as_many_eight_bit_kv_blocks_fit_into_memory(
 
 @BOTH
 @FORMATS
-def test_kv_format_is_reported(load: Load, kv_cache_dtype: str, cpu_kernels: str) -> None:
+def test_eight_bit_kv_format_is_reported_in_log_and_fingerprint(
+    load: Load, kv_cache_dtype: str, cpu_kernels: str
+) -> None:
     runner, plain = (load("llama", kind, cpu_kernels=cpu_kernels) for kind in (kv_cache_dtype, "auto"))
     assert f"KV kept as {kv_cache_dtype}" in runner.computed_by
-    assert (
-        runner.arithmetic != plain.arithmetic
-    )  # The fingerprint contains the format, so no stream resumes with another format.
+    # The fingerprint contains the format, so no stream resumes with another format.
+    assert runner.arithmetic != plain.arithmetic
     assert (runner.kv_dtype, plain.kv_dtype) == (kv_cache_dtype, "float32")
     assert runner.kv_cache_bytes < plain.kv_cache_bytes / 2
     storage = runner.storage

@@ -138,9 +138,8 @@ def test_hub_download_reports_its_bytes(tmp_path: Path, hub: SimpleNamespace) ->
         one.refresh()
     written.update(400)
     written.refresh()
-    network.set_description_str(
-        "Download complete"
-    )  # This bar has fewer bytes than the other bar, so it is not reported.
+    # This bar has fewer bytes than the other bar, so it is not reported.
+    network.set_description_str("Download complete")
     assert list(files) == [1, 2, 3]
     written.update(600)
     written.refresh()

@@ -479,7 +479,7 @@ def test_sampling_defaults_are_read_from_gguf_metadata(tiny_gguf: Callable[..., 
     assert open_checkpoint(path).sampling_defaults == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
 
 
-def test_missing_tensor_is_named(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_error_names_the_missing_tensor_of_a_gguf_file(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     for name in ("token_embd.weight", "blk.1.ffn_up.weight"):
         path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", {}, without=(name,))
         with pytest.raises(ModelLoadError, match=name):

@@ -189,7 +189,7 @@ def test_unsupported_config_is_refused_by_field(changes: dict[str, Any], said: s
     assert "\n" not in str(caught.value)
 
 
-def test_only_named_sampling_defaults_are_returned() -> None:
+def test_only_sampling_defaults_that_the_config_names_are_returned() -> None:
     named = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "eos_token_id": 2}
     assert sampling_defaults_from(named) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     assert sampling_defaults_from({"repetition_penalty": 1.05}) == {"repetition_penalty": 1.05}

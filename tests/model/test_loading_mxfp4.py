@@ -57,7 +57,7 @@ def written(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempP
     return quantized, dense
 
 
-def test_numbers_equal_those_of_the_format(
+def test_mxfp4_numbers_equal_those_of_the_format(
     written: tuple[Path, Path], tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]]
 ) -> None:
     found, expected = (tensors_of(open_checkpoint(path)) for path in written)

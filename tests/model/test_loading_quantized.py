@@ -83,7 +83,7 @@ def numbers_of_blocks(tensor: StoredTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("variant", ALL)
-def test_numbers_equal_those_of_the_format(variant: str, written: Callable[..., Written]) -> None:
+def test_quantized_numbers_equal_those_of_the_format(variant: str, written: Callable[..., Written]) -> None:
     directory, meant = written(variant)
     expected = meant_by_name(directory, meant)
     for tensor in open_checkpoint(directory).tensors():
@@ -268,7 +268,7 @@ def test_compressed_tensors_library_reads_equal_numbers(variant: str, written: C
 
 
 @pytest.mark.parametrize("variant", ("packed-4", "packed-8", "float8-tensor", "float8-channel", "float8-block"))
-def test_transformers_reads_equal_numbers(
+def test_transformers_reads_equal_numbers_from_quantized_files(
     variant: str,
     written: Callable[..., Written],
     tiny_quantized: ModuleType,

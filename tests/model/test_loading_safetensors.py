@@ -117,13 +117,13 @@ def test_single_safetensors_file_may_have_any_name(copied: Callable[..., Path]) 
     assert open_checkpoint(directory).files == (directory / "weights.safetensors",)
 
 
-def test_missing_tensor_is_named(copied: Callable[..., Path]) -> None:
+def test_error_names_the_missing_tensor_of_a_safetensors_checkpoint(copied: Callable[..., Path]) -> None:
     directory = copied("llama")
     change_tensors(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     check_refused(directory, "the weights lack model.layers.1.mlp.up_proj.weight", "fetch it again")
 
 
-def test_unknown_tensor_is_named(copied: Callable[..., Path]) -> None:
+def test_error_names_the_unknown_tensor_of_a_safetensors_checkpoint(copied: Callable[..., Path]) -> None:
     directory = copied("llama")
     change_tensors(directory, lambda tensors: tensors.update({"model.layers.0.router.weight": torch.ones(4)}))
     check_refused(directory, "the weights hold model.layers.0.router.weight", "does not use")
@@ -151,7 +151,7 @@ def test_unsupported_stored_dtype_is_refused(copied: Callable[..., Path]) -> Non
     check_refused(directory, "stores I8; supported are BF16, F16, F32")
 
 
-def test_missing_shard_is_named(copied: Callable[..., Path]) -> None:
+def test_error_names_the_missing_file_of_a_divided_checkpoint(copied: Callable[..., Path]) -> None:
     directory = copied("llama", sharded=True)
     shard = sorted(directory.glob("*.safetensors"))[-1]
     shard.unlink()
@@ -245,7 +245,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused(
         ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "config.json is not valid JSON"),
     ],
 )
-def test_excessive_config_is_refused(copied: Callable[..., Path], content: str, said: str) -> None:
+def test_config_with_excessive_sizes_is_refused(copied: Callable[..., Path], content: str, said: str) -> None:
     directory = copied("llama")
     (directory / "config.json").write_text(content)
     check_refused(directory, said)

@@ -38,7 +38,7 @@ def opened(draft_driver: ModuleType, directory: Path, kernels: str = "auto", *, 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own matrices", "the model's"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_draft_tokens_equal_the_reference(
+def test_draft_tokens_of_an_mtp_layer_equal_the_reference(
     kind: str,
     is_shared: bool,
     cpu_kernels: str,
@@ -80,7 +80,7 @@ def test_prediction_layer_does_not_change_the_response(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_aborts_at_any_step_leave_no_blocks(
+def test_aborts_at_any_step_with_an_mtp_layer_leave_no_blocks(
     kind: str, tiny_checkpoint: Callable[..., Path], tiny_mtp: ModuleType, draft_driver: ModuleType, tmp_path: Path
 ) -> None:
     runner = opened(draft_driver, tiny_mtp.write_mtp(tiny_checkpoint(kind), tmp_path))
@@ -97,7 +97,7 @@ def test_aborts_at_any_step_leave_no_blocks(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_accepted_draft_tokens_save_steps(
+def test_accepted_draft_tokens_of_an_mtp_layer_save_steps(
     kind: str,
     sampling: SamplingParams,
     cpu_kernels: str,

@@ -65,7 +65,7 @@ def test_config_of_a_shape_is_read_by_us_and_by_transformers(shape: str, tmp_pat
 
 @pytest.mark.parametrize("config", (TINY, TINY_QWEN3), ids=("llama", "qwen3"))
 @pytest.mark.parametrize("shard_bytes_max", (5 * 10**9, 50_000), ids=("one file", "shards"))
-def test_greedy_tokens_equal_transformers(
+def test_greedy_tokens_of_a_random_checkpoint_equal_those_of_transformers(
     config: ModelConfig,
     shard_bytes_max: int,
     step_driver: ModuleType,

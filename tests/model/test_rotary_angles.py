@@ -25,9 +25,8 @@ def test_rotary_table_equals_computed_angles(
     looked_up = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
     monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.heads.head_dim * dtype.itemsize - 1)
     computed = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
-    if (
-        device.type == "cpu"
-    ):  # One object has a table that ends with the longest context. The other object has no table.
+    # One object has a table that ends with the longest context. The other object has no table.
+    if device.type == "cpu":
         with pytest.raises(IndexError):
             looked_up.cos_sin(torch.tensor([3_001]))
         computed.cos_sin(torch.tensor([3_001]))

@@ -214,7 +214,7 @@ def test_blocks_need_no_memory_without_attention(tiny_checkpoint: Callable[..., 
         assert not runner.claim_memory()
 
 
-def test_native_kernels_name_unsupported_sizes() -> None:
+def test_native_kernels_name_unsupported_sizes_of_state_spaces() -> None:
     assert why_not_native(read(), "float32") is None
     assert "state space's head_dim is 8" in str(why_not_native(read(mamba_n_heads=16), "float32"))
     # 128 channels of x, and 2 * 2 * 17 of b and c

@@ -85,7 +85,7 @@ def test_cutoff_keeps_the_expected_share_of_gates() -> None:
         ({"hidden_activation": "silu"}, "hidden_activation in config.json is 'silu'"),
     ),
 )
-def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_gemma_3n_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read(**fields)
 
@@ -97,7 +97,7 @@ def test_families_other_than_gemma_3n_have_no_streams(field: str) -> None:
         read(architectures=["Gemma3ForCausalLM"], **{**neutral, field: 4})
 
 
-def test_native_kernels_name_unsupported_sizes() -> None:
+def test_native_kernels_name_unsupported_sizes_of_gemma_3n() -> None:
     assert why_not_native(read(), "float32") is None
     assert "laurel_rank is 8, which is no multiple of 16" in str(why_not_native(read(laurel_rank=8), "float32"))
     odd = read(hidden_size_per_layer_input=8)
@@ -148,7 +148,7 @@ def test_token_outside_of_the_input_table_uses_token_0s_row(
 
 
 @pytest.mark.parametrize("quantization", ("int8", "int4"))
-def test_input_table_is_quantized(
+def test_input_table_of_a_quantized_model_is_quantized(
     quantization: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     prompt = list(range(5, 45))

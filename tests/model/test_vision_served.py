@@ -137,7 +137,7 @@ def test_files_of_transformers_before_5_are_equivalent(seeing: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["vision_model.post_layernorm.weight", "connector.modality_projection.proj.weight"])
-def test_missing_tensor_is_named(name: str, seeing: Path, tmp_path: Path) -> None:
+def test_error_names_the_missing_tensor_of_an_image_encoder(name: str, seeing: Path, tmp_path: Path) -> None:
     import shutil
 
     from safetensors.torch import load_file, save_file

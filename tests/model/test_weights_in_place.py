@@ -353,9 +353,8 @@ async def test_weights_are_replaced_from_shared_memory(
     async with open_engine(str(old), **OPTIONS, **options) as engine:
         first, second = (changed(old, tmp_path / str(seed), seed=seed) for seed in (1, 2))
         tensors = load_file(first / "model.safetensors")
-        tensors["lm_head.weight"] = tensors[
-            "model.embed_tokens.weight"
-        ]  # A state_dict of a model with tied weights contains both names.
+        # A state_dict of a model with tied weights contains both names.
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         with publish_weights(tensors) as published:
             await engine.update_weights(SharedWeights(published.name), version="first")
             assert await said(engine) == await said_when_opened(first, **options)

@@ -77,7 +77,7 @@ def test_experts_stay_in_four_bits(load: Callable[..., ModelRunner], step_driver
     assert kept.step_weight_bytes < 0.75 * dense.step_weight_bytes
 
 
-def test_float32_dequantizes_weights(load: Callable[..., ModelRunner]) -> None:
+def test_four_bit_weights_are_dequantized_for_float32(load: Callable[..., ModelRunner]) -> None:
     assert "weights kept" not in load("llama-wide", "gptq-4", "auto", dtype="float32").computed_by
 
 

@@ -657,9 +657,8 @@ def write_checkpoint(
             if "norm" in name:
                 parameter.add_(1.0)
             if name.endswith(("gate_up_proj_bias", "sinks")):
-                parameter.mul_(
-                    40.0
-                )  # The weights are so large that some numbers are clamped, and that some heads attend sharply.
+                # The weights are so large that some numbers are clamped, and that some heads attend sharply.
+                parameter.mul_(40.0)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)

@@ -251,7 +251,7 @@ def test_parser_of_vllm_streams_accepts_events_in_pieces_that_end_anywhere(end):
     assert wholes[0][1] == b": ping"
 
 
-def test_error_event_is_kept_and_not_forwarded():
+def test_error_event_of_a_vllm_stream_is_kept_and_not_forwarded():
     stream = ForeignStream(TEXT, {}, bytes_max=1000)
     stream.begin()
     stream.feed(chunk(TEXT, " one", [10], prompt_token_ids=[7]).encode())

@@ -245,7 +245,7 @@ def test_peers_can_come_from_urls_files_and_dns(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["a", "a=b", "dns:x:y", "file:/nowhere/at/all", "ftp://x"])
-def test_invalid_peer_is_refused(text):
+def test_invalid_address_of_a_peer_router_is_refused(text):
     with pytest.raises(StartupError):
         parse_peers([text])
 

@@ -78,7 +78,7 @@ def test_parts_that_the_router_does_not_read_may_be_repeated_and_long() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", form(("model", "m"))[:-9], form(*[("a", "b")] * (PARTS_MAX + 1))])
-def test_invalid_form_is_refused(raw: bytes) -> None:
+def test_router_refuses_an_invalid_form_body(raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not a multipart form"):
         RoutedForm.read(raw, TYPE)
 

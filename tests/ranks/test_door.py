@@ -129,7 +129,7 @@ async def test_a_rank_with_another_key_is_refused_and_others_are_not_disturbed()
     await check_refused("its key is not the server's", key="another")
 
 
-async def test_unexpected_rank_is_refused() -> None:
+async def test_connection_of_an_unexpected_rank_is_refused() -> None:
     await check_refused("rank 7 is not expected", rank=7)
 
 

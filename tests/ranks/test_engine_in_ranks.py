@@ -181,7 +181,7 @@ async def test_step_seconds_of_each_rank_are_a_metric(tiny_model: Callable[[str]
         assert steps > together > 0
 
 
-async def test_client_that_leaves_frees_its_blocks(tiny_model: Callable[[str], Path]) -> None:
+async def test_client_that_leaves_an_engine_in_ranks_frees_its_blocks(tiny_model: Callable[[str], Path]) -> None:
     async with opened(tiny_model("llama"), 2, enable_prefix_caching=False) as engine:
         free = engine.stats().blocks_free
         for _ in range(10):

@@ -158,7 +158,7 @@ async def test_preempted_sequences_generate_the_same_tokens(
 
 
 @pytest.mark.parametrize(("shape", "overlap_steps"), [((2, 1), False), ((2, 2), False), ((2, 1), True)])
-async def test_client_that_leaves_frees_its_blocks(
+async def test_client_that_leaves_an_engine_in_stages_frees_its_blocks(
     shape: tuple[int, int], overlap_steps: bool, tiny_model: Callable[[str], Path]
 ) -> None:
     async with opened(tiny_model("llama"), *shape, enable_prefix_caching=False, overlap_steps=overlap_steps) as engine:

@@ -334,7 +334,7 @@ ITERATIVE_MOMENTS = [
 ]
 
 
-def test_script_is_parsed_as_it_was_written():
+def test_core_script_is_parsed_as_it_was_written():
     assert case_of(script_of(EVERYTHING), History) == EVERYTHING
 
 
@@ -360,7 +360,7 @@ def test_error_of_an_invalid_script_names_the_line(script, match):
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
-def test_core_history_without_some_events_runs(missing):
+def test_core_history_still_runs_without_some_of_its_events(missing):
     events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("core").run_script(script_of(History(EVERYTHING.world, kept))).failure is None
@@ -375,7 +375,7 @@ def test_stack_script_is_parsed_as_it_was_written(plan):
     ("plan", "missing"),
     [(plan, missing) for plan in (STACK, LENDING, HALTS, SWAPS) for missing in range(len(plan.parts))],
 )
-def test_stack_plan_without_some_parts_runs(plan, missing):
+def test_stack_plan_still_runs_without_some_of_its_parts(plan, missing):
     parts = plan.parts[:missing] + plan.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
         assert runs_of("stack").run_script(script_of(StackPlan(plan.stage, kept))).failure is None
@@ -392,7 +392,7 @@ def test_router_script_without_settings_first_is_refused(script):
 
 
 @pytest.mark.parametrize("missing", range(len(ROUTER.events)))
-def test_router_history_without_some_events_runs(missing):
+def test_router_history_still_runs_without_some_of_its_events(missing):
     events = ROUTER.events[:missing] + ROUTER.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("router").run_script(script_of(RouterHistory(ROUTER.world, kept))).failure is None
@@ -409,7 +409,7 @@ def test_routers_script_without_settings_first_is_refused(script):
 
 
 @pytest.mark.parametrize("missing", range(len(ROUTERS.events)))
-def test_routers_history_without_some_events_runs(missing):
+def test_history_of_several_routers_still_runs_without_some_of_its_events(missing):
     events = ROUTERS.events[:missing] + ROUTERS.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("routers").run_script(script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
@@ -426,7 +426,7 @@ def test_iterative_script_without_settings_first_is_refused(script):
 
 
 @pytest.mark.parametrize("missing", range(len(ITERATIVE.events)))
-def test_iterative_history_without_some_events_runs(missing):
+def test_iterative_history_still_runs_without_some_of_its_events(missing):
     events = ITERATIVE.events[:missing] + ITERATIVE.events[missing + 1 :]
     for kept in (events, events[::-1]):
         script = script_of(iterative.IterativeHistory(ITERATIVE.world, kept))
@@ -454,7 +454,7 @@ def test_iterative_seeds_pass_and_reach_every_phase():
     ],
     ids=["core", "stack", "router", "routers", "iterative"],
 )
-def test_seeds_pass_and_reach_every_phase(run, step_count, seed_count, moments):
+def test_seeds_of_each_simulation_pass_and_reach_every_phase(run, step_count, seed_count, moments):
     totals: Counter[str] = Counter()
     for seed in range(seed_count):
         verdict = run(seed, step_count)

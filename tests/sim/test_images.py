@@ -50,7 +50,7 @@ MOMENTS = [
 SELDOM = ("clients: got the engine's fault", "engines broken", "wakes: done")
 
 
-def test_script_is_parsed_as_it_was_written():
+def test_image_script_is_parsed_as_it_was_written():
     assert case_of(script_of(EVERYTHING), ImagesPlan) == EVERYTHING
 
 
@@ -61,7 +61,7 @@ def test_script_without_stage_first_is_refused(script):
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.parts) + 1))
-def test_plan_without_some_parts_runs(missing):
+def test_image_plan_still_runs_without_some_of_its_parts(missing):
     parts = EVERYTHING.parts[:missing] + EVERYTHING.parts[missing + 1 :]
     for kept in (parts, parts[::-1]):
         assert runs_of("images").run_script(script_of(ImagesPlan(EVERYTHING.stage, kept))).failure is None
@@ -76,7 +76,7 @@ def test_seed_gives_the_same_trace_again():
 
 
 @pytest.mark.parametrize("seed_count", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_seeds_pass_and_reach_every_phase(seed_count):
+def test_image_seeds_pass_and_reach_every_phase(seed_count):
     totals: Counter[str] = Counter()
     for seed in range(seed_count):
         verdict = runs_of("images").run_seed(seed, 12)

@@ -199,7 +199,7 @@ def test_prefill_engine_responds_if_decode_engine_refuses():
     assert played.simulation.now < 10.0
 
 
-def test_script_is_parsed_as_it_was_written():
+def test_pair_script_is_parsed_as_it_was_written():
     assert case_of(script_of(EVERYTHING), PairHistory) == EVERYTHING
 
 
@@ -210,14 +210,14 @@ def test_script_without_settings_first_is_refused(script):
 
 
 @pytest.mark.parametrize("missing", range(len(EVERYTHING.events)))
-def test_core_history_without_some_events_runs(missing):
+def test_pair_history_still_runs_without_some_of_its_events(missing):
     events = EVERYTHING.events[:missing] + EVERYTHING.events[missing + 1 :]
     for kept in (events, events[::-1]):
         assert runs_of("pair").run_script(script_of(PairHistory(EVERYTHING.world, kept))).failure is None
 
 
 @pytest.mark.slow
-def test_seeds_pass_and_reach_every_phase():
+def test_pair_seeds_pass_and_reach_every_phase():
     totals: Counter[str] = Counter()
     for seed in range(150):
         verdict = runs_of("pair").run_seed(seed, 300)

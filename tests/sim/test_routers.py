@@ -41,7 +41,7 @@ def test_routers_keep_the_shared_limit_while_a_router_dies_and_returns(leases_ma
     assert simulated(shares=True, dies=True, leases_max=leases_max, seed=leases_max).requests > 200
 
 
-def test_seed_gives_one_history():
+def test_seed_of_several_routers_always_gives_the_same_history():
     assert simulated(seed=4) == simulated(seed=4) != simulated(seed=5)
 
 
@@ -84,7 +84,7 @@ def test_failing_row_of_the_table_is_shrunk_and_can_be_replayed(capsys, monkeypa
 
 
 @pytest.mark.parametrize("settings", [{"routers": 0}, {"endpoints": 0}, {"seats": 0}])
-def test_settings_out_of_range_are_refused(settings):
+def test_simulation_settings_of_routers_out_of_range_are_refused(settings):
     with pytest.raises(StartupError, match="must be"):
         RoutersWorld(**settings)
 

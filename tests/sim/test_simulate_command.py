@@ -117,7 +117,7 @@ def test_failing_seed_is_shrunk_and_can_be_replayed(broken, capsys, tmp_path):
         assert shown[-1].startswith("failed: AssertionError in expected.py")
 
 
-def test_replay_prints_the_trace(capsys, tmp_path):
+def test_replay_of_a_seed_prints_its_trace(capsys, tmp_path):
     script = tmp_path / "history.txt"
     script.write_text(TWO_FINISH, encoding="utf-8")
     assert main(["simulate", "--replay", str(script)]) == 0

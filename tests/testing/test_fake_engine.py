@@ -26,7 +26,7 @@ async def text_of(engine: FakeEngine, prompt: str = "hello", **sampling: object)
         ({"next_token": lambda ids: 256 if len(ids) == 8 else ids[0] + len(ids)}, "mno"),
     ],
 )
-async def test_output_follows_the_script(options, expected):
+async def test_output_of_a_fake_engine_follows_its_script(options, expected):
     async with open_fake_engine(**options) as engine:
         assert await text_of(engine) == expected
 

@@ -131,7 +131,7 @@ async def test_client_that_does_not_read_is_cancelled(http, autojump_clock):
         await server.assert_all_free()
 
 
-async def test_drain_refuses_waiting_requests(http):
+async def test_drain_of_a_memory_server_refuses_waiting_requests(http):
     async with (
         open_memory_server(max_num_seqs=1, paused=True) as server,
         server.client(http=http).ask("/v1/completions", STREAM) as first,
@@ -161,7 +161,7 @@ async def test_cancelling_an_httpx_request_aborts_it():
         await server.assert_all_free()
 
 
-async def test_httpx_streams():
+async def test_httpx_can_stream_from_a_memory_server():
     import httpx
 
     async with (

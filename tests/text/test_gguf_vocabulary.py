@@ -227,7 +227,7 @@ def test_time_for_a_run_of_spaces_or_digits_is_linear(
     assert long < 30 * short  # A quadratic algorithm would take 64 times as long.
 
 
-def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
+def test_qwen2_tokenizer_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
     assert tokenizer.encode("cafe\u0301") == tokenizer.encode("café")
 

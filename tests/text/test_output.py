@@ -117,7 +117,7 @@ def test_the_stop_string_is_shown_if_requested(byte_level: Tokenizer) -> None:
     assert text_of(one_by_one(byte_level, token_ids, stop=("END",), include_stop_str_in_output=True)) == "one END"
 
 
-def test_text_that_was_held_back_is_shown_at_the_end(byte_level: Tokenizer) -> None:
+def test_output_shows_text_that_was_held_back_at_its_end(byte_level: Tokenizer) -> None:
     token_ids = characters(byte_level, "one EN")
     deltas = one_by_one(byte_level, token_ids, finished(), stop=("END",))
     assert [delta.text for delta in deltas] == ["o", "n", "e", " ", "EN"]

@@ -107,7 +107,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     check(["\n\nUser:"], ["one\n", "two\n\n", "Us", "ual"], expect=["one", "\ntwo", "", "\n\nUsual", ""], found=None)
 
 
-def test_text_that_was_held_back_is_shown_at_the_end() -> None:
+def test_finder_returns_text_that_was_held_back_at_the_end() -> None:
     check(["stop"], ["a st", "o"], expect=["a ", "", "sto"], found=None)
 
 

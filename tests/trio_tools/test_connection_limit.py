@@ -192,9 +192,8 @@ async def test_shortage_of_files_ends_an_idle_connection_and_is_logged_once(auto
     made = Listener(*[number] * 50)
     connections = Connections(connections_max=1000)
     for index in range(100):
-        connections.come(
-            f"idle {index}", may_end_at=1e9
-        )  # This connection may be ended only if no other connection may be ended.
+        # This connection may be ended only if no other connection may be ended.
+        connections.come(f"idle {index}", may_end_at=1e9)
     with caplog.at_level(logging.ERROR):
         await connections.places.accept(made)
     assert connections.ended[0] == "idle 0"

@@ -63,14 +63,14 @@ def first_pixel(content: bytes) -> tuple[int, ...]:
         saved(halves(), "WEBP", lossless=True, save_all=True, append_images=[Image.new("RGB", (12, 8), (0, 255, 0))]),
     ],
 )
-def test_supported_formats_are_decoded(content: bytes) -> None:
+def test_images_of_supported_formats_are_decoded(content: bytes) -> None:
     assert read_header(content, LIMITS, "x").upright_size == (12, 8)
     red, green, blue = first_pixel(content)
     assert red > 240
     assert max(green, blue) < 15
 
 
-def test_transparent_pixels_become_white() -> None:
+def test_transparent_pixels_of_an_image_become_white() -> None:
     assert first_pixel(saved(Image.new("RGBA", (4, 4), (0, 0, 0, 0)))) == (255, 255, 255)
     assert first_pixel(saved(Image.new("LA", (4, 4), (0, 0)))) == (255, 255, 255)
     palette = Image.new("P", (4, 4), 0)

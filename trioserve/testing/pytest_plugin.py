@@ -119,7 +119,7 @@ def fake_engine_options() -> dict[str, Any]:
 
 @trio_fixture
 async def fake_engine(request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]) -> AsyncIterator[FakeEngine]:
-    """An engine without weights. The test fails if a KV block or a queue place is still in use at its end.
+    """An engine without weights. The test fails if a KV block or a queue slot is still in use at its end.
 
     Args:
         request: the pytest request, whose marker may have options.

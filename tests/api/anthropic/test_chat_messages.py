@@ -159,7 +159,7 @@ def test_unknown_content_block_type_is_refused() -> None:
         body_of([user([{"type": "server_tool_use"}])])
 
 
-def test_tools_become_functions() -> None:
+def test_tools_of_anthropic_become_functions_of_openai() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     tool = {"name": "get_weather", "description": "d", "input_schema": schema, "cache_control": {"type": "ephemeral"}}
     body = body_of([user("a")], tools=[tool, {**tool, "type": "custom", "strict": True}])
@@ -181,13 +181,13 @@ def test_tools_become_functions() -> None:
         ({"name": "f" * 129, "input_schema": {}}, "tools[0].name"),
     ],
 )
-def test_invalid_tools_are_refused(tool: dict[str, Any], param: str) -> None:
+def test_invalid_tools_of_a_message_are_refused(tool: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat_tools(body_of([user("a")], tools=[tool]).tools)
     assert caught.value.param == param
 
 
-def test_max_tokens_is_required() -> None:
+def test_message_without_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_body(b'{"messages": []}', MessagesBody)
     assert caught.value.param == "max_tokens"

@@ -107,7 +107,7 @@ async def test_reasoning_text_and_tool_calls_become_blocks(
 
 
 @BOTH
-async def test_parallel_calls_can_be_switched_off(make_api: Any, stream: bool) -> None:
+async def test_parallel_tool_calls_of_a_message_can_be_disabled(make_api: Any, stream: bool) -> None:
     async with opened(make_api, CALL + SECOND) as api:
         choice = {"type": "auto", "disable_parallel_tool_use": True}
         message = await ask(api, stream=stream, tool_choice=choice)
@@ -115,7 +115,7 @@ async def test_parallel_calls_can_be_switched_off(make_api: Any, stream: bool) -
 
 
 @BOTH
-async def test_tool_choice_forces_a_call(make_api: Any, stream: bool) -> None:
+async def test_tool_choice_of_a_message_forces_a_tool_call(make_api: Any, stream: bool) -> None:
     paint = {
         "name": "paint",
         "input_schema": {

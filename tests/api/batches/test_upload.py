@@ -60,7 +60,7 @@ def test_invalid_field_is_refused_by_name(fields: Any, param: str) -> None:
 @pytest.mark.parametrize(
     "content_type", [None, "", "application/json", "multipart/form-data", 'multipart/form-data; boundary="a\nb"']
 )
-def test_body_that_is_not_a_form_is_refused(content_type: str | None) -> None:
+def test_upload_body_that_is_not_a_form_is_refused(content_type: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed_upload(form()[0], content_type)
     assert caught.value.param == "content-type"

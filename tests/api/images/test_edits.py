@@ -109,7 +109,7 @@ async def test_streamed_edit_has_image_edit_events() -> None:
         pytest.param([PROMPT, ("image", png(), "a.png"), ("model", "x")], "model", "served are: fake", id="model"),
     ],
 )
-async def test_invalid_edit_is_refused(parts: Any, param: str, says: str) -> None:
+async def test_invalid_image_edit_is_refused(parts: Any, param: str, says: str) -> None:
     async with open_memory_image_server(request_limits=ImageRequestLimits(pixels_max=4096)) as server:
         response = await post(server, *parts)
         error = (await response.json())["error"]
@@ -125,7 +125,7 @@ async def test_image_file_above_the_size_limit_is_not_decoded() -> None:
         assert "an image may have 50" in (await response.json())["error"]["message"]
 
 
-async def test_body_that_is_not_a_form_is_refused() -> None:
+async def test_edit_body_that_is_not_a_form_is_refused() -> None:
     async with open_memory_image_server() as server:
         response = await server.client().post(PATH, {"prompt": "a dog"})
         assert response.status == 400

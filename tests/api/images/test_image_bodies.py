@@ -124,7 +124,7 @@ def test_image_can_be_the_only_entry_of_a_list() -> None:
         ([("prompt", "p" * 200_000), IMAGE], "prompt", "bytes"),
     ],
 )
-def test_invalid_form_is_refused(parts: Any, param: str, says: str) -> None:
+def test_invalid_form_of_an_image_edit_is_refused(parts: Any, param: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
         asked = parsed_edit(*multipart(*parts))
         asked.body.check()

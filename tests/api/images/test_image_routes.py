@@ -58,7 +58,7 @@ def check_references(document: dict[str, Any], value: Any) -> None:
         ("/is_sleeping", operators.IsSleeping),
     ],
 )
-async def test_responses_match_their_description(path: str, kind: type) -> None:
+async def test_image_responses_match_their_openapi_description(path: str, kind: type) -> None:
     async with open_memory_image_server() as server:
         response = await server.client().get(path)
         assert response.status == 200

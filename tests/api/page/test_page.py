@@ -280,7 +280,7 @@ async def test_interval_of_page_events_has_bounds(memory_server, interval):
     assert (await response.json())["error"]["param"] == "interval"
 
 
-async def test_a_silent_stream_sends_keep_alives(memory_server, autojump_clock):
+async def test_silent_stream_of_page_events_sends_keep_alives(memory_server, autojump_clock):
     async with memory_server.client().ask(PATH) as response:
         await response.head()
         with trio.move_on_after(3.1 * ALIVE_SECONDS):

@@ -65,7 +65,7 @@ async def test_streamed_and_whole_response_are_equal(opened, autojump_clock):
         ),
     ],
 )
-async def test_input_items_become_chat_messages(opened, autojump_clock, fields, prompt):
+async def test_input_items_of_a_response_become_the_chat_prompt(opened, autojump_clock, fields, prompt):
     seen = []
     async with opened(response=lambda text: seen.append(text) or "ok") as api:
         await api.ask(**fields, store=False)
@@ -183,7 +183,7 @@ async def test_response_request_without_a_model_is_refused(opened, autojump_cloc
         assert (await api.ask(model="other", input="Hi", status=404))["code"] == "model_not_found"
 
 
-async def test_hosted_tools_are_ignored(opened, autojump_clock):
+async def test_hosted_tools_of_a_response_request_are_ignored(opened, autojump_clock):
     async with opened() as api:
         tools = [{"type": "function", "name": "f"}, {"type": "web_search", "external_web_access": False}]
         response = await api.ask(input="Hi", tools=tools)
@@ -262,7 +262,7 @@ async def test_abort_during_a_stream_fails_the_response(opened, autojump_clock):
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-async def test_input_tokens_are_counted(opened, autojump_clock):
+async def test_input_tokens_of_a_response_request_are_counted(opened, autojump_clock):
     async with opened() as api:
         response = await api.client().post(f"{PATH}/input_tokens", {"model": "fake", "input": "Hi"})
         assert await response.json() == {"object": "response.input_tokens", "input_tokens": 20}

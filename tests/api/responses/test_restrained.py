@@ -67,7 +67,7 @@ async def test_tool_call_and_its_result_continue_a_conversation(opened, autojump
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "wash"}])
-async def test_tool_choice_forces_a_call(opened, autojump_clock, choice):
+async def test_tool_choice_of_a_response_forces_a_tool_call(opened, autojump_clock, choice):
     async with opened(response=None, max_num_batched_tokens=2048) as api:
         response, _ = await both(api, input="Go.", tools=[WASH], tool_choice=choice, seed=1)
         assert {item["type"] for item in response["output"]} == {"function_call"}

@@ -30,7 +30,7 @@ def open_engine():
     return opened
 
 
-def test_every_figure_is_in_the_table_and_in_the_json(open_engine, capsys, monkeypatch):
+def test_every_draft_figure_is_in_the_table_and_in_the_json(open_engine, capsys, monkeypatch):
     one, several = draft_bench.WORKLOADS[0], draft_bench.WORKLOADS[-1]
     monkeypatch.setattr(draft_bench, "WORKLOADS", (one, several))
     assert draft_bench.run_draft_bench(open_engine, "some", draft_tokens=5, rounds=1, tokens=60) == 0

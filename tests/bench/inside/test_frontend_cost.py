@@ -23,7 +23,7 @@ def test_event_of_a_stream_has_a_measured_cost(shape):
 
 
 @pytest.mark.slow
-def test_every_figure_is_in_the_table_and_in_the_json(capsys, monkeypatch):
+def test_every_front_end_cost_is_in_the_table_and_in_the_json(capsys, monkeypatch):
     monkeypatch.setattr(frontend_cost, "SHAPES", ((1, 2, 2),))
     monkeypatch.setattr(frontend_cost, "TOKENS", (1, 3))
     monkeypatch.setattr(frontend_cost, "SMALL_REQUESTS", 64)

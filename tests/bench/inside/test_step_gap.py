@@ -10,7 +10,7 @@ from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.fake_executor import FakeExecutor
 
 
-def test_every_figure_is_in_the_table_and_in_the_json(capsys):
+def test_every_step_gap_figure_is_in_the_table_and_in_the_json(capsys):
     opened = []
 
     @asynccontextmanager

@@ -9,7 +9,7 @@ from trioserve.bench.inside.wide_prompt import ALONE_STEPS, BY_TIME, BY_TOKENS, 
 from trioserve.testing.fake_engine import open_fake_engine
 
 
-def test_every_figure_is_in_the_table_and_in_the_json(capsys):
+def test_every_long_prompt_figure_is_in_the_table_and_in_the_json(capsys):
     stretches, engines = [], []
 
     @asynccontextmanager

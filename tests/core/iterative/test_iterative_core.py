@@ -317,7 +317,7 @@ def test_result_of_an_iterative_request_does_not_depend_on_other_requests():
         ("a1", {"decode_work": 9}, "to decode it costs 9"),
     ],
 )
-def test_request_beyond_the_limits_of_the_core_is_refused(word, fields, match):
+def test_image_request_beyond_the_limits_of_the_core_is_refused(word, fields, match):
     driven = Driven()
     request = request_of(word)
     kept = {name: getattr(request, name) for name in request.__struct_fields__}
@@ -327,7 +327,7 @@ def test_request_beyond_the_limits_of_the_core_is_refused(word, fields, match):
 
 
 @pytest.mark.parametrize("fields", [{"slot_count": 0}, {"kept_slot_count": -1}, {"step_work_max": 0}])
-def test_settings_out_of_range_are_refused(fields):
+def test_iterative_core_settings_out_of_range_are_refused(fields):
     with pytest.raises(StartupError, match="must be at least"):
         IterativeSettings(**{"slot_count": 1, "step_work_max": 1, **fields})
 

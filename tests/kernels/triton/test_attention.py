@@ -173,7 +173,7 @@ def test_block_tables_may_have_any_strides(numbers: Callable[..., Tensor], paged
 
 
 @pytest.mark.parametrize("window", (None, 40))
-def test_row_has_the_same_bits_in_any_batch(
+def test_attention_of_a_row_has_the_same_bits_in_any_batch(
     window: int | None, numbers: Callable[..., Tensor], paged: Callable[..., Paged]
 ) -> None:
     """Include buffers for more parts than any row has, as in a captured graph."""

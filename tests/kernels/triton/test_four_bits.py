@@ -30,7 +30,7 @@ def weight_of(outputs: int, inputs: int, group: int, *, has_min: bool, device: s
 @pytest.mark.parametrize("rows", (1, FEW_ROWS, FEW_ROWS + 1, TILE[0] + 1))
 @pytest.mark.parametrize("inputs, outputs", ((128, TILE[1]), (384, 40), (640, TILE[1] + 24)))
 @pytest.mark.parametrize("group, has_min", ((32, False), (64, True), (128, True), (128, False)))
-def test_product_equals_the_reference(
+def test_product_with_four_bit_weights_equals_the_reference(
     rows: int,
     inputs: int,
     outputs: int,

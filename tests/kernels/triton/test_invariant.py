@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  #
 @pytest.mark.parametrize("rows", (1, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK))
 @pytest.mark.parametrize("depth, outputs", ((64, OUTPUT_BLOCK), (80, 40), (576, 2 * OUTPUT_BLOCK + 8)))
 @pytest.mark.parametrize("has_bias", (False, True))
-def test_product_equals_the_reference(
+def test_batch_invariant_product_equals_the_reference(
     rows: int, depth: int, outputs: int, has_bias: bool, product_dtype: torch.dtype, numbers: Callable[..., Tensor]
 ) -> None:
     values, weight = numbers(rows, depth, dtype=product_dtype), numbers(outputs, depth, dtype=product_dtype, seed=1)

@@ -12,7 +12,7 @@ from trioserve_kernels import reference, triton
 
 
 @pytest.mark.parametrize("rows, columns", ((1, 64), (5, 576), (3, 1500)))
-def test_rms_norm(
+def test_triton_rms_norm_equals_the_reference(
     rows: int, columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
 ) -> None:
     values, weight = numbers(rows, columns, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
@@ -73,7 +73,7 @@ def test_rotary_rotates_heads_and_writes_keys_and_values(
 
 
 @pytest.mark.parametrize("columns", (10, 1025))
-def test_activation_times_up_equals_the_formula(
+def test_activation_times_up_equals_the_reference(
     columns: int, dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None]
 ) -> None:
     gate_up = numbers(3, 2 * columns, dtype=dtype)

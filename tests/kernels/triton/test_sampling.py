@@ -172,7 +172,7 @@ def test_many_tokens_of_equal_weight_at_the_threshold(device: str) -> None:
     assert all(len(set(half.tolist())) > 8 for half in drawn.view(2, 16))
 
 
-def test_largest_vocabulary(numbers: Callable[..., Tensor]) -> None:
+def test_sampling_works_for_the_largest_vocabulary(numbers: Callable[..., Tensor]) -> None:
     settings = [(1.0, 50.0, 0.95, 0.0), (0.7, 0.0, 0.9, 0.0), (1.0, 1.0, 1.0, 0.0)]
     check_equals_reference(numbers(3, 262_144) * 3, settings)
 

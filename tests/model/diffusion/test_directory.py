@@ -116,7 +116,7 @@ def test_scheduler_of_the_directory_is_the_default_sampler(changed):
     ],
     ids=["family", "class", "missing", "scheduler", "label", "labels"],
 )
-def test_unsupported_index_is_refused(changed, fields, says):
+def test_unsupported_model_index_of_diffusers_is_refused(changed, fields, says):
     with pytest.raises(ModelLoadError, match=says):
         describe_at(changed("dit", "model_index.json", **fields))
 
@@ -175,7 +175,7 @@ def tensors_of(path):
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae"])
-def test_missing_tensor_is_refused(changed, component):
+def test_image_model_with_a_missing_tensor_is_refused(changed, component):
     path = changed("stable-diffusion", "model_index.json")
     weights = tensors_of(path / component)
     tensors = load_file(weights)
@@ -235,7 +235,7 @@ def test_weights_with_other_shapes_are_refused(changed):
         ("dit", "transformer", {"num_layers": 1}, r"transformer_blocks\.1\..*fewer layers"),
     ],
 )
-def test_config_with_fewer_layers_than_the_weights_is_refused(changed, kind, component, fields, says):
+def test_image_model_config_with_fewer_layers_than_the_weights_is_refused(changed, kind, component, fields, says):
     path = changed(kind, f"{component}/config.json", **fields)
     with pytest.raises(ModelLoadError, match=says):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)

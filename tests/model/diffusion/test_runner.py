@@ -121,9 +121,8 @@ def test_abandoned_image_step_ends_between_two_network_blocks(driver, dit, phase
     counting = LeftAt(10**6)
     assert ready().run(phase, requests, is_abandoned=counting) is not None
     asked = 10**6 - counting.count
-    assert (
-        asked >= 2 + (phase is not ENCODE) * 2
-    )  # The step checks once per request or group, and at each block of a network.
+    # The step checks once per request or group, and at each block of a network.
+    assert asked >= 2 + (phase is not ENCODE) * 2
     for count in range(asked):
         assert ready().run(phase, requests, is_abandoned=LeftAt(count)) is None
     (expected,) = driver.latents(dit, requests[:1])  # The next requests are computed as usual.
@@ -132,9 +131,8 @@ def test_abandoned_image_step_ends_between_two_network_blocks(driver, dit, phase
 
 def test_missing_network_block_gets_no_hook():
     network = torch.nn.Module()
-    network.blocks = torch.nn.ModuleList(
-        [torch.nn.Linear(1, 1), None]
-    )  # This network is like an autoencoder without attention.
+    # This network is like an autoencoder without attention.
+    network.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1), None])
     abandoning = Abandoning([network])
     network.blocks[0](torch.ones(1))
     abandoning.begin(LeftAt(0))
@@ -176,7 +174,7 @@ def test_request_becomes_an_image_and_releases_its_slot(driver, dit):
     assert dit.slots[0] is None
 
 
-def test_seed_decides_the_image(driver, dit):
+def test_seed_of_a_request_decides_its_image(driver, dit):
     one, other, again = (
         driver.request("a", 3, seed=seed, size=(8, 8), sampler="ddim") for seed in (2**64 - 1, 5, 2**64 - 1)
     )

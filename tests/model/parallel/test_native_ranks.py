@@ -199,9 +199,8 @@ def test_step_abandoned_during_the_wait_for_masks_ends_in_all_ranks(
     for _ in range(2):
         assert group.each(lambda runner, rank: work(runner, rank, False)) == [(4,)] * 2
         meetings.append(group.arrivals.counts()[0])
-    vote = (
-        2 * meetings[1] - meetings[0] - 1
-    )  # This is the vote after the masks. Only the exchange of sampled tokens follows.
+    # This is the vote after the masks. Only the exchange of sampled tokens follows.
+    vote = 2 * meetings[1] - meetings[0] - 1
     runs = group.begin(lambda runner, rank: work(runner, rank, True))
     give_up_at = time.monotonic() + SECONDS_MAX
     while group.arrivals.counts() != (vote, vote - 1) and time.monotonic() < give_up_at:

@@ -290,9 +290,8 @@ def test_ranks_give_the_same_pooling_results_as_one_process(
     runner.close()
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "olmo2"]
-)  # Ranks divide the attention of llama. Each rank has the whole attention of olmo2.
+# Ranks divide the attention of llama. Each rank has the whole attention of olmo2.
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
 def test_ranks_divide_adapters_like_their_matrices(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, kind: str
 ) -> None:
@@ -330,9 +329,8 @@ def test_step_abandoned_by_one_rank_is_abandoned_by_all(llama_group: Any, step_d
     votes = [IsAbandoned(0 if rank == leaver else 1) for rank in range(2)]
     sums = llama_group.collectives[0].calls["sum"]
     assert llama_group.execute_with_votes(plan, votes) is None
-    assert (
-        llama_group.collectives[0].calls["sum"] == sums + 1
-    )  # Only the embedding was summed, because all ranks stopped after its sum.
+    # Only the embedding was summed, because all ranks stopped after its sum.
+    assert llama_group.collectives[0].calls["sum"] == sums + 1
     assert llama_group.execute_with_votes(plan, [IsAbandoned(1)] * 2) is not None
 
 

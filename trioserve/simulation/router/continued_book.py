@@ -1,9 +1,9 @@
 """Records of streams that break off or are moved in a simulated router, and the rules for resuming them.
 
 The records use only requests and reports. A stream, or a request that lost its endpoint before its first token, is
-served before newcomers of its priority. While newcomers wait, only a limited number of such requests in a row may do
-so. Streams that broke off are served before streams that must move. Within each of the two groups, the order is that of
-the breaks or moves.
+served before newcomers of its priority. While newcomers wait, only a limited number of such requests is served in a
+row. Streams that broke off are served before streams that must move. Within each of the two groups, the order is that
+of the breaks or moves.
 
 Functions of this module also decide which endpoint may compute which stage of a disaggregated request.
 """

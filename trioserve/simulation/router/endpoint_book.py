@@ -373,7 +373,7 @@ class EndpointBook:
         return self.claims + sum(self.running.values())
 
     def load(self, now: float) -> float:
-        """Return the fraction of the leases that this router uses. Recent failures count as uses.
+        """Return the fraction of the leases that this router uses. Recent failures count as used leases.
 
         Args:
             now: the time.
