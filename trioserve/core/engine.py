@@ -639,7 +639,7 @@ class EngineCore:
 
     def _begin(self, plan: StepPlan, lives: list[LiveRequest], now: float) -> None:
         self.flights.begin(plan, lives)
-        self.scheduler.pace.begin(now, plan, lives)
+        self.scheduler.pace.begin(now, plan)
         self._steps_total += 1
 
     def _land(self, plan: StepPlan, now: float, *, is_whole: bool) -> list[LiveRequest]:

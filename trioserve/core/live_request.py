@@ -45,7 +45,6 @@ class LiveRequest(RequestLife[EngineRequest]):
         "guide",
         "is_pooling",
         "is_whole",
-        "is_wide",
         "load_was_tried",
         "loaded_token_count",
         "overtaken_count",
@@ -60,8 +59,6 @@ class LiveRequest(RequestLife[EngineRequest]):
         super().__init__(request, arrival_index)
         self.is_pooling = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
-        # True if the prompt is long, which means that one step could not compute all tokens that were due at the start.
-        self.is_wide = False
         self.tokens = [*request.prompt_token_ids, *request.resumed_output]
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []  # The block table. Its first absent_block_count entries are NO_BLOCK.

@@ -10,7 +10,9 @@ The reason is that a started request owns blocks, and frees them only when it fi
 starts next and which request is preempted. For the same reason, a request whose KV has arrived from another engine
 starts before requests without KV.
 
-A prompt that needs several steps gets only so many tokens per step that decodes stay fast (prompt_pace.py).
+Beside decodes, prompts get only so many tokens per step that decodes stay fast (prompt_pace.py). Prompts with few due
+tokens come first, so a short prompt does not wait for a long one. But half of these tokens belong to the first prompt
+in order, so every prompt is completed.
 
 Draft tokens (drafting.py) are planned last, with the remaining tokens and blocks. There are no draft tokens while a
 request waits. A draft model proposes its tokens at the end of the previous step (model_drafts.py).
@@ -38,7 +40,7 @@ from trioserve.core.kv_blocks import BlockPool
 from trioserve.core.live_request import LiveRequest
 from trioserve.core.model_drafts import ModelDrafts
 from trioserve.core.prefix_cache import PrefixCache
-from trioserve.core.prompt_pace import CHUNK_TOKENS_MIN, PromptPace
+from trioserve.core.prompt_pace import PromptPace
 from trioserve.core.request_state import RequestStatus
 from trioserve.core.settings import CoreSettings
 from trioserve.core.state_slots import OwnState, StateSlots
@@ -67,6 +69,7 @@ class Scheduler:
         self._cache = cache
         self._loads = loads
         self.states = StateSlots.made(settings, cache)
+        self.step_tokens_max = settings.step_tokens_max
         self.pace = PromptPace(settings.wide_prompt_stretch)
         self.waiting = WaitingQueue[LiveRequest]()
         self.running: dict[RequestId, LiveRequest] = {}
@@ -88,10 +91,8 @@ class Scheduler:
         """
         planned: dict[RequestId, int] = {}  # Number of tokens in each chunk.
         preempted: list[LiveRequest] = []
-        budget = self._plan_running(planned, preempted)
-        if not planned and self.running:
-            # Long prompts were left out for the decodes, which are now all preempted. So plan the long prompts.
-            budget = self._plan_running(planned, preempted)
+        prompts = _PromptTokens(self, planned)
+        budget = self._plan_running(planned, preempted, prompts)
         if self._settings.steps_apart:
             self._rotate_running(planned)
 
@@ -99,7 +100,7 @@ class Scheduler:
         # After a preemption, no request is admitted, so that running requests get the freed blocks.
         # But if no chunk is planned, held blocks fill the pool, and no running request could get the freed blocks.
         if not preempted or not planned:
-            admitted = self._admit(planned, budget, now)
+            admitted = self._admit(planned, budget, prompts, now)
         chunks = []
         lives = [self.running[request_id] for request_id in planned]
         for live, count in zip(lives, planned.values(), strict=True):
@@ -118,19 +119,19 @@ class Scheduler:
                 self.model_drafts.add_tasks(chunks, lives, has_waiting=has_waiting)
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
-    def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest]) -> int:
+    def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest], prompts: _PromptTokens) -> int:
         """Plan chunks for running requests until the budget is used. Preempt other requests if blocks are needed.
 
         Args:
             planned: receives the token count of each chunk.
             preempted: receives requests that lost their blocks.
+            prompts: limits the tokens of prompts.
 
         Returns:
             The number of tokens that remain in the budget.
         """
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
-        wide: _WideTokens | None = None
         count_max = self._running_count_max()
         for live in self._running_in_turn():
             if budget == 0 or len(planned) == count_max:
@@ -140,9 +141,8 @@ class Scheduler:
             count = len(live.tokens) - live.computed_count
             if count > budget:
                 count = budget
-            if count > 1 and live.is_wide:
-                wide = wide or _WideTokens(self, planned)
-                count = wide.take(count)
+            if count > 1:
+                count = prompts.take(live, count)
                 if count == 0:
                     continue
             # This is true for about one of block_size decodes.
@@ -154,17 +154,6 @@ class Scheduler:
             planned[live.request.id] = count
             budget -= count
         return budget
-
-    def wide_tokens(self, planned: Mapping[RequestId, int]) -> int:
-        """Return how many tokens of long prompts (prompts that need several steps) the step may compute.
-
-        Args:
-            planned: chunks that the step has so far. They include all of its decodes.
-        """
-        decode_count = sum([count == 1 for count in planned.values()])
-        wide_count = sum([live.is_wide and live.due_count > 1 for live in self.running.values()])
-        tokens = self.pace.tokens_max(decode_count, wide_count)
-        return self._settings.step_tokens_max if tokens is None else tokens
 
     def fill_step_ahead(
         self, in_flight: StepPlan, now: float
@@ -188,15 +177,14 @@ class Scheduler:
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
         needed = 0
-        wide: _WideTokens | None = None
+        prompts = _PromptTokens(self, planned)
         count_max = self._running_count_max()
         for live, due_count in self._due_behind(ends):
             if budget == 0 or len(planned) == count_max:
                 break
             count = min(due_count, budget)
-            if count > 1 and live.is_wide:
-                wide = wide or _WideTokens(self, planned)
-                count = wide.take(count)
+            if count > 1:
+                count = prompts.take(live, count)
                 if count == 0:
                     continue
             end = ends.get(live.request.id, live.computed_count) + count
@@ -213,7 +201,7 @@ class Scheduler:
                 self._extend(live, end)
         if self._settings.steps_apart:
             self._rotate_running(planned)
-        admitted = self._admit(planned, budget, now, in_flight)
+        admitted = self._admit(planned, budget, prompts, now, in_flight)
         chunks = []
         lives = [self.running[request_id] for request_id in planned]
         for live, (request_id, count) in zip(lives, planned.items(), strict=True):
@@ -321,7 +309,10 @@ class Scheduler:
         decodes = [live for live in running if len(live.tokens) - live.computed_count == 1]
         if len(decodes) == len(running):
             return decodes
-        return decodes + [live for live in running if len(live.tokens) - live.computed_count != 1]
+        prompts = [live for live in running if len(live.tokens) - live.computed_count != 1]
+        if decodes and len(prompts) > 1:
+            prompts.sort(key=lambda live: (len(live.tokens) - live.computed_count, live.order))
+        return decodes + prompts
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
         """Return running requests with tokens that the step after the step in flight can compute. Decodes come first.
@@ -348,6 +339,8 @@ class Scheduler:
                     continue
                 due_count = 1  # The step in flight samples this token.
             (decodes if due_count == 1 else others).append((live, due_count))
+        if decodes and len(others) > 1:
+            others.sort(key=lambda other: (other[1], other[0].order))
         return decodes + others
 
     def _running_count_max(self) -> int:
@@ -457,7 +450,12 @@ class Scheduler:
             self.states.release(state)
 
     def _admit(
-        self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
+        self,
+        planned: dict[RequestId, int],
+        budget: int,
+        prompts: _PromptTokens,
+        now: float,
+        in_flight: StepPlan | None = None,
     ) -> list[RequestId]:
         """Start waiting requests in order, as long as batch slots, tokens and blocks are available.
 
@@ -476,9 +474,13 @@ class Scheduler:
         prefix, or n choices). After the step, that block is a hit. A request whose KV can be loaded gets its blocks and
         waits for the load, without a batch slot. It is passed over while max_num_seqs loads are pending.
 
+        Beside decodes, a request starts with one token if other prompts use all tokens that the decodes allow. So it
+        gets its batch slot at once, and the next step divides the tokens among all prompts.
+
         Args:
             planned: token count of each chunk so far. The chunks of admitted requests are added to it.
             budget: number of tokens that remain in the step.
+            prompts: limits the tokens of prompts.
             now: time in seconds.
             in_flight: the step in flight, if this step is planned to follow it. Otherwise None. Blocks that the step in
                 flight computes are hits only for later steps.
@@ -492,17 +494,13 @@ class Scheduler:
         loads = self._loads
         if free_seqs == 0 or budget == 0 or not self._has_waiting():
             return []
-        admission = _Admission(planned, free_seqs=free_seqs, budget=budget)
-        ends: dict[RequestId, int] = {}
-        for chunk in () if in_flight is None else in_flight.chunks:
-            ends[chunk.request.id] = end = chunk.start + chunk.count
-            live = self.running.get(chunk.request.id)
-            if live is not None:
-                admission.being_computed.update(self._hashes_of_step(live, end, chunk.count))
-        for request_id, count in planned.items():
-            live = self.running[request_id]
-            end = ends.get(request_id, live.computed_count) + count
-            admission.being_computed.update(self._hashes_of_step(live, end, count))
+        admission = _Admission(planned, prompts, free_seqs=free_seqs, budget=budget)
+        chunks = () if in_flight is None else in_flight.chunks
+        ends = {chunk.request.id: chunk.start + chunk.count for chunk in chunks}
+        for request_id, live in self.running.items():
+            if live.due_count > 1:
+                end = ends.get(request_id, live.computed_count) + planned.get(request_id, 0)
+                admission.being_computed.update(self._hashes_until(live, end))
         if loads is not None:
             self._start_loaded(loads, admission)
         self._start_waiting(admission, now)
@@ -617,16 +615,15 @@ class Scheduler:
             if self._may_use_hits(live):
                 self.prefix_query_tokens_total += len(live.tokens)
                 self.prefix_hit_tokens_total += live.cached_token_count
-        live.is_wide = live.due_count > self._settings.step_tokens_max
         count = min(live.due_count, admission.budget)
-        if live.is_wide and 1 in admission.planned.values():
-            count = min(count, CHUNK_TOKENS_MIN)  # Beside decodes, start with the cheapest chunk.
+        if count > 1 and not live.is_whole:
+            count = max(1, admission.prompts.take(live, count))
         end = live.computed_count + count
         self._extend(live, end)
         if self.states is not None:
             live.state = self.states.take(live.chain, len(live.tokens), live.computed_count)
         admission.planned[live.request.id] = count
-        admission.being_computed.update(self._hashes_of_step(live, end, count))
+        admission.being_computed.update(self._hashes_until(live, end))
         admission.budget -= count
         admission.free_seqs -= 1
         admission.chosen.append(live)
@@ -668,20 +665,20 @@ class Scheduler:
             return None
         return self._cache.hash_at(live.chain, index, live.tokens)
 
-    def _hashes_of_step(self, live: LiveRequest, end: int, count: int) -> Iterator[BlockHash]:
-        """Yield the hashes of the full blocks that are complete after computing the `count` tokens before position
-        `end`.
+    def _hashes_until(self, live: LiveRequest, end: int) -> Iterator[BlockHash]:
+        """Yield the hashes of the full blocks that a prompt completes with the tokens before position `end`.
 
-        Decodes yield no hashes, because no request waits for their blocks. For a model with states, only blocks that
-        will have a snapshot, now or later, are included.
+        If the prompt continues behind `end`, its next block is included, because a later step completes that block. For
+        a model with states, only blocks that will have a snapshot, now or later, are included.
         """
+        block_size = self._settings.block_size
         if live.state is not None:
             for snapshot_end in live.state.snapshot_ends:
                 if snapshot_end > live.computed_count:
-                    yield self._cache.hash_at(live.chain, snapshot_end // self._settings.block_size - 1, live.tokens)
+                    yield self._cache.hash_at(live.chain, snapshot_end // block_size - 1, live.tokens)
             return
-        if self._settings.enable_prefix_caching and count > 1:
-            for index in range(live.chain.block_count, end // self._settings.block_size):
+        if self._settings.enable_prefix_caching:
+            for index in range(live.chain.block_count, min(end // block_size + 1, len(live.tokens) // block_size)):
                 yield self._cache.hash_at(live.chain, index, live.tokens)
 
     def _share_hits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> None:
@@ -703,30 +700,46 @@ def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
     return not live.guide.is_free_ahead
 
 
-class _WideTokens:
-    """The number of tokens of long prompts that a step may still compute.
+class _PromptTokens:
+    """The number of prompt tokens that a step may still compute.
 
-    The number is determined at its first use, when all decodes are already planned.
+    The number is determined at its first use, when all decodes are already planned. Beside decodes, half of it is
+    reserved for the first running prompt in order, until that prompt takes its part.
 
     Args:
         scheduler: the scheduler that plans the step.
         planned: chunks that the step has so far. More chunks are added while the step is planned.
     """
 
-    __slots__ = ("_left", "_planned", "_scheduler")
+    __slots__ = ("_first", "_left", "_planned", "_reserved", "_scheduler")
 
     def __init__(self, scheduler: Scheduler, planned: Mapping[RequestId, int]) -> None:
         self._scheduler = scheduler
         self._planned = planned
+        self._first: LiveRequest | None = None
         self._left: int | None = None
+        self._reserved = 0
 
-    def take(self, count: int) -> int:
-        """Reserve and return up to `count` tokens."""
+    def take(self, live: LiveRequest, count: int) -> int:
+        """Take and return up to `count` tokens for a prompt."""
         if self._left is None:
-            self._left = self._scheduler.wide_tokens(self._planned)
-        taken = min(count, self._left)
+            self._left = self._tokens_max()
+        if live is self._first:
+            self._reserved = 0
+        taken = min(count, self._left - self._reserved)
         self._left -= taken
         return taken
+
+    def _tokens_max(self) -> int:
+        decode_count = len(self._planned)
+        budget = self._scheduler.step_tokens_max - decode_count
+        prompts = [live for live in self._scheduler.running.values() if live.due_count > 1]
+        tokens = self._scheduler.pace.tokens_max(decode_count, max(1, len(prompts)))
+        left = budget if tokens is None else min(tokens, budget)
+        if decode_count and len(prompts) > 1:
+            self._first = min(prompts, key=lambda live: live.order)
+            self._reserved = min(self._first.due_count, (left + 1) // 2)
+        return left
 
 
 class _Admission:
@@ -734,6 +747,7 @@ class _Admission:
 
     Args:
         planned: chunks that the step has so far.
+        prompts: limits the tokens of prompts.
         free_seqs: number of free batch slots.
         budget: number of tokens that remain in the step.
 
@@ -745,10 +759,21 @@ class _Admission:
         passed_count: number of requests that were passed over because of too few blocks or too many pending loads.
     """
 
-    __slots__ = ("being_computed", "budget", "chosen", "free_seqs", "leaving", "passed_count", "planned", "unfit")
+    __slots__ = (
+        "being_computed",
+        "budget",
+        "chosen",
+        "free_seqs",
+        "leaving",
+        "passed_count",
+        "planned",
+        "prompts",
+        "unfit",
+    )
 
-    def __init__(self, planned: dict[RequestId, int], *, free_seqs: int, budget: int) -> None:
+    def __init__(self, planned: dict[RequestId, int], prompts: _PromptTokens, *, free_seqs: int, budget: int) -> None:
         self.planned = planned
+        self.prompts = prompts
         self.free_seqs = free_seqs
         self.budget = budget
         self.being_computed: set[BlockHash] = set()

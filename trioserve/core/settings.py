@@ -68,8 +68,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             requests.
         step_tokens_max: highest number of tokens in one step. A longer prompt is computed in chunks, so that other
             requests do not wait for the whole prompt.
-        wide_prompt_stretch: factor by which prompts that need several steps may lengthen a step. Applies while other
-            requests decode in the same step.
+        wide_prompt_stretch: factor by which prompts may lengthen a step while other requests decode in it. The fixed
+            time of a step with prompt tokens comes on top, and 16 prompt tokens are always allowed. The default keeps
+            gaps between two tokens below four steps of decodes where short prompts arrive together.
         enable_prefix_caching: True to keep the full blocks of finished requests, so that later requests can reuse them.
         overlap_steps: True to plan a step while the previous step is in flight (EngineCore.schedule_ahead). This
             excludes draft tokens, because the number of new tokens would be unknown.
@@ -110,7 +111,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     overtakes_max: int = 64
     step_tokens_max: int = 512
-    wide_prompt_stretch: float = 1.5
+    wide_prompt_stretch: float = 3.0
     enable_prefix_caching: bool = True
     overlap_steps: bool = False
     steps_apart: bool = False

@@ -146,8 +146,8 @@ class EngineOptions(ComputeOptions, RankOptions, ChatOptions):
         "tokens computed in one step; longer prompts are computed in chunks; default: 512, or 2048 on a GPU, or 8192 "
         "on a GPU with 70 GiB or more", "TOKENS")] = None
     wide_prompt_stretch: Annotated[float, about(
-        "how much longer a step may take while it computes a part of a long prompt and other requests get tokens: a "
-        "smaller factor gives these a steadier pace, a larger factor computes the prompt sooner",
+        "how much longer a step may take while it computes prompt tokens and other requests get tokens: a smaller "
+        "factor gives these a steadier pace, a larger factor computes prompts sooner",
         "FACTOR", gt=1, le=1000)] = CORE.wide_prompt_stretch
     block_size: Annotated[int, about(
         "tokens in one KV block", "TOKENS", ge=1, le=BLOCK_SIZE_MAX)] = CORE.block_size

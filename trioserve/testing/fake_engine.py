@@ -242,7 +242,7 @@ async def open_fake_engine(
     max_model_len: int | None = None,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
-    wide_prompt_stretch: float = 1.5,
+    wide_prompt_stretch: float = 3.0,
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
     draft_model_tokens: int = 0,

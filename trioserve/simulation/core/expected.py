@@ -193,6 +193,7 @@ class ExpectedSequence:
         forced_count: forced tokens so far.
         prompt_logprobs_count: delivered prompt log probabilities.
         is_pooling: True after the pooled vector was delivered.
+        left_out_count: number of consecutive steps that had no chunk of the sequence, while it was the first prompt.
         overtaken_count_min: number of later requests that started earlier, certainly because this sequence did not fit.
         overtaken_count_max: number of later requests that started earlier for any reason.
         aborted_for: reason of the abort. None: the sequence was not aborted.
@@ -211,6 +212,7 @@ class ExpectedSequence:
         "is_running",
         "known",
         "lacks_kv",
+        "left_out_count",
         "loaded_count",
         "message",
         "order",
@@ -237,6 +239,7 @@ class ExpectedSequence:
         self.forced_count = 0
         self.prompt_logprobs_count = 0
         self.cached_count: int | None = None
+        self.left_out_count = 0
         self.overtaken_count_min = 0
         self.overtaken_count_max = 0
         self.is_running = False

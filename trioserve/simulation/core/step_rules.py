@@ -57,8 +57,10 @@ def check_begun_step(
         running_count = len(running) - len(plan.admitted) + len(plan.preempted)
         assert 2 * stayed_count <= running_count + 1, f"{stayed_count} of {running_count} are in one step"
     if plan.is_ahead:
-        paced = {name for name, own in core.scheduler.running.items() if own.is_wide and own.due_count > 1}
+        paced = {name for name, own in core.scheduler.running.items() if own.due_count > 1}
         _check_all_continue(plan, live, settings.step_tokens_max, paced)
+    if not settings.steps_apart:
+        _check_first_prompt_continues(plan, running)
     assert len(set(plan.preempted)) == len(plan.preempted), f"preempted twice: {plan.preempted}"
     # Requests that are admitted in this step do not count, since they use blocks that a load had reserved.
     stayed = [entry.order for entry in running if entry.request.id not in plan.admitted]
@@ -165,8 +167,7 @@ def _check_all_continue(
 
     If the budget is too small, requests that decode come before prompts.
 
-    `paced` contains the requests with prompts that take many steps. The scheduler leaves these requests out of some
-    steps in favour of requests that decode.
+    `paced` contains the prompts. The scheduler leaves them out of some steps in favour of requests that decode.
     """
     planned = {chunk.request.id for chunk in plan.chunks}
     missing = [entry for entry in live.values() if _continues(entry) and entry.request.id not in planned]
@@ -175,6 +176,22 @@ def _check_all_continue(
     assert not missing or plan.token_count == tokens_max, f"{missing[0].request.id} runs, but is not planned ahead"
     for entry in missing:
         assert _due_count(entry) > 1, f"{entry.request.id} decodes, but is left out for a prompt"
+
+
+def _check_first_prompt_continues(plan: StepPlan, running: Sequence[ExpectedSequence]) -> None:
+    """Check that the first running prompt in order is not left out of two steps in a row.
+
+    A step without prompt tokens measures the time of decodes. Later prompts may wait for the first prompt.
+    """
+    planned = {chunk.request.id for chunk in plan.chunks}
+    prompts = [entry for entry in running if _continues(entry) and _due_count(entry) > 1]
+    for entry in running:
+        if entry.request.id in planned:
+            entry.left_out_count = 0
+    if prompts:
+        first = min(prompts, key=lambda entry: entry.order)
+        first.left_out_count += first.request.id not in planned
+        assert first.left_out_count <= 1, f"{first.request.id} is left out of two steps in a row"
 
 
 def _continues(entry: ExpectedSequence) -> bool:
@@ -294,36 +311,37 @@ def _may_wait_for_a_hit(
 ) -> bool:
     """Return True if a request may wait because another request computes a block that both can share.
 
-    Normally, the request waits for one step. In a model with states, it may wait until the other request reaches the
-    end of a common block. In the other request's first step, blocks with loaded KV count as computed.
+    The other request is a prompt that this step may leave out in favour of decodes. The request waits until the other
+    request has computed the block. In a model with states, it may wait until the other request reaches the end of a
+    common block. In the other request's first step, blocks with loaded KV count as computed.
     """
     settings = core.settings
     if _is_ready(entry) or not settings.enable_prefix_caching or entry.needs_every_row:
         return False
     block_size = settings.block_size
+    planned = {chunk.request.id for chunk in chunks}
+    starts = [(live[chunk.request.id], chunk.start) for chunk in chunks if chunk.request.id in live]
+    starts += [(other, other.computed_end) for name, other in live.items() if other.is_running and name not in planned]
     if settings.state_slot_count:
         first = (entry.request.cache_salt, *entry.known[:block_size])
         return not knows_hashes or any(
-            first == (chunk.request.cache_salt, *chunk.tokens[:block_size])
-            and chunk.start < len(chunk.request.known_token_ids)
-            for chunk in chunks
+            first == (other.request.cache_salt, *other.known[:block_size])
+            and start < len(other.request.known_token_ids)
+            for other, start in starts
         )
-    for chunk in chunks:
-        other = live.get(chunk.request.id)
-        if other is None:
-            continue  # The other request has ended, so its token is surplus.
-        is_first = other.cached_count is None or chunk.start == other.cached_count + other.loaded_count
-        index = (chunk.start - (other.loaded_count if is_first else 0)) // block_size
+    for other, start in starts:
+        is_first = other.cached_count is None or start == other.cached_count + other.loaded_count
+        index = (start - (other.loaded_count if is_first else 0)) // block_size
         if other.aborted_for is not None:
             index = 0  # The result of the step before may have been dropped, together with the hashes of its blocks.
         end = (index + 1) * block_size
-        if chunk.count < 2 or end > chunk.start + chunk.count:
-            continue  # This chunk completes no block.
+        if (len(other.known) - start < 2 and not is_first) or end > len(other.known):
+            continue  # This request decodes, or its next block is not full.
         if not knows_hashes:
             return True  # Hashes collide, so any block may have the hash of the needed block.
         if end >= len(entry.known):
             continue
-        if chunk.request.cache_salt == entry.request.cache_salt and chunk.tokens[:end] == entry.known[:end]:
+        if other.request.cache_salt == entry.request.cache_salt and other.known[:end] == entry.known[:end]:
             return True
     return False
 
