@@ -1,11 +1,15 @@
-"""Tests that both engines of the long prompt measurement get the same requests. They do not check latencies."""
+"""Tests that every engine of the prompt measurement gets the same requests, and of the simulated figures. They check no
+latencies of this machine.
+"""
 
 from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
 
-from trioserve.bench.inside.wide_prompt import ALONE_STEPS, BY_TIME, BY_TOKENS, run_wide_prompt
+import pytest
+
+from trioserve.bench.inside.wide_prompt import ALONE_STEPS, MACHINES, Load, run_wide_prompt, simulated
 from trioserve.testing.fake_engine import open_fake_engine
 
 
@@ -14,7 +18,7 @@ def test_every_long_prompt_figure_is_in_the_table_and_in_the_json(capsys):
 
     @asynccontextmanager
     async def open_engine(model, *, max_num_seqs, kv_cache_memory, wide_prompt_stretch):
-        assert (model, max_num_seqs, kv_cache_memory) == ("some", 4, 0.5)
+        assert (model, max_num_seqs, kv_cache_memory) == ("some", 5, 0.5)
         stretches.append(wide_prompt_stretch)
         async with open_fake_engine(
             max_num_seqs=max_num_seqs,
@@ -25,16 +29,34 @@ def test_every_long_prompt_figure_is_in_the_table_and_in_the_json(capsys):
         ) as engine:
             engines.append(engine)
             yield engine
+            assert engine.stats().steps_total > ALONE_STEPS
 
-    assert run_wide_prompt(open_engine, "some", stream_count=3, prompt_tokens=900, rounds=2, kv_cache_gib=0.5) == 0
+    load = Load(streams=3, prompts=2, prompt_tokens=900)
+    assert run_wide_prompt(open_engine, "some", load=load, stretches=(2, 50), rounds=2, kv_cache_gib=0.5) == 0
     *table, line = capsys.readouterr().out.splitlines()
     figures = json.loads(line)["figures"]
     assert len(table) == 2 + len(figures)
-    assert stretches == [BY_TIME, BY_TOKENS]
-    assert [figure["stretch"] for figure in figures] == [BY_TIME, BY_TOKENS] * 2
+    assert stretches == [2, 50] * 2
+    assert [figure["stretch"] for figure in figures] == stretches
     for figure in figures:
         assert 0 < figure["alone_ms_p50"] <= figure["alone_ms_p99"]
         assert 0 < figure["beside_ms_p50"] <= figure["beside_ms_p99"]
-        # Each step that computes a part of the prompt also gives each stream a token.
+        # Each step that computes a part of a prompt also gives each stream a token.
+        assert figure["step_count"] >= 2 * 900 // 64
         assert figure["sample_count"] >= 3 * (900 // 64 - 1)
-    assert all(engine.stats().steps_total > 2 * ALONE_STEPS for engine in engines)
+
+
+def test_simulated_figures_need_no_engine(capsys):
+    load = Load(streams=16, prompts=1, prompt_tokens=2_000)
+    assert run_wide_prompt(None, load=load, stretches=(2, 1_000), machine="gpu") == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    short, long = figures
+    assert short["beside_ms_p99"] < long["beside_ms_p99"]
+    assert short["prompt_seconds"] > long["prompt_seconds"]
+    assert long["step_count"] == 5  # 496 prompt tokens fit beside 16 decodes.
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_several_short_prompts_keep_gaps_below_four_decode_steps(machine):
+    figure = simulated(MACHINES[machine], Load(streams=12, prompts=4, prompt_tokens=128), stretch=3.0)
+    assert figure.beside_ms_p99 < 4 * figure.alone_ms_p50
