@@ -72,7 +72,7 @@ class Host:
 
 async def echo(exchange):
     body = await exchange.body()
-    fields = [("x-seen", f"{exchange.method} {exchange.path} {exchange.query} {exchange.headers.get('X-Key')}")]
+    fields = [("x-seen", f"{exchange.method} {exchange.path} {exchange.query} {exchange.headers.get('x-key')}")]
     await exchange.respond(200, fields, body + exchange.peer.encode())
 
 

@@ -32,7 +32,7 @@ async def test_handler_sees_authority_as_host_and_headers_in_any_case(autojump_c
     seen = []
 
     async def handler(exchange):
-        seen.append((exchange.headers.get("Host"), exchange.headers.get("X-Key"), exchange.http_version, exchange.peer))
+        seen.append((exchange.headers.get("host"), exchange.headers.get("x-key"), exchange.http_version, exchange.peer))
         await exchange.respond(204, [], b"")
 
     client = await front(handler).h2()

@@ -167,7 +167,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         token = begin_request(context)
         heartbeat = context.begin_heartbeat()
         try:
-            if route is not None and not is_own and self._may_send_white_space(exchange, route):
+            may_send_early = route is not None and not is_own and self._keys.rules.keep_alive_json
+            if may_send_early and route is not None and _is_sent_early(exchange, route):
                 await self._respond_with_white_space(context, route)
             else:
                 await self.handle(context, partial(self._authorized, route=route, is_own=is_own))
@@ -257,17 +258,6 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         """
         return handler(context)
 
-    def _may_send_white_space(self, exchange: Exchange, route: Route[ContextType]) -> bool:
-        """Return True if the head of a whole response may be sent early, with status 200. A router that asks for
-        heartbeats always gets the true status.
-        """
-        return (
-            self._keys.rules.keep_alive_json
-            and exchange.method == "POST"
-            and not route.operates("POST")
-            and HEARTBEAT_HEADER not in exchange.headers
-        )
-
     async def _respond_with_white_space(self, context: ContextType, route: Route[ContextType]) -> None:
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
@@ -286,8 +276,13 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         exchange = context.exchange
         method, headers, rules = exchange.method, exchange.headers, self._keys.rules
         context.surface = surface_of(exchange)
-        context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
-        operates = route is not None and route.operates(method) and not is_own
+        if (request_id := headers.get("x-request-id")) is not None:
+            context.request_id = request_id_from(request_id)
+        operation = None if route is None else route.by_method.get(method)
+        if route is None or is_own:
+            operates = False
+        else:
+            operates = route.operates(method) if operation is None else operation.is_operators
         if self._gate is not None and not is_own:
             self._gate.check(exchange, is_open=route is not None and not route.needs_key, is_operators=operates)
         # /metrics counts the requests of all callers. So if /metrics is closed, only the admin may read it.
@@ -299,7 +294,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             raise self.not_found(exchange.path)
         if is_admins:
             check_is_admin(context.caller, "metrics need the admin's API key: see --admin-api-key")
-        handler = route.operation(method).handler
+        handler = (operation or route.operation(method)).handler
         if operates:
             check_may_operate(context.caller)
             if self._gate is not None and method not in READS:
@@ -356,6 +351,13 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
 def _name(route: Route[ContextType] | None) -> str | None:
     return None if route is None else route.path
+
+
+def _is_sent_early(exchange: Exchange, route: Route[ContextType]) -> bool:
+    """Return True if the head of a whole response is sent early, with status 200. A router that asks for heartbeats
+    always gets the true status.
+    """
+    return exchange.method == "POST" and not route.operates("POST") and exchange.headers.get(HEARTBEAT_HEADER) is None
 
 
 def _is_polled(route: Route[ContextType] | None) -> bool:

@@ -83,7 +83,7 @@ class EngineServices:
         clock_and_ids: the time of day, and new ids.
         rules: access rules of the operator.
         routers_heard: routers that ask for the engine's load.
-        tenant_header: name of the header that names the tenant.
+        tenant_header: name of the header that names the tenant, in lower case.
     """
 
     clock_and_ids: ClockAndIds

@@ -117,8 +117,11 @@ class RequestContext(EngineContext):
             UnknownModel: this server does not serve the model.
             InvalidRequest: the request must name a model, and names none.
         """
+        if asked is not None and asked in self.engine.model.served_names:
+            self.adapter = None
+            return asked
         name = super().model_name(asked)
-        self.adapter = None if asked is None or asked in self.engine.model.served_names else asked
+        self.adapter = asked
         return name
 
     @property

@@ -223,17 +223,15 @@ class Responder:
         return self.ignored_fields
 
 
-def request_id_from(value: str | None) -> str | None:
+def request_id_from(value: str) -> str:
     """Check the client's id of a request.
 
     Args:
-        value: value of X-Request-Id. None: the client sent none.
+        value: value of X-Request-Id.
 
     Raises:
         InvalidRequest: the id is too long, or not printable ASCII.
     """
-    if value is None:
-        return None
     if not 1 <= len(value) <= REQUEST_ID_CHARACTERS_MAX or not all(" " <= character <= "~" for character in value):
         raise InvalidRequest(
             f"X-Request-Id has {len(value)} characters; allowed are 1 to {REQUEST_ID_CHARACTERS_MAX}, printable ASCII",

@@ -125,13 +125,17 @@ class Route(Generic[ContextType]):
 
     Attributes:
         path: path as declared.
-        operations: operations by method.
+        operations: operations by declared method.
+        by_method: operations by each accepted method. HEAD runs GET: the exchange drops the body of its response.
         needs_key: True: callers need an API key if there are any.
         is_polled: True: machines poll the route.
     """
 
     def __init__(self, operations: Iterable[Operation[ContextType]]) -> None:
         self.operations = {operation.method: operation for operation in operations}
+        self.by_method = dict(self.operations)
+        if "GET" in self.by_method:
+            self.by_method["HEAD"] = self.by_method["GET"]
         first = next(iter(self.operations.values()))
         self.path = first.path
         self.needs_key = first.needs_key
@@ -143,7 +147,7 @@ class Route(Generic[ContextType]):
         Args:
             method: HTTP method. If the path does not accept it, the strictest operation of the path counts.
         """
-        operation = self._of(method)
+        operation = self.by_method.get(method)
         if operation is None:
             return any(each.is_operators for each in self.operations.values())
         return operation.is_operators
@@ -157,19 +161,15 @@ class Route(Generic[ContextType]):
         Raises:
             Refusal: the path does not accept the method (405).
         """
-        operation = self._of(method)
+        operation = self.by_method.get(method)
         if operation is None:
-            allowed = ", ".join(sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])}))
+            allowed = ", ".join(sorted(self.by_method))
             raise refusal(
                 "method_not_allowed",
                 f"{self.path} does not take {method}, allowed is: {allowed}",
                 headers=(("allow", allowed),),
             )
         return operation
-
-    def _of(self, method: str) -> Operation[ContextType] | None:
-        # The exchange drops the body of a response to HEAD.
-        return self.operations.get("GET" if method == "HEAD" else method)
 
 
 class RouteTable(Generic[ContextType]):

@@ -199,7 +199,7 @@ class App(BaseApp[ServerContext]):
             clock_and_ids=clock_and_ids or ClockAndIds(),
             rules=rules,
             routers_heard=RoutersHeard(trio.current_time),
-            tenant_header=tenant_header,
+            tenant_header=tenant_header.lower(),
             trust_chat_template=trust_request_chat_template,
             store=store,
             responses=self.responses,

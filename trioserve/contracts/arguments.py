@@ -13,7 +13,19 @@ from typing import NoReturn, SupportsFloat, SupportsIndex, TypeGuard
 
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["check_count", "is_list", "refuse", "shown", "to_bool", "to_float", "to_int", "to_items", "to_str"]
+__all__ = [
+    "check_count",
+    "check_flags",
+    "check_texts",
+    "is_list",
+    "refuse",
+    "shown",
+    "to_bool",
+    "to_float",
+    "to_int",
+    "to_items",
+    "to_str",
+]
 
 SHOWN_CHARACTERS_MAX = 80
 
@@ -117,6 +129,34 @@ def to_bool(param: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     refuse(param, value, "True or False (bool)")
+
+
+def check_flags(**values: object) -> None:
+    """Check that each value is True or False.
+
+    Args:
+        values: The received values by parameter.
+
+    Raises:
+        InvalidRequest: a value is not a bool.
+    """
+    for param, value in values.items():
+        if not isinstance(value, bool):
+            to_bool(param, value)
+
+
+def check_texts(**values: object) -> None:
+    """Check that each value is a text or None.
+
+    Args:
+        values: The received values by parameter.
+
+    Raises:
+        InvalidRequest: a value is neither a str nor None.
+    """
+    for param, value in values.items():
+        if not (value is None or isinstance(value, str)):
+            to_str(param, value, "a text (str), or None")
 
 
 def to_items(param: str, value: object, allowed: str, *, count_max: int) -> tuple[object, ...]:

@@ -152,10 +152,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 own = convert(name, value)
                 if own is not value:
                     msgspec.structs.force_setattr(self, name, own)
-        for name in SAMPLING_RANGES:
-            value = getattr(self, name)
-            if isinstance(value, int | float):
-                _check_range(name, value)
+                if name in SAMPLING_RANGES and isinstance(own, int | float):
+                    _check_range(name, own)
         if 0.0 < self.temperature < TEMPERATURE_MIN:
             msgspec.structs.force_setattr(self, "temperature", TEMPERATURE_MIN)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -163,7 +161,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"min_tokens is {shown(self.min_tokens)}, above max_tokens, which is {shown(self.max_tokens)}",
                 param="min_tokens",
             )
-        _check_stop(self.stop)
+        for string in self.stop:
+            if not 1 <= len(string) <= STOP_STRING_CHARACTERS_MAX:
+                raise InvalidRequest(
+                    f"a stop string has {len(string)} characters, allowed are 1 to {STOP_STRING_CHARACTERS_MAX}",
+                    param="stop",
+                )
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id)
         if self.allowed_token_ids is not None:
@@ -255,15 +258,6 @@ def _check_allowed(token_ids: tuple[int, ...]) -> None:
         )
     for token_id in (min(token_ids), max(token_ids)):
         _check_range("allowed_token_ids", token_id)
-
-
-def _check_stop(stop: tuple[str, ...]) -> None:
-    for string in stop:
-        if not 1 <= len(string) <= STOP_STRING_CHARACTERS_MAX:
-            raise InvalidRequest(
-                f"a stop string has {len(string)} characters, allowed are 1 to {STOP_STRING_CHARACTERS_MAX}",
-                param="stop",
-            )
 
 
 def _check_logit_bias(logit_bias: dict[int, float]) -> None:

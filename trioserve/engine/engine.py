@@ -22,7 +22,7 @@ from trioserve.admission.prompt_encoder import PromptEncoder
 from trioserve.admission.router_metrics import show_router
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
-from trioserve.contracts.arguments import refuse, to_bool, to_float, to_str
+from trioserve.contracts.arguments import check_flags, check_texts, refuse, to_bool, to_float, to_str
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import InvalidRequest, Overloaded
@@ -59,7 +59,6 @@ from trioserve.engine.request_preparation import (
     checked_kv_transfer,
     checked_prompt,
     instance_of,
-    text_or_none,
 )
 from trioserve.engine.request_stream import PartStream, PoolingStream, RequestStream
 from trioserve.engine.settings import EngineSettings
@@ -371,6 +370,8 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
         prompt, sampling = with_tool_choice(prompt, sampling, self.families, self.tokenizer, tool_choice, strict)
         if resume is not None and not isinstance(resume, Resume):
             refuse("resume", resume, "a Resume, or None")
+        check_flags(add_special_tokens=add_special_tokens, resumable=resumable, keep_logprobs=keep_logprobs)
+        check_texts(cache_salt=cache_salt, adapter=adapter)
         request = OpenRequest(
             prompt,
             sampling,
@@ -382,15 +383,15 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 tenant=tenant,
                 part_of=part_of,
             ),
-            cache_salt=text_or_none("cache_salt", cache_salt),
-            add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
-            kv_transfer=checked_kv_transfer(kv_transfer),
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+            kv_transfer=None if kv_transfer is None else checked_kv_transfer(kv_transfer),
             cut=cut,
             resume=resume,
             seed=self._seed_of(sampling, resume),
-            is_resumable=to_bool("resumable", resumable),
-            keep_logprobs=to_bool("keep_logprobs", keep_logprobs),
-            adapter=text_or_none("adapter", adapter),
+            is_resumable=resumable,
+            keep_logprobs=keep_logprobs,
+            adapter=adapter,
         )
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
@@ -455,6 +456,8 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             InvalidRequest: an argument has a wrong type.
         """
         checked = checked_inputs(inputs)
+        check_flags(add_special_tokens=add_special_tokens)
+        check_texts(cache_salt=cache_salt, adapter=adapter)
         request = PoolingRequest(
             checked,
             instance_of(PoolingParams, "pooling", pooling, PoolingParams()),
@@ -469,9 +472,9 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
                 tenant=tenant,
                 part_of=part_of,
             ),
-            cache_salt=text_or_none("cache_salt", cache_salt),
-            add_special_tokens=to_bool("add_special_tokens", add_special_tokens),
-            adapter=text_or_none("adapter", adapter),
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+            adapter=adapter,
         )
         return PoolingStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 

@@ -348,6 +348,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         Args:
             version: the version. None: the weights with which the engine was opened.
         """
+        if version == self.weight_version:
+            return
         self.weight_version = version
         salt = self.block_salt
         sequences = [(choice, msgspec.structs.replace(sequence, cache_salt=salt)) for choice, sequence in self.upcoming]

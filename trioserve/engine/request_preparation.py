@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from trioserve.admission.prompt_encoder import NO_IMAGES
-from trioserve.contracts.arguments import is_list, refuse, to_bool, to_str
+from trioserve.contracts.arguments import check_flags, check_texts, is_list, refuse, to_str
 from trioserve.contracts.errors import ContextTooLong, InvalidRequest, ResumeMismatch
 from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import EngineRole
@@ -26,7 +26,7 @@ from trioserve.text.sequence_guide import SequenceGuide
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.vision.chat_images import split_images
 
-__all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of", "text_or_none"]
+__all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_prompt", "instance_of"]
 
 T = TypeVar("T")
 
@@ -264,19 +264,6 @@ def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
     return value
 
 
-def text_or_none(param: str, value: object) -> str | None:
-    """Check that a value is a text or None, and return it.
-
-    Args:
-        param: name of the parameter.
-        value: the value.
-
-    Raises:
-        InvalidRequest: the value has another type.
-    """
-    return None if value is None else to_str(param, value, "a text (str), or None")
-
-
 def checked_prompt(prompt: object) -> Prompt:
     """Check that a prompt has a valid type, and return it.
 
@@ -302,9 +289,10 @@ def _check_chat(prompt: ChatPrompt) -> None:
     _check_dicts("messages", prompt.messages)
     if prompt.tools is not None:
         _check_dicts("tools", prompt.tools)
-    to_bool("add_generation_prompt", prompt.add_generation_prompt)
-    to_bool("continue_final_message", prompt.continue_final_message)
-    text_or_none("chat_template", prompt.chat_template)
+    check_flags(
+        add_generation_prompt=prompt.add_generation_prompt, continue_final_message=prompt.continue_final_message
+    )
+    check_texts(chat_template=prompt.chat_template)
     if not isinstance(prompt.template_arguments, dict):
         refuse("template_arguments", prompt.template_arguments, "a dict of names (str) and values")
     for name in prompt.template_arguments:
@@ -319,8 +307,8 @@ def _check_dicts(param: str, value: object) -> None:
             refuse(param, item, "a list of dicts", verb="holds")
 
 
-def checked_kv_transfer(asked: object) -> KVTransferParams | None:
-    """Check the options for KV exchange, and return them. Return None if there are no options.
+def checked_kv_transfer(asked: object) -> KVTransferParams:
+    """Check the options for KV exchange, and return them.
 
     Args:
         asked: the options.
@@ -328,8 +316,6 @@ def checked_kv_transfer(asked: object) -> KVTransferParams | None:
     Raises:
         InvalidRequest: the options or a field have a wrong type.
     """
-    if asked is None:
-        return None
     if not isinstance(asked, KVTransferParams):
         refuse("kv_transfer", asked, "a KVTransferParams, or None")
     try:

@@ -30,28 +30,23 @@ class Headers:
 
     Args:
         fields: names and values in the order of the message. A name may occur more than once, in upper or lower case.
+
+    Attributes:
+        get: returns the value of a field by its name in lower case, or None if the request has no such field. The
+            values of repeated fields are joined with ", " (RFC 9110, 5.3).
     """
 
-    __slots__ = ("_fields", "_values")
+    __slots__ = ("_fields", "get")
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
-        self._fields = [(name.lower(), value) for name, value in fields]
-        # The dict is an index, because about a dozen names are looked up for each request.
-        self._values: dict[str, str] = {}
-        for name, value in self._fields:
-            self._values[name] = f"{self._values[name]}, {value}" if name in self._values else value
-
-    def get(self, name: str) -> str | None:
-        """Return the value of a field.
-
-        Args:
-            name: name of the field, in upper or lower case.
-
-        Returns:
-            The value, or None if the request has no such field. The values of repeated fields are joined with ", " (RFC
-            9110, 5.3).
-        """
-        return self._values.get(name.lower())
+        self._fields: list[tuple[str, str]] = []
+        values: dict[str, str] = {}
+        for name, value in fields:
+            name = name.lower()
+            self._fields.append((name, value))
+            values[name] = f"{values[name]}, {value}" if name in values else value
+        # Each request looks up about twenty names. The dict's own method does that without a Python call.
+        self.get: Callable[[str], str | None] = values.get
 
     def items(self) -> Iterator[tuple[str, str]]:
         """Return each field in the order of the message, with its name in lower case. Repeated fields stay separate."""

@@ -64,7 +64,7 @@ class RoutingRules:
         self.deadlines = deadlines or Deadlines()
         self.deadlines_max = deadlines_max or Deadlines()
         self.tenant_header = tenant_header.lower()
-        self.session_header = session_header
+        self.session_header = session_header.lower()
         self.passes_authorization = passes_authorization
         self.disaggregated_prompt_tokens_min = disaggregated_prompt_tokens_min
         self.continuation_bytes_max = continuation_bytes_max

@@ -193,15 +193,16 @@ def check_shape(value: object, field: str) -> None:
     count = 0
     level = [value]
     for _ in range(JSON_DEPTH_MAX):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
+        below: list[object] = []
+        for outer in level:
+            if isinstance(outer, dict):
+                below += outer.values()
+            elif isinstance(outer, list):
+                below += outer
+        if not below:
             return
-        count += len(level)
+        count += len(below)
         if count > JSON_VALUES_MAX:
             raise InvalidRequest(f"{field} has more than {JSON_VALUES_MAX} values", param=field)
+        level = below
     raise InvalidRequest(f"{field} is nested more than {JSON_DEPTH_MAX} deep", param=field)

@@ -96,14 +96,14 @@ class ChatTemplate:
                 )
         try:
             program = self._program(source)
-            _check_roles(prompt, program.roles)
+            has_system = _check_roles(prompt, program.roles)
             has_tools = _has_tools(prompt)
             if texts is not None:
                 are_text = has_tools and program.support.arguments_are_text
                 if are_text and tool_family is not None:
                     are_text = supports_tools_of(prompt, program.support)
                 prompt = texts.replaced_in(prompt, arguments_are_text=are_text)
-            if has_tools or _has_system(prompt):
+            if has_tools or has_system:
                 prompt = with_supported_parts(prompt, program.support, tool_family if has_tools else None)
         except InvalidRequest:
             raise
@@ -203,28 +203,29 @@ def template_flaw(source: str) -> str | None:
 
 def _has_tools(prompt: ChatPrompt) -> bool:
     """Return True if a chat offers tools, calls them, or has their results."""
-    return bool(prompt.tools) or any(
-        _role_of(message) == "tool" or (isinstance(message, dict) and "tool_calls" in message)
-        for message in prompt.messages
-    )
+    for message in prompt.messages:
+        if isinstance(message, dict) and ("tool_calls" in message or message.get("role") == "tool"):
+            return True
+    return bool(prompt.tools)
 
 
-def _role_of(message: object) -> object:
-    """Return the role of a message. The message is not checked yet, so it may have any shape."""
-    return message.get("role") if isinstance(message, dict) else None
+def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> bool:
+    """Refuse a message with a role that the template does not know. Most templates would drop the message silently.
 
-
-def _has_system(prompt: ChatPrompt) -> bool:
-    return any(_role_of(message) in ("system", "developer") for message in prompt.messages)
-
-
-def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> None:
-    """Refuse a message with a role that the template does not know. Most templates would drop the message silently."""
+    Returns:
+        True if a message has instructions for the model, in the role system or developer.
+    """
+    has_system = False
     for index, message in enumerate(prompt.messages):
-        role = _role_of(message)
-        if isinstance(role, str) and role not in roles:
+        # The messages are not checked yet, so they may have any shape.
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            continue
+        if role not in roles:
             place = f"messages[{index}].role"
             raise InvalidRequest(f"{place} is {shown(role)}, allowed are {', '.join(sorted(roles))}", param=place)
+        has_system = has_system or role in ("system", "developer")
+    return has_system
 
 
 def _named_roles(tree: nodes.Template) -> frozenset[str]:

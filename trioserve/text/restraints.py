@@ -135,6 +135,8 @@ def _restraint(
     may_repeat: bool,
 ) -> StructuredOutput | None:
     """Return the required structure of the response after the reasoning, or None if every text is allowed."""
+    if not shown:
+        return structured
     tools = offered_tools(shown)
     mode = choice.mode
     if mode is ToolMode.NAMED:

@@ -19,7 +19,7 @@ def test_flow_has_equal_call_counts_in_every_run(flow):
 
 
 CEILINGS = {
-    "prompt in": (430, 320, 88),
+    "prompt in": (300, 277, 85),
     "token out": (105, 96, 41),
     "disconnect": (40, 37, 18),
     "relayed event": (34, 22, 14),

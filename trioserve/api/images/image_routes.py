@@ -286,7 +286,7 @@ class ImageApp(BaseApp[ImageContext]):
             clock_and_ids=clock_and_ids or ClockAndIds(),
             rules=self._keys.rules,
             routers_heard=RoutersHeard(trio.current_time),
-            tenant_header=tenant_header,
+            tenant_header=tenant_header.lower(),
             threads=threads or EncodingThreads(),
             decoder=decoder,
             edits=edits or EditSlots(),

@@ -109,7 +109,9 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
         deadlines=deadlines_of(body, context.exchange.headers),
         kv_transfer_params=body.kv_transfer_params,
         shape=ResponseShape(is_streamed=bool(body.stream), has_token_ids=bool(body.return_token_ids)),
-        cut=prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens),
+        cut=None
+        if body.truncate_prompt_tokens is None
+        else prompt_cut(body.truncate_prompt_tokens, context.engine.model.context_tokens_max, sampling.max_tokens),
     )
 
 

@@ -105,11 +105,12 @@ def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, tru
     Raises:
         InvalidRequest: a template could not use the value, or fields conflict. The error names the field by its path.
     """
-    for field in ("messages", "tools", "functions", "chat_template_kwargs"):
+    for field in ("functions", "chat_template_kwargs"):
         # This check must be first: the checks below print bad values, and printing is recursive.
-        check_shape(getattr(body, field), field)
-    messages = check_messages(_with_reasoning(_with_tool_calls(body.messages)))
-    tools = checked_tools(_tools(body))
+        if value := getattr(body, field):
+            check_shape(value, field)
+    messages = check_messages(_with_new_names(body.messages))
+    tools = checked_tools(_tools(body) if body.functions else body.tools)
     if body.chat_template is not None and not trust_chat_template:
         raise InvalidRequest(
             "chat_template is refused: this server accepts no templates in requests "
@@ -141,12 +142,11 @@ def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, tru
     )
 
 
-def _tools(body: ChatBody | TokenizeBody) -> list[dict[str, Any]] | None:
-    if not body.functions:
-        return body.tools
+def _tools(body: ChatBody | TokenizeBody) -> list[dict[str, Any]]:
+    """Translate functions to tools."""
     if body.tools:
         raise InvalidRequest("functions is the old name of tools, and both are set: send one", param="functions")
-    return [{"type": "function", "function": function} for function in body.functions]
+    return [{"type": "function", "function": function} for function in body.functions or ()]
 
 
 def _tool_choice(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ToolChoice:
@@ -166,13 +166,23 @@ def _tool_choice(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | No
     )
 
 
-def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _with_new_names(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Translate old names in messages: function_call to tool calls, and reasoning to the name that templates read."""
+    for message in messages or ():
+        if "function_call" in message or message.get("role") == "function":
+            messages = _with_tool_calls(messages or [])
+            break
+    for message in messages or ():
+        if isinstance(message.get("reasoning"), str):
+            return _with_reasoning(messages or [])
+    return messages
+
+
+def _with_tool_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Translate messages with function_call to messages with tool calls.
 
     A function_call becomes a tool call. The next message, with the role function, becomes its result.
     """
-    if not messages or not any("function_call" in message or message.get("role") == "function" for message in messages):
-        return messages
     translated: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         new = dict(message)
@@ -191,10 +201,8 @@ def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, An
     return translated
 
 
-def _with_reasoning(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _with_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copy the reasoning of earlier messages from its second name to the name that templates read."""
-    if not messages or not any(isinstance(message.get("reasoning"), str) for message in messages):
-        return messages
     return [
         {**message, "reasoning_content": message["reasoning"]}
         if isinstance(message.get("reasoning"), str) and message.get("reasoning_content") is None
@@ -218,12 +226,14 @@ def _reasoning(body: ChatBody | TokenizeBody) -> Reasoning:
 
 def _budget(body: ChatBody) -> int | None:
     """Return the token budget of the reasoning. None: no limit."""
-    given = [(field, value) for field in _BUDGETS if (value := getattr(body, field)) is not None]
-    if not given:
-        return None
-    field, value = given[0]
-    if len(given) > 1:
-        raise InvalidRequest(f"{field} and {given[1][0]} mean the same, and both are set: send one", param=given[1][0])
-    if value < 0:
-        raise InvalidRequest(f"{field} is {value}, allowed is 0 to {THINKING_TOKENS_MAX}", param=field)
-    return cast(int, value)
+    given: dict[str, int] = {}
+    for field in _BUDGETS:
+        value = getattr(body, field)
+        if value is None:
+            continue
+        for other in given:
+            raise InvalidRequest(f"{other} and {field} mean the same, and both are set: send one", param=field)
+        if value < 0:
+            raise InvalidRequest(f"{field} is {value}, allowed is 0 to {THINKING_TOKENS_MAX}", param=field)
+        given[field] = value
+    return next(iter(given.values()), None)

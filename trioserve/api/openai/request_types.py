@@ -59,7 +59,7 @@ HEADERS = {
     Deadline.TOTAL: "X-Request-Timeout",
 }
 # The names are precomputed, because reading the value of an enum is slow.
-_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())
+_NAMES = tuple((deadline.value, header, header.lower()) for deadline, header in HEADERS.items())
 
 
 class HasDeadlines(Protocol):
@@ -84,18 +84,16 @@ def deadlines_of(body: HasDeadlines, headers: Headers) -> Deadlines:
         InvalidRequest: a value is not valid. The error names the field or the header.
     """
     values: dict[str, float | None] = {}
-    for name, header in _NAMES:
+    for name, header, header_lower in _NAMES:
         value: float | None = getattr(body, name)
-        if value is None:
-            value = _seconds(headers.get(header), header)
+        if value is None and (text := headers.get(header_lower)) is not None:
+            value = _seconds(text, header)
         if value is not None:
             values[name] = value
     return Deadlines(**values) if values else NO_DEADLINES
 
 
-def _seconds(text: str | None, header: str) -> float | None:
-    if text is None:
-        return None
+def _seconds(text: str, header: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -202,7 +200,8 @@ class GenerationBody(StructuredFields, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"priority is {self.priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
             )
-        check_cache_salt(self.cache_salt)
+        if self.cache_salt is not None:
+            check_cache_salt(self.cache_salt)
 
     def predicted_tokens(self) -> dict[str, object]:
         """Translate n_predict to max_tokens. A negative number means as many tokens as fit.

@@ -121,6 +121,11 @@ def structured_output_of(body: StructuredFields) -> StructuredOutput | None:
     Raises:
         InvalidRequest: several fields are set, or one is not valid. The error names the field by its path.
     """
+    for name in StructuredFields.__struct_fields__:
+        if getattr(body, name) is not None:
+            break
+    else:
+        return None
     for place, value in _trees(body):
         check_shape(value, place)  # The check refuses deep nesting, because the code below is recursive.
     found: dict[str, StructuredOutput] = {}

@@ -63,6 +63,8 @@ class Resumption:
 
     Attributes:
         is_asked: True if the request asks for a stream that can continue at another server.
+        is_on: True if the request is resumable, resumes a response, or asks for partial results.
+        is_resumable: True if the response may be resumed without showing output to the client twice.
 
     Raises:
         InvalidRequest: `resume` or the seed header has a bad value.
@@ -79,11 +81,12 @@ class Resumption:
         gives_partial: bool = False,
         repeats: bool = False,
     ) -> None:
-        self._repeats = repeats
         self.gives_partial = gives_partial
         self.is_streamed = is_streamed
         headers = context.exchange.headers
         self.is_asked = is_streamed and headers.get(RESUMABLE_HEADER) == "1" and headers.get(DETACH_HEADER) is None
+        self.is_on = self.is_asked or body is not None or gives_partial
+        self.is_resumable = self.is_asked or (gives_partial and is_streamed and not repeats)
         self.body = body
         self._context = context
         self._sampling = sampling
@@ -93,16 +96,6 @@ class Resumption:
         self._call_counts: Counter[int] = Counter()
         if body is not None:
             self._check(body, is_streamed=is_streamed)
-
-    @property
-    def is_on(self) -> bool:
-        """True if the request is resumable, resumes a response, or asks for partial results."""
-        return self.is_asked or self.body is not None or self.gives_partial
-
-    @property
-    def is_resumable(self) -> bool:
-        """True if the response may be resumed without showing output to the client twice."""
-        return self.is_asked or (self.gives_partial and self.is_streamed and not self._repeats)
 
     def is_partial(self, delta: Delta) -> bool:
         """Return True if the choice ends with a partial result instead of an error.

@@ -161,7 +161,7 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
     """
 
     def generate(prompt: Prompt, sampling: SamplingParams) -> RequestStream:
-        if resumption is None:
+        if resumption is None or not resumption.is_on:
             return context.generate(prompt, sampling, request, request.deadlines, cut=request.cut, shape=request.shape)
         return context.generate(
             prompt,
@@ -228,7 +228,7 @@ class ChatTurn:
         self._new_id = new_id
         prompt = request.prompt() if request.plain_prompt is None else None
         offered = None if prompt is None else prompt.tools
-        self._tools = offered_tools(offered)
+        self._tools = offered_tools(offered) if offered else []
         families = engine.families
         has_tools = bool(self._tools)
         if prompt is None:

@@ -23,7 +23,7 @@ from trioserve.admission.dispatch import AdmissionScope
 from trioserve.admission.local_endpoint import local_dispatch
 from trioserve.admission.recent_requests import EndedIds
 from trioserve.contracts.arguments import refuse, to_float, to_int, to_str
-from trioserve.contracts.deadlines import Deadline, passed_message
+from trioserve.contracts.deadlines import NO_DEADLINES, Deadline, passed_message
 from trioserve.contracts.errors import EngineFault, GpuLost, InvalidRequest, RankLost
 from trioserve.contracts.events import AbortOutcome, FinishReason
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector, Started
@@ -988,6 +988,8 @@ class EngineLifecycle(Generic[ScopeT, PartsT]):
             )
 
     def _set_alarms(self, request: ScopeT) -> None:
+        if request.deadlines is NO_DEADLINES:
+            return
         for deadline in Deadline:
             seconds = request.deadlines.seconds(deadline)
             if seconds is not None:

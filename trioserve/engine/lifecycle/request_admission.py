@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import TypedDict
 
 from trioserve.admission.dispatch import AdmissionScope, Dispatch
-from trioserve.contracts.arguments import to_int
+from trioserve.contracts.arguments import check_texts, to_int
 from trioserve.contracts.deadlines import NO_DEADLINES, Deadlines
 from trioserve.contracts.errors import Draining, EngineReopening, Overloaded, StepOverdue
 from trioserve.contracts.tracing import Span
 from trioserve.engine.lifecycle.request_scope import AnyScope
-from trioserve.engine.request_preparation import instance_of, text_or_none
+from trioserve.engine.request_preparation import instance_of
 from trioserve.engine.settings import EngineSettings
 from trioserve.metrics.registry import Metrics
 
@@ -81,13 +81,13 @@ class RequestAdmission:
             InvalidRequest: an argument has a wrong type.
         """
         asked = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
-        owner = text_or_none("owner", owner)
+        check_texts(request_id=request_id, owner=owner, tenant=tenant)
         return ScopeArguments(
-            request_id=text_or_none("request_id", request_id) or self._new_request_id(),
+            request_id=request_id or self._new_request_id(),
             priority=to_int("priority", priority),
             deadlines=asked.within(self._settings.deadlines, self._settings.deadlines_max),
             owner=owner,
-            tenant=text_or_none("tenant", tenant) or owner or "",
+            tenant=tenant or owner or "",
             part_of=part_of,
         )
 

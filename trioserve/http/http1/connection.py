@@ -161,7 +161,8 @@ class H11Connection:
 
     def arrived_body(self) -> bytes | None:
         body = self.protocol.arrived_body()
-        self._notify_change()
+        if self._changed is not None:
+            self._notify_change()
         return body
 
     async def next_body_piece(self) -> bytes | None:
@@ -293,7 +294,8 @@ class H11Connection:
                     await self._wait_for_change()
                 self._head_began_at = trio.current_time()
                 head = protocol.next_request()
-                self._notify_change()
+                if self._changed is not None:
+                    self._notify_change()
                 if head is None:
                     timeout.deadline = trio.current_time() + self._limits.head_seconds_max
                 while head is None:
