@@ -14,6 +14,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -21,6 +22,9 @@ from typing import Annotated, Any, Literal
 import trioserve
 from trioserve.api.error_responses import CODES as ERROR_CODES
 from trioserve.api.error_responses import TABLE as ERRORS
+from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
+from trioserve.api.route_table import Operation
+from trioserve.api.routes import OPERATIONS
 from trioserve.assemble import EngineParameters
 from trioserve.assemble_images import ImageEngineParameters
 from trioserve.config import Config
@@ -30,6 +34,7 @@ from trioserve.metrics.metric import Metric, Question
 from trioserve.options.option import in_python, options_of
 from trioserve.options.router import RouterOptions
 from trioserve.options.server import ServerOptions
+from trioserve.proxy.router_app import OPERATIONS as ROUTER_OPERATIONS
 
 __all__ = ["DESCRIBED", "TABLES", "option_table", "with_tables"]
 
@@ -111,6 +116,68 @@ def metric_table(part: str) -> str:
                 rows.append((asked, names, metric.kind, metric.unit, metric.meaning + _labels(metric)))
                 asked = ""  # said once for all that follow
     return _table(("question", "name", "kind", "unit", "meaning"), rows)
+
+
+def endpoint_table(section: str) -> str:
+    """Return a table of HTTP operations, with the key that each one needs.
+
+    Args:
+        section: key of ENDPOINT_SECTIONS.
+    """
+    rows: dict[str, tuple[str, str, str, str]] = {}
+    for operation in operations():
+        if _section(operation) == section:
+            effect = operation.summary[0].lower() + operation.summary[1:]
+            # The same operation under another path, such as /rerank, gets no row of its own.
+            place = f"{operation.method} {effect} {_key(operation)}"
+            paths = f"{rows[place][0]}, `{operation.path}`" if place in rows else f"`{operation.path}`"
+            rows[place] = (paths, operation.method, effect, _key(operation))
+    return _table(("endpoint", "method", "effect", "key"), rows.values())
+
+
+ENDPOINT_SECTIONS: dict[str, tuple[str, ...]] = {
+    "text": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/api/"),
+    "images": ("/v1/images/",),
+    "scores": ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/decisions"),
+    "stored": (
+        *("/v1/responses/{", "/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/streams/", "/v1/kept_streams/"),
+    ),
+    "models": ("/v1/models", "/v1/load_lora", "/v1/unload_lora", "/tokenize", "/detokenize", "/tokenizer_info"),
+    "requests": ("/v1/requests", "/abort_"),
+    "control": (
+        *("/pause", "/resume", "/is_paused", "/continue_", "/sleep", "/wake_up", "/is_sleeping", "/reset_", "/flush_"),
+        *("/update_weights", "/init_weights", "/destroy_weights", "/get_", "/weight_info"),
+    ),
+    "observation": (
+        *("/health", "/ready", "/load", "/kv_events", "/metrics", "/debug/", "/ui/", "/version", "/openapi.json", "/"),
+    ),
+    "router": ("/endpoints", "/peers", "/peer", "/router"),
+}
+"""How the paths of each section of the HTTP reference begin. The longest beginning decides."""
+
+_KEYS = {
+    "/load": "none; any with `--load-needs-key`",
+    "/kv_events": "admin; any for `?load=only`",
+    "/metrics": "none; admin with `--metrics-need-key`",
+}
+"""Keys that depend on an option or on the query."""
+
+
+def operations() -> list[Operation[Any]]:
+    """Return each operation of the servers for text and images, and of the router, once."""
+    return [*{(each.method, each.path): each for each in (*OPERATIONS, *IMAGE_OPERATIONS, *ROUTER_OPERATIONS)}.values()]
+
+
+def _section(operation: Operation[Any]) -> str:
+    begins = {begin: section for section, begins in ENDPOINT_SECTIONS.items() for begin in begins}
+    longest = max((begin for begin in begins if operation.path.startswith(begin)), key=len)
+    return begins[longest]
+
+
+def _key(operation: Operation[Any]) -> str:
+    if operation.path in _KEYS:
+        return _KEYS[operation.path]
+    return "admin" if operation.admin_action else "any" if operation.needs_key else "none"
 
 
 def alert_table() -> str:
@@ -328,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parameters-of-open-engine": lambda: parameter_table(EngineParameters),
     "parameters-of-open-image-engine": lambda: parameter_table(ImageEngineParameters),
     "alerts": alert_table,
+    **{f"endpoints-of-{section}": partial(endpoint_table, section) for section in ENDPOINT_SECTIONS},
     "metrics-of-the-engine": lambda: metric_table("engine"),
     "metrics-of-the-front-end": lambda: metric_table("frontend"),
     "metrics-of-the-router": lambda: metric_table("router"),

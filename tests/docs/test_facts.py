@@ -138,6 +138,17 @@ def test_every_metric_that_a_document_names_exists():
             assert plain in known or plain.endswith("_"), f"{page.name}: there is no {name}"
 
 
+def test_the_generated_tables_have_every_operation_once():
+    tables = load_tables()
+    rows = "\n".join(tables.endpoint_table(section) for section in tables.ENDPOINT_SECTIONS).splitlines()
+    for operation in tables.operations():
+        found = [row for row in rows if f"`{operation.path}`" in row and f"| {operation.method} |" in row]
+        assert len(found) == 1, operation.path
+        assert ("admin" in found[0].rsplit("|", 2)[1]) is bool(
+            operation.admin_action or operation.path in ("/kv_events", "/metrics")
+        )
+
+
 def test_the_generated_tables_have_every_option_and_every_metric():
     tables = load_tables()
     text = "\n".join(make() for make in tables.TABLES.values())

@@ -297,8 +297,10 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         handler = (operation or route.operation(method)).handler
         if operates:
             check_may_operate(context.caller)
-            if self._gate is not None and method not in READS:
-                return self._operate_with_json(context, handler)
+        if operation is not None and operation.admin_action and not is_own:
+            check_is_admin(context.caller, f"{operation.admin_action} needs the admin's API key: see --admin-api-key")
+        if operates and self._gate is not None and method not in READS:
+            return self._operate_with_json(context, handler)
         return self.operate(context, handler)
 
     async def _operate_with_json(self, context: ContextType, handler: Handler[ContextType]) -> None:

@@ -116,8 +116,9 @@ def _described(described: Operation[Any]) -> dict[str, Any]:
         "responses": _responses(described),
         "security": [{"apiKey": []}, {"apiKeyHeader": []}, {}] if described.needs_key else [],
     }
-    if described.description:
-        operation["description"] = described.description
+    key = "Needs the admin's key, if there are keys." if described.admin_action else ""
+    if text := " ".join(filter(None, (described.description, key))):
+        operation["description"] = text
     if described.body is not None:
         # The server accepts a JSON body with any other content type too.
         content = {described.body_media: {"schema": _ref(described.body)}}

@@ -59,6 +59,8 @@ class Operation(msgspec.Struct, Generic[TakenContext], frozen=True, kw_only=True
         is_polled: True: machines poll the route, so it has no trace, and its log line has level DEBUG unless it fails.
         is_operators: True: the operation changes the server for everybody, or shows details for the operator.
             Strangers may not use it (see check_may_operate). If there are no keys, its body must be declared as JSON.
+        admin_action: what the operation does, as the subject of a sentence. If there are keys, only the admin may call
+            the operation, and others get a refusal that begins with this text. Empty: callers with any key may call it.
         id_has_slashes: True: the id in the path may contain slashes.
         forwarding: how a router forwards the operation. None: a router has its own handler, or no such operation.
         description: further sentences.
@@ -86,6 +88,7 @@ class Operation(msgspec.Struct, Generic[TakenContext], frozen=True, kw_only=True
     needs_key: bool = True
     is_polled: bool = False
     is_operators: bool = False
+    admin_action: str = ""
     id_has_slashes: bool = False
     forwarding: Forwarding | None = None
     description: str = ""

@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from trioserve.api.app import BaseApp
-from trioserve.api.caller import AccessRules, ApiKeys, check_is_admin
+from trioserve.api.caller import AccessRules, ApiKeys
 from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.images.image_routes import OPERATIONS as IMAGE_OPERATIONS
 from trioserve.api.ollama.models import model_card, read_api_version, running_card
@@ -73,7 +73,6 @@ COUNTED_TOGETHER = ("leases", "in_flight", "moved_from", "moved_to")
 MOVE_SECONDS = 30.0
 """Default time to move requests away from an endpoint. Requests wait there until another endpoint is free."""
 MOVE_SECONDS_MAX = 86_400
-MANAGED_BY_ADMIN = "adding and draining endpoints needs the admin's API key: see --admin-api-key"
 
 
 async def list_models(context: RouterContext) -> None:
@@ -174,7 +173,6 @@ async def add_endpoint(context: RouterContext) -> None:
     Raises:
         InvalidRequest: The URL is invalid, or another endpoint has the id.
     """
-    check_is_admin(context.caller, MANAGED_BY_ADMIN)
     body = await context.exchange.body()
     spec = decode_body(body, EndpointSpec)
 
@@ -208,7 +206,6 @@ async def drain_endpoint(context: RouterContext) -> None:
         Refusal: There is no such endpoint (404).
         InvalidRequest: The query is invalid.
     """
-    check_is_admin(context.caller, MANAGED_BY_ADMIN)
     path = context.exchange.path.removeprefix(ENDPOINT_PATH)
     if context.exchange.method == "POST":
         if not path.endswith(DRAIN_SUFFIX):
@@ -272,7 +269,6 @@ async def greet(context: RouterContext) -> None:
 
 
 async def list_peers(context: RouterContext) -> None:
-    check_is_admin(context.caller, "listing the other routers needs the admin's API key: see --admin-api-key")
     await context.respond_json({"object": "list", "data": context.services.peers.described()})
 
 
@@ -384,13 +380,21 @@ OPERATIONS: tuple[Operation[RouterContext], ...] = (
     *_as_in_engines(ENGINE_OPERATIONS),
     *_as_in_engines(each for each in IMAGE_OPERATIONS if each.forwarding is not None),
     Operation(method="GET", path=ENDPOINTS_PATH, handler=list_endpoints, summary="List the endpoints"),
-    Operation(method="POST", path=ENDPOINTS_PATH, handler=add_endpoint, summary="Add an endpoint", is_operators=True),
+    Operation(
+        method="POST",
+        path=ENDPOINTS_PATH,
+        handler=add_endpoint,
+        summary="Add an endpoint",
+        is_operators=True,
+        admin_action="adding and draining endpoints",
+    ),
     Operation(
         method="DELETE",
         path=ENDPOINT_PATH + "{endpoint}",
         handler=drain_endpoint,
         summary="Drain and remove an endpoint",
         is_operators=True,
+        admin_action="adding and draining endpoints",
         id_has_slashes=True,
     ),
     Operation(
@@ -399,6 +403,7 @@ OPERATIONS: tuple[Operation[RouterContext], ...] = (
         handler=drain_endpoint,
         summary="Drain an endpoint, if the path ends with /drain",
         is_operators=True,
+        admin_action="adding and draining endpoints",
         id_has_slashes=True,
     ),
     Operation(
@@ -409,7 +414,14 @@ OPERATIONS: tuple[Operation[RouterContext], ...] = (
         needs_key=False,
         is_polled=True,
     ),
-    Operation(method="GET", path="/peers", handler=list_peers, summary="List the other routers", is_operators=True),
+    Operation(
+        method="GET",
+        path="/peers",
+        handler=list_peers,
+        summary="List the other routers",
+        is_operators=True,
+        admin_action="listing the other routers",
+    ),
     Operation(
         method="GET",
         path=ROUTER_PATH,

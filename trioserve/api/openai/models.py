@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import refusal
 from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody
@@ -111,7 +110,6 @@ def _check_may(context: RequestContext) -> None:
             "this server cannot load lora adapters while it runs: start it with --enable-lora and "
             "--allow-runtime-lora-updating",
         )
-    check_is_admin(context.caller, "loading lora adapters needs the admin's API key: see --admin-api-key")
 
 
 async def _respond(context: RequestContext, sentence: str) -> None:
@@ -142,7 +140,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=load_adapter,
         summary="Load a LoRA adapter",
         is_operators=True,
-        description="Needs the admin's key, and a server with --allow-runtime-lora-updating.",
+        admin_action="loading lora adapters",
+        description="Needs a server with --allow-runtime-lora-updating.",
         body=LoadAdapterBody,
         response="text/plain",
         errors=(*READS_BODY, 403, 404),
@@ -153,6 +152,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=unload_adapter,
         summary="Unload a LoRA adapter",
         is_operators=True,
+        admin_action="loading lora adapters",
         description="New requests cannot use it. The response is sent when no request uses it any more.",
         body=UnloadAdapterBody,
         response="text/plain",

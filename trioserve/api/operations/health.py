@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trioserve.api.caller import check_is_admin
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
 from trioserve.api.openai import response_types
@@ -102,7 +101,6 @@ async def read_metrics(context: EngineContext) -> None:
 
 TASKS_PATH = "/debug/tasks"
 STEPS_PATH = "/debug/steps"
-NEEDS_ADMIN = "this page needs the admin's API key: see --admin-api-key"
 
 
 async def read_tasks(context: Responder) -> None:
@@ -114,7 +112,6 @@ async def read_tasks(context: Responder) -> None:
     Raises:
         Refusal: the caller is not the admin (403).
     """
-    check_is_admin(context.caller, NEEDS_ADMIN)
     await context.respond_json(task_tree())
 
 
@@ -127,7 +124,6 @@ async def read_steps(context: RequestContext) -> None:
     Raises:
         Refusal: the caller is not the admin (403).
     """
-    check_is_admin(context.caller, NEEDS_ADMIN)
     made = await trio.to_thread.run_sync(partial(step_trace, context.engine.step_times.latest()))
     await context.respond_bytes(made, "application/json")
 
@@ -186,7 +182,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=read_tasks,
         summary="Read the tree of Trio tasks with their stacks",
         is_operators=True,
-        description="Needs the admin's key, if there are keys.",
+        admin_action="this page",
         response="application/json",
         errors=(400, 403),
     ),
@@ -196,7 +192,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=read_steps,
         summary="Read the last 1,000 steps, for ui.perfetto.dev",
         is_operators=True,
-        description="In the Trace Event Format. Needs the admin's key, if there are keys.",
+        admin_action="this page",
+        description="In the Trace Event Format.",
         response="application/json",
         errors=(400, 403),
     ),

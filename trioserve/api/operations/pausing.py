@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from trioserve.api.caller import check_is_admin
 from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import PauseBody, decode_body
 from trioserve.api.query import Query
@@ -36,7 +35,6 @@ async def pause(context: EngineContext) -> None:
         InvalidRequest: the query has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context, "pausing the engine")
     query = Query(context.exchange.query)
     # The field wait_for_inflight_requests is vLLM's older name of mode=wait.
     waits = query.flag("wait_for_inflight_requests", False)
@@ -46,13 +44,11 @@ async def pause(context: EngineContext) -> None:
 
 
 async def resume(context: EngineContext) -> None:
-    _check_may(context, "pausing the engine")
     context.engine.resume_generation()
     await context.respond_json({"status": "resumed"})
 
 
 async def read_is_paused(context: EngineContext) -> None:
-    _check_may(context, "pausing the engine")
     await context.respond_json({"is_paused": context.engine.is_paused})
 
 
@@ -66,7 +62,6 @@ async def pause_generation(context: EngineContext) -> None:
         InvalidRequest: the body has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context, "pausing the engine")
     raw = await context.exchange.body()
     body = decode_body(raw, PauseBody) if raw else PauseBody()
     await context.pause(SGLANG_MODES[body.mode], clear_cache=False)
@@ -74,7 +69,6 @@ async def pause_generation(context: EngineContext) -> None:
 
 
 async def continue_generation(context: EngineContext) -> None:
-    _check_may(context, "pausing the engine")
     context.engine.resume_generation()
     await context.respond_json({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -89,7 +83,6 @@ async def sleep(context: EngineContext) -> None:
         InvalidRequest: the query has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context, "sleeping")
     query = Query(context.exchange.query)
     level = query.number("level", 1, low=1, high=2)
     await context.engine.sleep(level, MODES[query.choice("mode", tuple(MODES), "abort")])
@@ -106,7 +99,6 @@ async def wake_up(context: EngineContext) -> None:
         InvalidRequest: the query has vLLM's `tags`.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context, "sleeping")
     if Query(context.exchange.query).text("tags") is not None:
         raise InvalidRequest(
             "tags are not supported, since all memory is allocated together: leave tags out", param="tags"
@@ -116,7 +108,6 @@ async def wake_up(context: EngineContext) -> None:
 
 
 async def read_is_sleeping(context: EngineContext) -> None:
-    _check_may(context, "sleeping")
     await _respond(context)
 
 
@@ -134,7 +125,6 @@ async def reset_prefix_cache(context: RequestContext) -> None:
         InvalidRequest: the query has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context, "emptying the cache")
     query = Query(context.exchange.query)
     if query.flag("reset_external", False):
         raise InvalidRequest(
@@ -154,13 +144,8 @@ async def flush_cache(context: RequestContext) -> None:
     Raises:
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context, "emptying the cache")
     context.engine.reset_prefix_cache()
     await context.respond_json({"message": "Cache flushed.", "status": "ok"})
-
-
-def _check_may(context: EngineContext, action: str) -> None:
-    check_is_admin(context.caller, f"{action} needs the admin's API key: see --admin-api-key")
 
 
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
@@ -169,8 +154,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/pause",
         handler=pause,
         summary="Begin no more steps until /resume",
+        admin_action="pausing the engine",
         is_operators=True,
-        description="Needs the admin's key, if there are keys. Responds when no step is in flight. New requests wait.",
+        description="Responds when no step is in flight. New requests wait.",
         response=response_types.PauseStatus,
         errors=(400, 403, 503),
         query={
@@ -190,6 +176,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/resume",
         handler=resume,
         summary="Resume after a pause",
+        admin_action="pausing the engine",
         is_operators=True,
         response=response_types.PauseStatus,
         errors=(400, 403),
@@ -199,6 +186,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/is_paused",
         handler=read_is_paused,
         summary="Say if the engine is paused",
+        admin_action="pausing the engine",
         response=response_types.IsPaused,
         errors=(400, 403),
     ),
@@ -207,6 +195,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/pause_generation",
         handler=pause_generation,
         summary="Pause (SGLang's name of /pause)",
+        admin_action="pausing the engine",
         is_operators=True,
         body=PauseBody,
         response=response_types.PauseChanged,
@@ -217,6 +206,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/continue_generation",
         handler=continue_generation,
         summary="Resume after a pause (SGLang's name of /resume)",
+        admin_action="pausing the engine",
         is_operators=True,
         response=response_types.PauseChanged,
         errors=(400, 403),
@@ -226,9 +216,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/sleep",
         handler=sleep,
         summary="Free memory until /wake_up",
+        admin_action="sleeping",
         is_operators=True,
-        description="Needs the admin's key, if there are keys. Pauses first. Responds when the memory is free. "
-        "New requests wait.",
+        description="Pauses first. Responds when the memory is free. New requests wait.",
         response=response_types.IsSleeping,
         errors=(400, 403, 503),
         query={
@@ -248,6 +238,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/wake_up",
         handler=wake_up,
         summary="Allocate the memory again, and resume",
+        admin_action="sleeping",
         is_operators=True,
         response=response_types.IsSleeping,
         errors=(400, 403, 503),
@@ -257,6 +248,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/is_sleeping",
         handler=read_is_sleeping,
         summary="Say if the engine sleeps",
+        admin_action="sleeping",
         response=response_types.IsSleeping,
         errors=(400, 403),
     ),
@@ -265,8 +257,9 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/reset_prefix_cache",
         handler=reset_prefix_cache,
         summary="Empty the prefix cache",
+        admin_action="emptying the cache",
         is_operators=True,
-        description="Needs the admin's key, if there are keys. Running requests keep their blocks.",
+        description="Running requests keep their blocks.",
         response=response_types.CacheReset,
         errors=(400, 403),
         query={
@@ -285,6 +278,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         path="/flush_cache",
         handler=flush_cache,
         summary="Empty the prefix cache (SGLang's name of /reset_prefix_cache)",
+        admin_action="emptying the cache",
         is_operators=True,
         response=response_types.PauseChanged,
         errors=(400, 403),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from trioserve.api.caller import check_is_admin
 from trioserve.api.error_responses import error_response
 from trioserve.api.openai import response_types
 from trioserve.api.openai.request_types import (
@@ -49,7 +48,6 @@ async def update_weights_from_disk(context: RequestContext) -> None:
         InvalidRequest: the body has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context)
     body = await context.body(WeightsOnDiskBody)
     if body.load_format not in (None, "auto", "safetensors"):
         raise InvalidRequest(
@@ -73,7 +71,6 @@ async def update_weights_from_shared_memory(context: RequestContext) -> None:
         InvalidRequest: the body has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context)
     body = await context.body(SharedWeightsBody)
     await _update(context, SharedWeights(body.name), body)
 
@@ -88,7 +85,6 @@ async def update_weights_from_distributed(context: RequestContext) -> None:
         InvalidRequest: the body has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context)
     body = await context.body(BroadcastWeightsBody)
     if body.load_format is not None:
         raise InvalidRequest(
@@ -113,7 +109,6 @@ async def init_weights_update_group(context: RequestContext) -> None:
         InvalidRequest: the body has a bad value.
         Refusal: the caller is not the admin (403).
     """
-    _check_may(context)
     body = await context.body(WeightGroupBody)
     if body.backend != "gloo":
         raise InvalidRequest(f"backend is {body.backend}, allowed is gloo", param="backend")
@@ -129,7 +124,6 @@ async def init_weights_update_group(context: RequestContext) -> None:
 
 
 async def destroy_weights_update_group(context: RequestContext) -> None:
-    _check_may(context)
     name = (await context.body(WeightGroupNameBody)).group_name
     await _change_group(context, context.engine.destroy_weights_update_group(name), f"left {name}")
 
@@ -186,10 +180,6 @@ async def _refuse(context: RequestContext, error: TrioserveError) -> None:
     await context.respond_json(body, status=response.status, headers=response.headers)
 
 
-def _check_may(context: RequestContext) -> None:
-    check_is_admin(context.caller, "replacing weights needs the admin's API key: see --admin-api-key")
-
-
 OPERATIONS: tuple[Operation[RequestContext], ...] = (
     Operation(
         method="POST",
@@ -197,7 +187,8 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=update_weights_from_disk,
         summary="Replace the model's weights between two steps, from a directory",
         is_operators=True,
-        description="Needs the admin's key, if there are keys. The source has all tensors of the model, with the "
+        admin_action="replacing weights",
+        description="The source has all tensors of the model, with the "
         "names of its checkpoint. If a tensor does not fit, the update is refused and nothing changes. Responds when "
         "steps use the new weights.",
         body=WeightsOnDiskBody,
@@ -211,6 +202,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=update_weights_from_shared_memory,
         summary="Replace the model's weights from shared memory on the server's machine",
         is_operators=True,
+        admin_action="replacing weights",
         body=SharedWeightsBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
@@ -222,6 +214,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=update_weights_from_distributed,
         summary="Replace the model's weights from a trainer that sends them by torch.distributed",
         is_operators=True,
+        admin_action="replacing weights",
         description="The engine must have joined the trainer's group. The trainer sends after this request.",
         body=BroadcastWeightsBody,
         response=response_types.WeightUpdate,
@@ -234,6 +227,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=init_weights_update_group,
         summary="Join a trainer's group of torch.distributed",
         is_operators=True,
+        admin_action="replacing weights",
         description="Responds when all members have joined. The trainer is rank 0, and listens at the address.",
         body=WeightGroupBody,
         response=response_types.WeightUpdate,
@@ -246,6 +240,7 @@ OPERATIONS: tuple[Operation[RequestContext], ...] = (
         handler=destroy_weights_update_group,
         summary="Leave a trainer's group of torch.distributed",
         is_operators=True,
+        admin_action="replacing weights",
         body=WeightGroupNameBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
