@@ -212,13 +212,13 @@ class KeepAlive(NamedTuple):
     seconds: float = KEEP_ALIVE_SECONDS
 
 
-async def read_streams(
+def read_streams(
     streams: Sequence[RequestStream],
     take: Take,
     *,
     keep_alive: KeepAlive | None = None,
     is_partial: IsPartial = never_partial,
-) -> None:
+) -> Awaitable[None]:
     """Pass the deltas of all streams to `take`, one at a time, until all streams have ended.
 
     While `take` waits, this function holds at most one delta of each stream. The streams merge later deltas.
@@ -235,12 +235,12 @@ async def read_streams(
             error ends the reading of all streams. The caller then leaves the scopes of the streams, and so cancels the
             streams.
     """
+    # This function is not async, because Python resumes each awaiting frame for every delta.
     if len(streams) > 1:
-        await _read_merged(streams, take, keep_alive, is_partial)
-    elif keep_alive is None:
-        await _read(0, streams[0], take, is_partial)
-    else:
-        await _read_patiently(streams[0], take, keep_alive, is_partial)
+        return _read_merged(streams, take, keep_alive, is_partial)
+    if keep_alive is None:
+        return _read(0, streams[0], take, is_partial)
+    return _read_patiently(streams[0], take, keep_alive, is_partial)
 
 
 def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, object]:
@@ -274,7 +274,10 @@ async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> N
 
 async def _read(index: int, stream: RequestStream, take: Take, is_partial: IsPartial) -> None:
     async for delta in stream:
-        await _take(index, delta, take, is_partial)
+        if delta.finish_reason is None:
+            await take(index, delta)
+        else:
+            await _take_last(index, delta, take, is_partial)
 
 
 async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAlive, is_partial: IsPartial) -> None:
@@ -291,13 +294,16 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
                         patience.waiting_since = None
                         if scope.cancel_called:
                             break  # The delta arrived at the moment when the scope was cancelled.
-                        await _take(0, delta, take, is_partial)
+                        if delta.finish_reason is None:
+                            await take(0, delta)
+                        else:
+                            await _take_last(0, delta, take, is_partial)
                         delta = None
                 except StopAsyncIteration:
                     return
             patience.waiting_since = None
             if delta is not None:
-                await _take(0, delta, take, is_partial)
+                await _take_last(0, delta, take, is_partial)
             else:
                 await keep_alive.send()
     finally:
@@ -337,7 +343,8 @@ class _Patience:
         self._alarm = self._call_at(due, self._look)
 
 
-async def _take(index: int, delta: Delta, take: Take, is_partial: IsPartial) -> None:
+async def _take_last(index: int, delta: Delta, take: Take, is_partial: IsPartial) -> None:
+    """Pass a delta to `take` that may be the last one of its choice. Raise the error with which the choice ended."""
     end = None if delta.finish_reason is None else foreign_end(delta)
     if end is None or is_partial(delta):
         await take(index, delta)

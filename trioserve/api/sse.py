@@ -112,7 +112,8 @@ def one_line_json(value: object) -> bytes:
     Args:
         value: anything that msgspec can encode.
     """
-    return _one_line(encode(value))
+    data = encode(value)
+    return data if data.isascii() else _one_line(data)
 
 
 def error_event(response: ErrorResponse) -> bytes:

@@ -88,6 +88,18 @@ class MemoryEnd(trio.abc.HalfCloseableStream):
             raise trio.BrokenResourceError("the other end is gone")
         self._outgoing.put(data)
 
+    def try_send(self, data: bytes) -> int:
+        """Send the bytes for which the buffer has space, and return their number.
+
+        Args:
+            data: bytes to send.
+        """
+        if self._is_sending:
+            raise trio.BusyResourceError("another task is sending through this end")
+        room = max(0, self._outgoing.buffer_bytes - len(self._outgoing.data))
+        self.send_nowait(data[:room])
+        return min(room, len(data))
+
     async def wait_send_all_might_not_block(self) -> None:
         with self._one_sender():
             await self._room()

@@ -17,11 +17,11 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import trio
 
-__all__ = ["VANISHED_SECONDS", "delivered_bytes", "end_when_vanished", "TcpStream", "connect_tcp"]
+__all__ = ["VANISHED_SECONDS", "SendsAtOnce", "delivered_bytes", "end_when_vanished", "TcpStream", "connect_tcp"]
 
 
 VANISHED_SECONDS = 20.0
@@ -110,6 +110,18 @@ async def connect_tcp(host: str, port: int, *, vanished_seconds: float = VANISHE
         stream.socket.close()  # The connection broke immediately after it was opened.
         raise
     return stream
+
+
+@runtime_checkable
+class SendsAtOnce(Protocol):
+    """A stream that can send without waiting."""
+
+    def try_send(self, data: bytes, /) -> int:
+        """Send the bytes that are accepted at once, and return their number. Raises as `send_all`.
+
+        Args:
+            data: Bytes to send.
+        """
 
 
 class TcpStream(trio.abc.HalfCloseableStream):

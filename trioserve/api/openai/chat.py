@@ -7,6 +7,7 @@ delta becomes an event directly, which is faster.
 from __future__ import annotations
 
 import functools
+from collections.abc import Awaitable
 
 import msgspec
 
@@ -72,7 +73,7 @@ async def create_chat_completion(context: RequestContext) -> None:
         await context.respond_large(large, await whole(choices))
 
 
-async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEvents, ids: GroupIds | None) -> None:
+def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEvents, ids: GroupIds | None) -> Awaitable[None]:
     exchange = context.exchange
 
     async def send_delta(_: int, delta: Delta) -> None:
@@ -90,11 +91,10 @@ async def _send_events(context: RequestContext, turn: ChatTurn, events: ChatEven
             await exchange.send(piece)
 
     if ids is not None:
-        await turn.read(send_group, keep_alive=context.keep_alive)
-    elif turn.is_plain:
-        await read_streams([turn.stream], send_delta, keep_alive=context.keep_alive, is_partial=turn.is_partial)
-    else:
-        await turn.read(send_parts, keep_alive=context.keep_alive)
+        return turn.read(send_group, keep_alive=context.keep_alive)
+    if turn.is_plain:
+        return read_streams([turn.stream], send_delta, keep_alive=context.keep_alive, is_partial=turn.is_partial)
+    return turn.read(send_parts, keep_alive=context.keep_alive)
 
 
 def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:

@@ -290,7 +290,7 @@ class ChatTurn:
         """
         await skip_known([self.stream], lambda _, delta: skip(self.choices[delta.index].take(delta), delta))
 
-    async def read(self, take: Take, *, keep_alive: KeepAlive | None = None) -> None:
+    def read(self, take: Take, *, keep_alive: KeepAlive | None = None) -> Awaitable[None]:
         """Pass each piece of the response to `take`, one at a time, until all choices have ended.
 
         If a choice is aborted or its deadline passes, `take` first gets its last text. A tool call that the choice had
@@ -312,7 +312,7 @@ class ChatTurn:
             await take_delta(stream_index, delta)
 
         take_next = take_delta if self._request.shape.is_streamed else take_counted
-        await read_streams([self.stream], take_next, keep_alive=keep_alive, is_partial=self.is_partial)
+        return read_streams([self.stream], take_next, keep_alive=keep_alive, is_partial=self.is_partial)
 
     async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
         """Return all choices when they are complete. The choices of a resumed response include the known output.

@@ -24,7 +24,7 @@ from trioserve.http.http1.exchange import H11Exchange
 from trioserve.http.http1.protocol import BadHead, H1Protocol
 from trioserve.http.message_head import RequestHead, encode_fields
 from trioserve.http.pace import ResponsePace
-from trioserve.trio_tools.tcp_stream import TcpStream
+from trioserve.trio_tools.tcp_stream import SendsAtOnce
 
 __all__ = ["H11Connection"]
 
@@ -78,7 +78,7 @@ class H11Connection:
         self._responded_at = trio.current_time()  # The time at which the last response ended.
         self._head_began_at = self._responded_at
         self._exchange_began_at = self._responded_at
-        self._tcp = transport if isinstance(transport, TcpStream) else None
+        self._sends_at_once = transport if isinstance(transport, SendsAtOnce) else None
         self._writing_bytes = 0
         self.write_count = 0
         self._nursery: trio.Nursery | None = None
@@ -205,8 +205,8 @@ class H11Connection:
             return
         self._write_broken = True  # The value is True until this write is complete.
         try:
-            if self._tcp is not None and len(data) <= UNSCHEDULED_BYTES_MAX:
-                data = data[self._tcp.try_send(data) :]
+            if self._sends_at_once is not None and len(data) <= UNSCHEDULED_BYTES_MAX:
+                data = data[self._sends_at_once.try_send(data) :]
                 if not data:
                     # Letting other tasks run after each small event would cost as much as the event.
                     self._write_broken = False

@@ -152,8 +152,10 @@ class H11Exchange(Exchange):
         await self._owner.write(start(status, fields, is_ordinary=is_ordinary, is_http_1_1=is_http_1_1))
 
     async def send(self, data: bytes) -> None:
-        self.response.check_open()
-        if data and not self.response.bodiless:
+        response = self.response
+        if response.finished or not response.started:
+            response.check_open()
+        if data and not response.bodiless:
             await self._owner.write(self._owner.protocol.send_data(data))
         else:
             await trio.lowlevel.checkpoint()

@@ -320,12 +320,12 @@ class H1Protocol:
         if self._is_chunked:
             # h11 does not count chunks, and encoding with h11 would take most of the CPU time of an event.
             self._bypassed_h11 = True
-            return _chunk(data)
+            return b"%x\r\n%b\r\n" % (len(data), data)
         return self._through_h11(h11.Data(data=data))
 
     def end_response(self, last: bytes) -> bytes:
         if self._is_encoded_here:
-            return (_chunk(last) if last else b"") + b"0\r\n\r\n"
+            return (self.send_data(last) if last else b"") + b"0\r\n\r\n"
         data = [h11.Data(data=last)] if last else []
         return self._through_h11(*data, h11.EndOfMessage())
 
@@ -439,10 +439,6 @@ def interim_response(fields: HeaderFields) -> bytes:
     """
     lines = b"".join([b"%b: %b\r\n" % (name.encode("ascii"), value.encode("latin-1")) for name, value in fields])
     return b"HTTP/1.1 102 Processing\r\n%b\r\n" % lines
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _response(status: int, fields: EncodedFields) -> h11.Response:
