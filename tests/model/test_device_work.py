@@ -63,6 +63,7 @@ KERNELS: Any = SimpleNamespace(
     **{
         **{name: getattr(reference_fused, name) for name in reference_fused.__all__},
         "paged_decode_": one_operator,
+        "paged_chunks_": one_operator,
         "paged_latents_": one_operator,
         "grouped_linear": grouped_linear,
         "weighted_sum": weighted_sum,
@@ -71,8 +72,11 @@ KERNELS: Any = SimpleNamespace(
 )
 
 
-def launches(path: Path, rows: int) -> tuple[int, int]:
-    """Return the launches of a decode step of fixed shape, and the number of layers. Fail if the host reads."""
+def launches(path: Path, rows: int, *, has_prompt: bool = False) -> tuple[int, int]:
+    """Return the launches of a step of fixed shape, and the number of layers. Fail if the host reads.
+
+    With has_prompt, the step has tables for prompts beside decodes.
+    """
     config = open_checkpoint(path).config
     model = Decoder(config, KERNELS, dtype=torch.bfloat16, device=META)
     for slot in model.slots():
@@ -84,9 +88,12 @@ def launches(path: Path, rows: int) -> tuple[int, int]:
         make=lambda shape: torch.empty(shape, dtype=torch.bfloat16, device=META),
         has_spare=True,
     )
-    static = StaticDecode(model, storage, rows_max=rows, kept_max=rows, context_tokens_max=100)
+    static = StaticDecode(
+        model, storage, rows_max=rows, kept_max=rows, context_tokens_max=100, prompt_rows_max=64 if has_prompt else 0
+    )
+    size = next(size for size in static.sizes if bool(size.chunks) == has_prompt and size.rows >= rows)
     with Launches() as seen, torch.inference_mode():
-        static._compute(rows)
+        static._compute(size)
     return seen.count, config.layer_count
 
 
@@ -107,6 +114,8 @@ def test_host_reads_nothing_in_a_step_and_launches_do_not_depend_on_the_rows(
     many, _ = launches(path, 64)
     assert few == many
     assert few < 16 + layers * layer_max
+    with_prompt, _ = launches(path, 2, has_prompt=True)
+    assert with_prompt <= few + 2 * layers  # Zeros for rows without a sequence, and the attention of chunks.
 
 
 def test_torch_has_a_grouped_product_without_reads(
