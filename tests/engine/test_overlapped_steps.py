@@ -4,7 +4,10 @@ flight.
 
 from __future__ import annotations
 
+import random
+import re
 import threading
+from typing import ClassVar
 
 import pytest
 import trio
@@ -324,3 +327,47 @@ async def test_overlapping_step_time_begins_at_the_end_of_the_previous_step(auto
         await read(fake, "say", SamplingParams(max_tokens=8))
         assert value(fake, "trioserve:step_seconds_count") == 8
         assert value(fake, "trioserve:step_seconds_sum") == pytest.approx(8)
+
+
+def gpu_seconds(plan: StepPlan) -> float:
+    """Return the seconds of a step as for 8 billion weights on a large GPU: a fixed time, and a time per token."""
+    return 0.005 + 0.00002 * plan.token_count
+
+
+class PlanRecorder(FakeExecutor):
+    """Records the plans that it executes."""
+
+    executed: ClassVar[list[StepPlan]] = []
+
+    def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
+        PlanRecorder.executed.append(plan)
+        return super().execute(plan, is_abandoned)
+
+
+async def test_clients_leave_a_simulated_gpu_within_two_steps_and_it_never_idles(autojump_clock):
+    """Half of the streams leave at random times. The device computes without a gap while any stream is left."""
+    PlanRecorder.executed = []
+    chance = random.Random(5)
+
+    async def leave(fake: FakeEngine, prompt: str, seconds: float) -> None:
+        with trio.move_on_after(seconds):
+            await read(fake, prompt, LONG)
+
+    options = {"max_num_seqs": 24, "max_queued_requests": 48, "step_cost": gpu_seconds, "new_executor": PlanRecorder}
+    async with open_fake_engine(overlap_steps=True, **options) as fake:
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for index in range(24):
+                nursery.start_soon(read, fake, f"stays {index}", LONG)
+                nursery.start_soon(leave, fake, f"leaves {index} " * 9, chance.uniform(0.0, 0.3))
+        ended = trio.current_time()
+        await trio.sleep(1)
+        fake.assert_all_free()
+        busy = sum(gpu_seconds(plan) for plan in PlanRecorder.executed)
+        # The last stream ends one step before the step that was planned ahead.
+        assert 0 <= busy - (ended - began) < gpu_seconds(PlanRecorder.executed[-1]) + 1e-6
+        aborts = value(fake, "trioserve:aborts_total")
+        assert 10 < aborts <= 24
+        freed = fake.metrics.expose().decode()
+        within_two = re.findall(r'^trioserve:cancel_to_free_steps_bucket\{.*le="2.0".*\} (.+)$', freed, re.MULTILINE)
+        assert sum(map(float, within_two)) == value(fake, "trioserve:cancel_to_free_steps_count") >= aborts - 1

@@ -263,6 +263,7 @@ async def open_fake_engine(
     reasoning_parser: str = "auto",
     kv_events_max: int = 0,
     step_seconds: float = 0.0,
+    step_cost: Callable[[StepPlan], float] | None = None,
     paused: bool = False,
     response: Response | None = None,
     next_token: NextToken | None = None,
@@ -319,6 +320,8 @@ async def open_fake_engine(
             reasoning. "auto" reads the common format of tool calls, and no reasoning.
         kv_events_max: number of prefix cache changes that are kept for `GET /kv_events`. 0: off.
         step_seconds: seconds of one forward pass, by the clock of the Trio program.
+        step_cost: returns additional seconds of a forward pass from its plan, as a cost model of a device. None: every
+            forward pass takes step_seconds.
         paused: if True, no step begins until step(), held_step() or resume() is called.
         response: output of the model: a text, or a function of the prompt's text. Give at most one of response,
             next_token and model. Without any of them, the tokens look random and depend only on the prompt.
@@ -424,7 +427,7 @@ async def open_fake_engine(
             )
             seconds = opened[0].step_seconds if opened else step_seconds
             adapter_target[:] = [_FakeAdapterTarget(executor)]
-            steps = ControlledSteps(executor, seconds=seconds)
+            steps = ControlledSteps(executor, seconds=seconds, cost=step_cost)
             weights.attach(executor)
             return EngineParts(
                 core, steps, connects, image_encoder=images, cache_release=FakeCacheRelease(remade), weights=weights

@@ -6,7 +6,7 @@ frees blocks at once, as between two steps of a running engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -36,6 +36,7 @@ class ControlledSteps(Generic[Plan, Result]):
     Args:
         executor: computes the steps.
         seconds: seconds of each step, by the clock of the Trio program.
+        cost: returns additional seconds of a step from its plan. None: every step takes the same time.
 
     Attributes:
         fault: exception that the next step raises. Steps that are submitted after that step are not computed.
@@ -45,9 +46,16 @@ class ControlledSteps(Generic[Plan, Result]):
             than the begin of the step.
     """
 
-    def __init__(self, executor: ComputesPlans[Plan, Result], *, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        executor: ComputesPlans[Plan, Result],
+        *,
+        seconds: float = 0.0,
+        cost: Callable[[Plan], float] | None = None,
+    ) -> None:
         self.executor = executor
         self.seconds = seconds
+        self._cost = cost
         self.fault: Exception | None = None
         self.plan: Plan | None = None
         self.step_count = 0
@@ -91,7 +99,7 @@ class ControlledSteps(Generic[Plan, Result]):
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
             if gate is not None:
                 await gate.wait()
-            await trio.sleep(self.seconds)
+            await trio.sleep(self.seconds + (0.0 if self._cost is None else self._cost(plan)))
         self.plan = None
         self.step_count += 1
         self._is_broken = True
