@@ -371,3 +371,26 @@ async def test_clients_leave_a_simulated_gpu_within_two_steps_and_it_never_idles
         freed = fake.metrics.expose().decode()
         within_two = re.findall(r'^trioserve:cancel_to_free_steps_bucket\{.*le="2.0".*\} (.+)$', freed, re.MULTILINE)
         assert sum(map(float, within_two)) == value(fake, "trioserve:cancel_to_free_steps_count") >= aborts - 1
+
+
+async def test_prompt_beside_streams_on_a_simulated_gpu_has_chunks_that_fit_its_fixed_time(autojump_clock):
+    """The fixed time of a step is not counted as time of tokens. Otherwise, chunks would have the smallest size."""
+    PlanRecorder.executed = []
+    options = {
+        "step_cost": gpu_seconds,
+        "new_executor": PlanRecorder,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2_048,
+    }
+    async with open_fake_engine(overlap_steps=True, **options) as fake, trio.open_nursery() as nursery:
+        for index in range(8):
+            nursery.start_soon(read, fake, f"stream {index}", SamplingParams(max_tokens=150, ignore_eos=True))
+        await trio.sleep(0.3)
+        first = len(PlanRecorder.executed)
+        await read(fake, "x" * 2_000, SamplingParams(max_tokens=1))
+        steps = PlanRecorder.executed[first:]
+        nursery.cancel_scope.cancel()
+    chunks = [chunk.count for plan in steps for chunk in plan.chunks if chunk.count > 1]
+    assert sum(chunks) == 2_000
+    assert len(chunks) <= 20, "chunks of the smallest size would be 125"
+    assert max(map(gpu_seconds, steps)) < 4 * gpu_seconds(StepPlan(0, (), 8))
