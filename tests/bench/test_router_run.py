@@ -38,14 +38,14 @@ def test_small_router_measurement_has_every_figure(tmp_path, capsys):
     assert report["events"]["events"] == 4 * 5
     middle, best = report["figures"]["requests/s through, 4 at a time"]
     assert middle == best > 0
-    assert all(each >= 0 for each in report["figures"]["router CPU us a request"])
+    assert all(each >= 0 for each in report["figures"]["router CPU us per request"])
     if sys.platform.startswith("linux"):
         one, two = report["processes"]
         assert (one["processes"], two["processes"]) == (1, 2)
         assert one["streams"] == two["streams"] == 8 * 4
         assert report["figures"]["events/s by the clock, 2 processes"][0] > 0
     assert [(each["how"], each["endpoints"]) for each in report["watch"]] == [
-        ("asked four times a second", 3),
+        ("requested four times a second", 3),
         ("sent once a second", 3),
         ("sent ten times a second", 3),
     ]
@@ -62,7 +62,7 @@ def test_small_router_measurement_has_every_figure(tmp_path, capsys):
     for words in (
         "added p50",
         "requests/s through, 4 at a time",
-        "router CPU us an event",
+        "router CPU us per event",
         "3, sent once a second",
         "of its fair share",
     ):

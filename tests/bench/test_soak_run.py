@@ -106,8 +106,8 @@ async def test_request_that_stays_in_the_engine_breaks_its_claims(autojump_clock
 
         nursery.start_soon(forgotten)
         outcome = await soaked(server, settings())
-        assert {"places leased to requests, at the end", "tasks more than before, at the end"} & broken(outcome)
-        assert "places leased to requests, at the end" in broken(outcome)
+        assert {"leases of requests, at the end", "tasks more than before, at the end"} & broken(outcome)
+        assert "leases of requests, at the end" in broken(outcome)
         assert outcome.exit_code == 1
         assert outcome.report.figures.quiet_seconds == pytest.approx(30.0)
         nursery.cancel_scope.cancel()

@@ -106,7 +106,7 @@ def test_every_claim_holds_for_a_clean_soak():
             "KV blocks leased to connectors, at the end",
             {"end": scrape({'trioserve:kv_blocks{state="held"}': 1}, one_step=14)},
         ),
-        ("places leased to requests, at the end", {"end": scrape({"trioserve:live_requests": 1}, one_step=14)}),
+        ("leases of requests, at the end", {"end": scrape({"trioserve:live_requests": 1}, one_step=14)}),
         ("sequences that run, at the end", {"end": scrape({"trioserve:num_requests_running": 1}, one_step=14)}),
         ("sequences that wait, at the end", {"end": scrape({"trioserve:num_requests_waiting": 1}, one_step=14)}),
         ("bytes of bodies, at the end", {"end": scrape({"trioserve:request_body_bytes_held": 1}, one_step=14)}),

@@ -16,7 +16,7 @@ JUDGED = {
     "failed requests",
     "KV blocks used, at the end",
     "KV blocks leased to connectors, at the end",
-    "places leased to requests, at the end",
+    "leases of requests, at the end",
     "sequences that run, at the end",
     "sequences that wait, at the end",
     "bytes of bodies, at the end",

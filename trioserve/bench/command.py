@@ -276,7 +276,9 @@ _FLAGS = {
     ),
     "connector": Flag("--connector", "KV connector", {"choices": CONNECTORS}),
     "threads": Flag("--threads", "threads of the one server; each of the two gets half", _INTEGER),
-    "seed": Flag("--seed", "seed of prompts, arrivals and leaving clients", _INTEGER, unset="another each time"),
+    "seed": Flag(
+        "--seed", "seed of prompts, arrivals and leaving clients", _INTEGER, unset="a different seed each time"
+    ),
     "warmup_requests": Flag("--warmup", "requests before the measured ones, same prefix", _INTEGER),
     "timeout_seconds": Flag("--timeout", "seconds after which a request has failed", {"type": float, "metavar": "S"}),
     "api_key": Flag("--api-key", "sent as a bearer token", {"metavar": "KEY"}),

@@ -322,7 +322,7 @@ class _Round:
         itl = Spread.from_seconds([gap for each in self._streams for gap in each.gaps_seconds])
         ttft = Spread.from_seconds([each.ttft_seconds for each in self._longs if each.ttft_seconds is not None])
         if itl is None or ttft is None:
-            return CannotMeasure("no token came while the long prompts were computed", EXIT_REQUESTS_FAILED)
+            return CannotMeasure("no stream got a token while the long prompts were computed", EXIT_REQUESTS_FAILED)
         return RoundFigures(
             is_pair=self._is_pair,
             seconds=seconds,
@@ -374,7 +374,7 @@ async def _scrape(url: str) -> Scrape:
     found = await scrape(client, target, seconds_max=METRICS_SECONDS_MAX)
     await client.aclose()
     if found is None:
-        raise CannotMeasure("the decode server gives no metrics", EXIT_UNREACHABLE)
+        raise CannotMeasure("the decode server shows no metrics", EXIT_UNREACHABLE)
     return found
 
 
@@ -443,7 +443,7 @@ def seconds_to_receive(port: int, byte_count: int) -> float:
         while left:
             received = connection.recv_into(buffer[: min(left, BUFFER_BYTES)])
             if received == 0:
-                raise ConnectionError(f"{left} of {byte_count} bytes did not come")
+                raise ConnectionError(f"{left} of {byte_count} bytes did not arrive")
             left -= received
     return time.perf_counter() - began
 

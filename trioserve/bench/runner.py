@@ -353,8 +353,8 @@ async def find_model(client: Client, settings: TargetSettings, *, http: int | No
         return unreachable(settings, response, http=http)
     model = settings.model or response.first_model()
     return model or CannotMeasure(
-        f"{settings.url} names no model (GET /v1/models: status {response.status}, {response.excerpt()}): "
-        "give --model, and --api-key if the server wants one",
+        f"{settings.url} lists no model (GET /v1/models: status {response.status}, {response.excerpt()}): "
+        "give --model, and --api-key if the server needs one",
         EXIT_REQUESTS_FAILED,
     )
 

@@ -106,7 +106,7 @@ REASON_CHARACTERS_MAX = 200
 
 class Verdict(enum.Enum):
     VALID = "valid"
-    CUT = "cut, a valid beginning"
+    CUT = "incomplete, valid so far"
     REFUSED = "refused"  # The server responded with status 400 before any output.
     INVALID = "INVALID"
     FAILED = "FAILED"  # There was no response, or the server ended the response early.
@@ -138,7 +138,7 @@ class Judge:
         try:
             value = json.loads(text)
         except ValueError as error:
-            return Verdict.INVALID, f"no JSON: {error}"
+            return Verdict.INVALID, f"not JSON: {error}"
         validators = self._jsonschema.validators
         try:
             validator = validators.validator_for(schema, default=validators.Draft202012Validator)(schema)
@@ -157,5 +157,5 @@ class Judge:
             return Verdict.INVALID, f"cannot be judged: {matcher.get_error()}"[:REASON_CHARACTERS_MAX]
         accepted = matcher.validate_tokens(list(data))
         if accepted < len(data):
-            return Verdict.INVALID, f"cut, and wrong from byte {accepted} on: {text[-80:]!r}"
+            return Verdict.INVALID, f"incomplete, and wrong from byte {accepted} on: {text[-80:]!r}"
         return Verdict.CUT, ""

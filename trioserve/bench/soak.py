@@ -271,7 +271,7 @@ class _Soak:
         url = self._settings.url
         missing = missing_series(before or Scrape(""))
         if before is None or missing:
-            named = f"without {missing[0]}" if before is not None else "not answered"
+            named = f"without {missing[0]}" if before is not None else "without a response"
             return CannotMeasure(
                 f"bench soak reads metrics of trioserve, and GET /metrics of {url} is {named}: use bench load for "
                 "other servers",

@@ -43,7 +43,7 @@ FREE_STEPS = "trioserve:cancel_to_free_steps"
 LEFT_BEHIND: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("KV blocks used", "trioserve:kv_blocks", {"state": "used"}),
     ("KV blocks leased to connectors", "trioserve:kv_blocks", {"state": "held"}),
-    ("places leased to requests", "trioserve:live_requests", {}),
+    ("leases of requests", "trioserve:live_requests", {}),
     ("sequences that run", "trioserve:num_requests_running", {}),
     ("sequences that wait", "trioserve:num_requests_waiting", {}),
     ("bytes of bodies", "trioserve:request_body_bytes_held", {}),
@@ -399,7 +399,7 @@ def soak_text(report: SoakReport) -> str:
         f"{title}soak of {report.model} at {settings.url}, completions over HTTP/1.1 and HTTP/2",
         f"{settings.requests} requests, {settings.concurrency} at a time, {settings.abort_fraction:.0%} leave, "
         f"prompts up to {settings.prompt_tokens} tokens, a few up to {settings.long_prompt_tokens}, "
-        f"answers up to {settings.output_tokens}, seed {settings.seed}",
+        f"responses up to {settings.output_tokens}, seed {settings.seed}",
         f"{report.machine}, {report.date}",
         "",
         f"{'':<12}{'claim':<52}{'found':>10}{'allowed':>16}",

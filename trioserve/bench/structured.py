@@ -87,7 +87,7 @@ class Row(msgspec.Struct, frozen=True):
 
 ROWS = (
     Row("free", "free text"),
-    Row("schema", "a list of texts, nothing forced", OPEN, free="free"),
+    Row("schema", "a list of texts without forced tokens", OPEN, free="free"),
     Row("forced", "a list of objects, about half forced", HALF, free="free"),
     Row("free, alone", "free text, one at a time", is_alone=True),
     Row("schema, alone", "nothing forced, one at a time", OPEN, is_alone=True, free="free, alone"),

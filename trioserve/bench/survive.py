@@ -115,9 +115,9 @@ def survive_text(report: SurviveReport) -> str:
         _claim("requests lost before their first token", report.lost_before_first_token),
         _claim("streams lost after their first token", report.failed - report.lost_before_first_token),
         _claim(f"streams that differ, of {report.compared}", report.differing),
-        _claim("blocks, leases and requests left behind", len(report.left_behind)),
+        _claim("blocks, leases and requests that are left", len(report.left_behind)),
         _claim("failed requests of the undisturbed run", report.undisturbed_failed),
-        _claim("interruptions that went wrong", len(report.troubles)),
+        _claim("interruptions that failed", len(report.troubles)),
         "",
         f"{'interruptions':<22}{sum(report.interruptions.values()):>12}: "
         + ", ".join(f"{count} {kind}" for kind, count in report.interruptions.items()),

@@ -252,20 +252,20 @@ def content_of(body: bytes) -> Content:
             ends += 1
             continue
         if ends:
-            raise StreamFault(f"something came behind the end: {data[:200]!r}")
+            raise StreamFault(f"data came after the end of the stream: {data[:200]!r}")
         event = _decoded(data)
         ids[event.get("id", "")] = None
         moments.add(event.get("created"))
         if event.get("usage"):
             if usage is not None:
-                raise StreamFault("usage was said twice")
+                raise StreamFault("usage was sent twice")
             usage = _without_cached(event["usage"])
         for choice in event.get("choices", ()):
             _take(choices.setdefault(choice["index"], {}), choice)
     if ends != 1:
         raise StreamFault(f"[DONE] came {ends} times")
     if len(moments) > 1:
-        raise StreamFault(f"it says {len(moments)} moments of its making")
+        raise StreamFault(f"events have {len(moments)} different creation times")
     return Content(response_ids=tuple(ids), choices=choices, usage=usage, ends=ends, continued=continued)
 
 
@@ -273,9 +273,9 @@ def _decoded(data: bytes) -> dict[str, Any]:
     try:
         event = msgspec.json.decode(data)
     except msgspec.MsgspecError:
-        raise StreamFault(f"an event is no JSON: {data[:200]!r}") from None
+        raise StreamFault(f"an event is not JSON: {data[:200]!r}") from None
     if not isinstance(event, dict):
-        raise StreamFault(f"an event is no object: {data[:200]!r}")
+        raise StreamFault(f"an event is not a JSON object: {data[:200]!r}")
     if "error" in event:
         error = event["error"]
         raise StreamFault(f"error event {error.get('code')}: {error.get('message')}")

@@ -50,7 +50,7 @@ class ImageRequester:
 
     def prompt(self, seed: int) -> str:
         classes = self._engine.model.classes
-        return f"picture {seed}" if classes is None else classes[seed % min(CLASSES_MAX, len(classes))]
+        return f"image {seed}" if classes is None else classes[seed % min(CLASSES_MAX, len(classes))]
 
     def prompts(self, count: int) -> list[str]:
         return [self.prompt(seed) for seed in range(count)]

@@ -334,17 +334,17 @@ def _figures(report: RouterReport) -> dict[str, tuple[float | None, float | None
         at = f", {load.connections} at a time"
         figures[f"requests/s direct{at}"] = _rates(load.direct_seconds, load.requests)
         figures[f"requests/s through{at}"] = _rates(load.through_seconds, load.requests)
-        figures["router CPU us a request"] = _each_us(load.cpu_seconds, load.requests)
-        figures["requests a second of router CPU"] = _rates(load.cpu_seconds, load.requests)
+        figures["router CPU us per request"] = _each_us(load.cpu_seconds, load.requests)
+        figures["requests per second of router CPU"] = _rates(load.cpu_seconds, load.requests)
     if events is not None:
         figures[f"events/s through, {events.streams} streams"] = _rates(events.through_seconds, events.events)
-        figures["router CPU us an event"] = _each_us(events.cpu_seconds, events.events)
-        figures["the same, nothing kept to go on with"] = _each_us(events.pinned_cpu_seconds, events.events)
+        figures["router CPU us per event"] = _each_us(events.cpu_seconds, events.events)
+        figures["the same, if streams cannot resume"] = _each_us(events.pinned_cpu_seconds, events.events)
     for each in report.processes:
         of = "1 process" if each.processes == 1 else f"{each.processes} processes"
         figures[f"events/s by the clock, {of}"] = _rates(each.through_seconds, each.events)
         figures[f"events/s if each has a core, {of}"] = _rates(each.busiest_cpu_seconds, each.events)
-        figures[f"router CPU us an event, {of}"] = _each_us(each.cpu_seconds, each.events)
+        figures[f"router CPU us per event, {of}"] = _each_us(each.cpu_seconds, each.events)
     return figures
 
 

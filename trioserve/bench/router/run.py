@@ -65,7 +65,7 @@ STOP_SECONDS_MAX = 15.0
 CHILDREN_POLLS_MAX = 100
 TURN_REQUESTS = 100  # In each turn, this many requests are sent directly, and then as many through the router.
 FEW_TOKENS = 4
-WATCHED = (("asked four times a second", None), ("sent once a second", 1.0), ("sent ten times a second", 0.1))
+WATCHED = (("requested four times a second", None), ("sent once a second", 1.0), ("sent ten times a second", 0.1))
 COMPLETIONS = "/v1/completions"
 
 
@@ -122,7 +122,7 @@ def main(settings: RouterBenchSettings) -> int:
         if "bursts" in rows:
             for holds_back in (True, False):
                 bursts.append(_bursts(settings, holds_back=holds_back))
-                print_progress(f"bursts are measured, {'requests held back' if holds_back else 'all passed on'}")
+                print_progress(f"bursts are measured, {'requests held back' if holds_back else 'all forwarded'}")
     if not (latency or throughput or events or processes or watch or bursts):
         return ending.exit_code
     report = RouterReport(

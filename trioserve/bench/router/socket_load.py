@@ -315,7 +315,7 @@ def _ready(
     """Wait for connections that can be read. With is_due, none need become ready, since a request is due then."""
     chosen = selector.select(patience)
     if not chosen and not is_due:
-        raise LoadFailed(f"no response came for {patience:g} s")
+        raise LoadFailed(f"no response arrived within {patience:g} s")
     return [key.fileobj for key, _ in chosen if isinstance(key.fileobj, socket.socket)]
 
 
@@ -323,7 +323,7 @@ def _received(connection: socket.socket) -> bytes:
     try:
         data = connection.recv(RECEIVE_BYTES)
     except TimeoutError:
-        raise LoadFailed(f"no response came for {RESPONSE_SECONDS_MAX:g} s") from None
+        raise LoadFailed(f"no response arrived within {RESPONSE_SECONDS_MAX:g} s") from None
     if not data:
         raise LoadFailed("a connection was closed before its response was complete")
     return data
