@@ -16,7 +16,7 @@ import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
 from trioserve.admission.text_threads import TextThreads
-from trioserve.assemble_compute import LocalModel, cache_release_of, core_settings, window_tokens_of
+from trioserve.assemble_compute import LocalModel, cache_release_of, copies_of, core_settings, window_tokens_of
 from trioserve.assemble_model import LoadProgress, LoadReport, LoggedProgress, ModelFiles, default_served_name
 from trioserve.assemble_ranks import RankedModel
 from trioserve.asyncio.engine import Engine as AsyncioEngine
@@ -237,7 +237,9 @@ class _Opening:
                 settings = core_settings(config, self._transfers, self._files.drafts, runner, checkpoint, draft)
 
                 def new_parts() -> EngineParts:
-                    connector = self._connector(checkpoint, runner, None if draft else window_tokens_of(checkpoint))
+                    connector = self._connector(
+                        checkpoint, runner, compute, None if draft else window_tokens_of(checkpoint)
+                    )
                     return EngineParts(
                         EngineCore(settings, connector=connector, mask_maker=masks),
                         computing.steps,
@@ -349,7 +351,11 @@ class _Opening:
         self._arithmetic, self._is_batch_invariant = runner.arithmetic, is_invariant
 
     def _connector(
-        self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner, window_tokens: int | None
+        self,
+        checkpoint: Checkpoint | EncoderDirectory,
+        runner: Runner,
+        compute: WorkerThread,
+        window_tokens: int | None,
     ) -> RunningConnector | None:
         transfers = self._transfers
         if transfers is None:
@@ -364,11 +370,13 @@ class _Opening:
                 "this model's layers have a state in addition to their KV, which connectors do not transfer: leave out "
                 "--kv-transfer-config"
             )
+        pages = runner.kv_pages(self._files.weights_name)
         connector = make_connector(
             ConnectorSetup(
                 engine_id=secrets.token_hex(16),
                 role=transfers.role,
-                pages=runner.kv_pages(self._files.weights_name),
+                pages=pages,
+                copies=copies_of(pages, compute),
                 options=transfers.options,
                 wake=self._wake,
                 window_tokens=window_tokens,

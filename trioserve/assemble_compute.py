@@ -15,16 +15,24 @@ from trioserve.connectors.settings import ConnectorSettings
 from trioserve.contracts.adapter import AdapterId
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.images import ImageEncoder
+from trioserve.contracts.kv_transfer import BlockCopies, KVPages
 from trioserve.contracts.weights import BroadcastWeights, SharedWeights, WeightSource
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterTarget
-from trioserve.engine.between_steps import SentWeights, ThreadedImageEncoder, ThreadedWeights, WrittenWeights
+from trioserve.engine.between_steps import (
+    SentWeights,
+    ThreadedCopies,
+    ThreadedImageEncoder,
+    ThreadedWeights,
+    WrittenWeights,
+)
 from trioserve.engine.lifecycle.engine_loop import LaunchedSteps, StepRunner, ThreadedExecutor, WhenIdle
 from trioserve.engine.lifecycle.work import CacheRelease, Guard
 from trioserve.engine.text_work import EngineParts
 from trioserve.engine.weight_updates import WeightTarget
 from trioserve.model.adapter_weights import AdapterWeights
 from trioserve.model.drafts.settings import DraftSettings
+from trioserve.model.kv_storage import CudaPages
 from trioserve.model.loading.checkpoint import Checkpoint
 from trioserve.model.loading.encoder_directory import EncoderDirectory
 from trioserve.model.trainer_groups import TrainerGroups, arriving_tensors
@@ -45,6 +53,7 @@ __all__ = [
     "LocalModel",
     "Runner",
     "cache_release_of",
+    "copies_of",
     "core_settings",
     "image_encoder_of",
     "overlaps_steps",
@@ -272,6 +281,16 @@ def image_encoder_of(runner: Runner, compute: WorkerThread) -> ImageEncoder | No
     """
     vision = getattr(runner, "vision", None)
     return None if vision is None else ThreadedImageEncoder(vision.begin, compute)
+
+
+def copies_of(pages: KVPages, compute: WorkerThread) -> BlockCopies | None:
+    """Return the object that copies blocks of a device for connectors, or None if the host can address the blocks.
+
+    Args:
+        pages: KV cache of the engine.
+        compute: the compute thread.
+    """
+    return ThreadedCopies(pages, compute) if isinstance(pages, CudaPages) else None
 
 
 def core_settings(

@@ -591,11 +591,11 @@ async def test_received_bytes_are_not_written_to_blocks_of_an_ended_load():
     here.load(Side("there").hold())
     (load,) = here.policy.loads.take_new()
     chunk = Chunk(0, 0, 2)
-    here.reader.put(load, chunk, memoryview(bytes(32)), "float32")
+    here.reader.put(load, chunk, memoryview(bytes(32)), "float32", None)
     here.policy.load_abandoned(RequestId("load"))
     here.pages.foreign = BLOCKS_HERE
     with pytest.raises(MayNot):
-        here.reader.put(load, chunk, memoryview(bytes(32)), "float32")
+        here.reader.put(load, chunk, memoryview(bytes(32)), "float32", None)
     assert here.pages.touched == []
 
 

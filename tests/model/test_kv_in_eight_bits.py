@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +18,6 @@ from trioserve.model.device import kv_block_bytes
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
-from trioserve_kernels import Kernels, reference
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 # limits of the root mean square error. Rounding steps are 1 / 254 of the largest number, or 1 / 16 of a number.
@@ -185,11 +184,9 @@ def test_nan_in_eight_bit_kv_fails_only_its_request(load: Load, step_driver: Mod
 
 def test_triton_kernels_refuse_eight_bit_kv(tiny_checkpoint: Callable[..., Path]) -> None:
     config = open_checkpoint(tiny_checkpoint("llama")).config
-    names = {name: getattr(reference, name) for name in reference.__all__}
-    kernels = cast(Kernels, SimpleNamespace(**{**names, "NAME": "triton"}))
-    settings = ModelSettings(kv_cache_dtype="int8")
-    with pytest.raises(StartupError, match="use gpu_kernels torch, or kv_cache_dtype auto"):
-        torch_step_model.TorchStepModel(config, settings, dtype="float32", device="cpu", kernels=kernels)
+    settings = ModelSettings(kv_cache_dtype="int8", gpu_kernels="triton")
+    with pytest.raises(StartupError, match="read no KV in 8 bits; use kv_cache_dtype auto"):
+        torch_step_model._kernels(config, settings, "cuda")
 
 
 def test_unknown_kv_cache_dtype_is_refused() -> None:

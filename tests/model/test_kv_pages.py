@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.kv_transfer import KVLayout
@@ -66,3 +70,54 @@ def test_kv_pages_read_and_write_the_arrays_of_the_model(kind, entry):
         view[:2] = b"\x01\x02"
         raw = storage.pages[0] if kind == "numpy" else storage.pages[0].view(torch.uint16).numpy()
         assert raw[4, 0, 0, 0, 0] == 0x0201
+
+
+class Operations(TorchDispatchMode):
+    """Counts the copies of torch: operations that read or write the bytes of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).split(".")[1]
+        if name in ("index_select", "index_copy_", "copy_", "_to_copy", "stack", "cat"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_joined", (True, False))
+@pytest.mark.parametrize("layers", (range(6), range(2, 4)))
+def test_device_copies_many_blocks_of_many_layers_at_once(is_joined, layers):
+    entry = KVEntry(part_count=2, head_count=3, head_dim=8)
+    config: Any = types.SimpleNamespace(kv_entries=(entry, None, *(entry,) * 5))
+    layout = msgspec.structs.replace(LAYOUT, layer_count=6)
+    made: list[tuple[int, ...]] = []
+
+    def make(shape):
+        made.append(shape)
+        return torch.randint(0, 100, shape).to(torch.bfloat16)
+
+    storage = KVStorage(config, block_count=9, block_size=4, make=make, has_spare=True, is_joined=is_joined)
+    assert len(made) == (2 if is_joined else 7)
+    assert storage.pages[1].numel() == 0
+    pages = CudaPages(layout, storage)
+    blocks = [7, 0, 3]
+    byte_count = len(layers) * len(blocks) * 4 * layout.token_bytes
+    host = pages.pinned(byte_count)
+    with Operations() as operations:
+        fetched = pages.begin_fetch(layers, blocks, host).wait()
+    assert bytes(fetched) == b"".join(bytes(pages.read(layer, BlockIndex(b))) for layer in layers for b in blocks)
+    if is_joined:
+        assert operations.names == ["index_select", "copy_"]
+
+    before = [pages_.clone() for pages_ in storage.kept]
+    host = pages.pinned(byte_count, fetched)
+    with Operations() as operations:
+        pages.begin_store(layers, [5, 2, 8], host, last_token_count=3).wait()
+    if is_joined:
+        assert operations.names == ["index_copy_", "index_copy_"]  # whole blocks, and a part of the last one
+    for layer, (old, new) in enumerate(zip(before, storage.kept, strict=True)):
+        if layer in layers:
+            old[5], old[2], old[8, :3] = old[7], old[0], old[3, :3]
+        assert torch.equal(old, new)

@@ -15,6 +15,7 @@ import torch
 from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
+from trioserve.model import torch_step_model
 from trioserve.model.device import cache_size, kv_block_bytes
 from trioserve.model.drafts.checkpoints import check_draft
 from trioserve.model.layer_config import AttentionConfig, ShortConvConfig, StateSpaceConfig
@@ -228,13 +229,9 @@ def test_torch_refuses_batch_invariance_for_layers_with_states(tiny_checkpoint: 
 
 
 def test_triton_is_refused_with_a_hint_at_torch(tiny_checkpoint: Callable[..., Path]) -> None:
-    pytest.importorskip("triton")
-    from trioserve_kernels import pick_kernels
-
     config = open_checkpoint(tiny_checkpoint("lfm2")).config
-    settings = ModelSettings(gpu_kernels="triton")
     with pytest.raises(StartupError, match="use gpu_kernels torch"):
-        TorchStepModel(config, settings, dtype="float32", device="cpu", kernels=pick_kernels("triton"))
+        torch_step_model._kernels(config, ModelSettings(gpu_kernels="triton"), "cuda")
 
 
 def test_draft_tokens_are_refused_for_models_with_states() -> None:

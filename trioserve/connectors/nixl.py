@@ -44,6 +44,7 @@ from trioserve.connectors.stream.peer_connection import Identity, PeerConnection
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.reader import Reader
 from trioserve.connectors.stream.signature import Source, signing_key
+from trioserve.connectors.stream.staging import StoredBlocks
 from trioserve.connectors.stream.transfers import Load
 from trioserve.connectors.stream.transport import StreamTransport
 from trioserve.connectors.stream.wire import MayNot, Wire
@@ -184,13 +185,24 @@ class Nixl:
         landing = bytearray(self._options.window_bytes * self._options.reads_max)
         name = f"trioserve-{self._policy.setup.engine_id}"
         try:
-            self._agent = await self.call(Agent, name, self.kind, self.regions, landing)
+            self._agent = await self._registered(name, landing)
         except AgentError as error:
             raise StartupError(f"KV connector nixl: {error}") from error
         size = self._options.window_bytes
         for index in range(self._options.reads_max):
             memory = memoryview(landing)[index * size : (index + 1) * size]
             self._returned_windows.send_nowait(Window(self._agent.landing_address + index * size, memory))
+
+    async def _registered(self, name: str, landing: bytearray) -> Agent:
+        """Make the agent. If its build cannot register memory of a GPU, other engines read over the connections."""
+        try:
+            return await self.call(Agent, name, self.kind, self.regions, landing)
+        except AgentError as error:
+            if self.kind == "DRAM":
+                raise
+            log.warning("nixl cannot register GPU memory, so KV goes through host memory message=%s", error)
+            self.kind, self.regions = "DRAM", []
+            return await self.call(Agent, name, self.kind, self.regions, landing)
 
     async def close(self) -> None:
         """End the agent within CLOSE_SECONDS_MAX, also when cancelled.
@@ -341,8 +353,9 @@ class NixlReader(Reader):
             chunk_bytes = min(self._policy.options.chunk_bytes, self._window_bytes)
             chunks = Chunks(connection.layout, load.start, load.token_count, chunk_bytes)
             async with self._nixl.window() as window:
-                while load.next_chunk < len(chunks):
-                    await self._read_window(connection, load, chunks, name, found, blocks, window)
+                with self.target(load, chunks) as target:
+                    while load.next_chunk < len(chunks):
+                        await self._read_window(connection, load, chunks, name, found, blocks, window, target)
         except AgentError as error:
             await self._nixl.forget(connection.engine_id)
             raise trio.BrokenResourceError(str(error)) from error
@@ -357,6 +370,7 @@ class NixlReader(Reader):
         found: Places,
         blocks: list[BlockIndex],
         window: Window,
+        target: StoredBlocks | None,
     ) -> None:
         """Read as many chunks as fit into the window, confirm them, and copy them into blocks."""
         token_bytes = connection.layout.token_bytes
@@ -379,8 +393,8 @@ class NixlReader(Reader):
         done = 0
         for chunk in batch:
             end = done + chunk.token_count * token_bytes
-            self.put(load, chunk, window.memory[done:end], connection.layout.dtype)
-            self._loads.came(load, trio.current_time())
+            self.put(load, chunk, window.memory[done:end], connection.layout.dtype, target)
+            await self.chunk_came(load, chunks, target)
             self._policy.totals["bytes_received_total"] += end - done
             done = end
             await trio.lowlevel.checkpoint()

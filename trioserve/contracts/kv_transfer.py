@@ -58,6 +58,7 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 
 __all__ = [
+    "BlockCopies",
     "ConnectorFactory",
     "ConnectorSetup",
     "EngineRole",
@@ -339,6 +340,53 @@ class KVPages(Protocol):
         ...
 
 
+class BlockCopies(Protocol):
+    """Copies between the blocks of a device and host memory, many blocks of many layers at once.
+
+    An engine has this object if the host cannot address its blocks (`KVPages.view` returns None). The number of device
+    operations per call does not depend on the number of layers and blocks. No call blocks the Trio thread.
+
+    Calls take effect in the order in which the device gets them, together with the steps of the engine. So a copy never
+    overwrites a block that a later step has already written. A cancelled call returns at once. The copy may still run
+    then, but its result is dropped.
+    """
+
+    async def fetch(self, layers: range, blocks: Sequence[BlockIndex]) -> memoryview:
+        """Copy blocks to the host.
+
+        Args:
+            layers: Indexes of consecutive layers.
+            blocks: Indexes of the blocks.
+
+        Returns:
+            The bytes, layer by layer, and block by block within a layer. Later changes of the blocks do not change it.
+        """
+        ...
+
+    async def store(
+        self,
+        layers: range,
+        blocks: Sequence[BlockIndex],
+        content: memoryview,
+        last_token_count: int,
+        is_wanted: Callable[[], bool],
+    ) -> bool:
+        """Write blocks from the host. The blocks have the content after the return.
+
+        Args:
+            layers: Indexes of consecutive layers.
+            blocks: Indexes of the blocks.
+            content: The bytes, as `fetch` returns them. The caller must not change them afterwards.
+            last_token_count: Number of tokens to write in the last block. All other blocks are written whole.
+            is_wanted: Called before the copy begins, in the thread that computes. False: nothing is written. If the
+                Trio thread makes it False before it frees a block, no later owner of the block sees the write.
+
+        Returns:
+            False if nothing was written.
+        """
+        ...
+
+
 class Started(Protocol):
     """Object that a task calls when it is ready. Trio's TaskStatus has this method."""
 
@@ -384,6 +432,7 @@ class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
         engine_id: Id of the engine, which changes with each start.
         role: Purpose of the engine.
         pages: KV cache of the engine.
+        copies: Copies blocks from and to a device. None if the host can address the blocks.
         options: Value of kv_connector_extra_config.
         wake: Function that the connector calls in the engine's thread when `progress` has events.
         window_tokens: Largest sliding window in tokens, if every layer of the model has one. None otherwise. The token
@@ -396,6 +445,7 @@ class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, Any]
     wake: Callable[[], None]
     window_tokens: int | None = None
+    copies: BlockCopies | None = None
 
 
 ConnectorFactory = Callable[[ConnectorSetup], RunningConnector]

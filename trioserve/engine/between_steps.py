@@ -1,4 +1,4 @@
-"""Work that the compute thread does between two steps: replacing weights, and encoding images.
+"""Work that the compute thread does between two steps: replacing weights, encoding images, and copying KV blocks.
 
 A separate thread checks new weights. The compute thread writes them after the step in flight.
 """
@@ -6,14 +6,27 @@ A separate thread checks new weights. The compute thread writes them after the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import trio
+
+from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.images import Tiles
+from trioserve.contracts.kv_transfer import KVLayout
 from trioserve.contracts.weights import BroadcastWeights, ReplacementState, WeightGroup, WeightSource
 from trioserve.engine.weight_updates import Replacement
 from trioserve.trio_tools.worker_thread import WorkerThread, call_abandonable
 
-__all__ = ["ThreadedWeights", "WrittenWeights", "Encoding", "ThreadedImageEncoder"]
+__all__ = [
+    "Encoding",
+    "LaunchedCopy",
+    "LaunchesCopies",
+    "ThreadedCopies",
+    "ThreadedImageEncoder",
+    "ThreadedWeights",
+    "WrittenWeights",
+]
 
 
 LOOK_THREAD = "trioserve-weights"
@@ -183,3 +196,77 @@ class ThreadedImageEncoder:
         while not await self._thread.run_cancellable(encoding.advance):
             pass
         return encoding.rows
+
+
+class LaunchedCopy(Protocol):
+    """A copy of blocks that was launched on the device. `wait` blocks its thread until the copy is over."""
+
+    def wait(self) -> memoryview: ...
+
+
+class LaunchesCopies(Protocol):
+    """Starts copies of blocks, and does not wait for them. See BlockCopies."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    def pinned(self, byte_count: int, content: memoryview | None = None) -> Any:
+        """Return host memory for a copy. Any thread may call it.
+
+        Args:
+            byte_count: size of the memory.
+            content: bytes to copy into the memory. None leaves it undefined.
+        """
+        ...
+
+    def begin_fetch(self, layers: range, blocks: Sequence[int], host: Any) -> LaunchedCopy: ...
+
+    def begin_store(self, layers: range, blocks: Sequence[int], host: Any, last_token_count: int) -> LaunchedCopy: ...
+
+
+COPIES_MAX = 16  # Threads that prepare copies or wait for copies. They use no CPU while they wait.
+
+
+class ThreadedCopies:
+    """Copies blocks of a device, see BlockCopies.
+
+    The compute thread only launches a copy. Other threads prepare its host memory, and wait for its end. Steps and
+    copies are launched by one thread, and the device executes a store before the steps that are launched after it. So a
+    block that is freed before `is_wanted` is called gets no late write, and no lock is needed.
+
+    Args:
+        pages: launches the copies.
+        compute: the compute thread.
+    """
+
+    def __init__(self, pages: LaunchesCopies, compute: WorkerThread) -> None:
+        self._pages = pages
+        self._compute = compute
+        self._block_bytes = pages.layout.block_size * pages.layout.token_bytes
+        self._beside = trio.CapacityLimiter(COPIES_MAX)
+
+    async def fetch(self, layers: range, blocks: Sequence[BlockIndex]) -> memoryview:
+        host = await self._run(self._pages.pinned, len(layers) * len(blocks) * self._block_bytes)
+        copy = await self._compute.run(self._pages.begin_fetch, layers, blocks, host)
+        found: memoryview = await self._run(copy.wait)
+        return found
+
+    async def store(
+        self,
+        layers: range,
+        blocks: Sequence[BlockIndex],
+        content: memoryview,
+        last_token_count: int,
+        is_wanted: Callable[[], bool],
+    ) -> bool:
+        host = await self._run(self._pages.pinned, len(content), content)
+        begin = partial(self._pages.begin_store, layers, blocks, host, last_token_count)
+        copy = await self._compute.run(lambda: begin() if is_wanted() else None)
+        if copy is None:
+            return False
+        await self._run(copy.wait)
+        return True
+
+    async def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        # A copy keeps its memory, so a cancelled caller may abandon the thread.
+        return await trio.to_thread.run_sync(call, *arguments, limiter=self._beside, abandon_on_cancel=True)

@@ -218,6 +218,7 @@ class TorchStepModel:
             make=make,
             has_spare=is_static,
             kv_format=kv_format_of(self._settings),
+            is_joined=self.device == "cuda",
         )
         if state_slot_count:
             self._states = StateStorage(

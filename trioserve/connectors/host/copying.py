@@ -7,10 +7,12 @@ Memory for blocks is allocated in large slabs. With small allocations, the page 
 copies.
 
 A thread copies blocks in pieces of at most PIECE_BYTES, and enters a gate for each piece. The engine can close the gate
-at any time. Closing waits until the current piece is copied, which takes about 30 us for host memory, or one transfer
-for a device. Afterwards, the thread cannot access the blocks. `hold_expired` must give this guarantee when it
-returns, and a plain flag would not be enough. The engine can end without waiting for its threads, even if a broken disk
-blocks a thread forever.
+at any time. Closing waits until the current piece is copied, which takes about 30 us. Afterwards, the thread cannot
+access the blocks. `hold_expired` must give this guarantee when it returns, and a plain flag would not be enough. The
+engine can end without waiting for its threads, even if a broken disk blocks a thread forever.
+
+A device copies many of its blocks in one operation (DeviceBlocks). Closing the gate does not wait for it: the device
+executes copies and steps in order, and the job drops what was fetched before its gate was closed.
 """
 
 from __future__ import annotations
@@ -18,16 +20,28 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+import trio
 
 from trioserve.contracts.ids import BlockIndex
-from trioserve.contracts.kv_transfer import KVLayout, KVPages
+from trioserve.contracts.kv_transfer import BlockCopies, KVLayout, KVPages
 
-__all__ = ["Gate", "SLAB_BYTES", "BlockMemory", "Content", "PIECE_BYTES", "block_bytes", "copy_in", "copy_out"]
+__all__ = [
+    "PIECE_BYTES",
+    "SLAB_BYTES",
+    "BlockMemory",
+    "Content",
+    "DeviceBlocks",
+    "Gate",
+    "block_bytes",
+    "copy_in",
+    "copy_out",
+]
 
 
 class Gate:
@@ -125,6 +139,61 @@ def block_bytes(layout: KVLayout) -> int:
         layout: KV layout of the engine.
     """
     return layout.layer_count * layout.block_size * layout.token_bytes
+
+
+class DeviceBlocks:
+    """Copies whole blocks of an engine whose blocks are on a device. Call it in a worker thread that Trio started.
+
+    The device executes copies and steps in order, so no gate is held while a copy runs.
+
+    Args:
+        layout: KV layout of the engine.
+        copies: Copies of the engine.
+    """
+
+    def __init__(self, layout: KVLayout, copies: BlockCopies) -> None:
+        self._layout = layout
+        self._copies = copies
+        self._layers = range(layout.layer_count)
+
+    def copy_out(self, blocks: Sequence[BlockIndex], contents: Sequence[Content]) -> None:
+        """Copy blocks to host memory. The contents are valid if the blocks are still held afterwards.
+
+        Args:
+            blocks: Blocks to copy.
+            contents: Host memory for each block.
+        """
+        found = trio.from_thread.run(self._copies.fetch, self._layers, blocks)
+        staged = np.frombuffer(found, np.uint8).reshape(len(self._layers), len(blocks), -1)
+        for place, content in enumerate(contents):
+            np.copyto(content.reshape(len(self._layers), -1), staged[:, place])
+
+    def copy_in(
+        self, blocks: Sequence[BlockIndex], contents: Sequence[Content], last_token_count: int, gate: Gate
+    ) -> bool:
+        """Copy blocks from host memory to the engine.
+
+        Args:
+            blocks: Blocks to fill.
+            contents: Host memory with each block.
+            last_token_count: Number of tokens to copy into the last block.
+            gate: Must be open when the device gets the copy.
+
+        Returns:
+            False if the gate was closed before. Nothing is written then.
+        """
+        staged = np.empty((len(self._layers), len(blocks), contents[0].size // len(self._layers)), np.uint8)
+        for place, content in enumerate(contents):
+            np.copyto(staged[:, place], content.reshape(len(self._layers), -1))
+        wanted: bool = trio.from_thread.run(
+            self._copies.store,
+            self._layers,
+            blocks,
+            staged.reshape(-1).data,
+            last_token_count,
+            lambda: gate.is_open and gate.is_wanted,
+        )
+        return wanted
 
 
 def copy_out(pages: KVPages, block: BlockIndex, content: Content, gate: Gate) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trioserve.connectors.host.block_files import BlockFiles, FileUnusable, Proofs
-from trioserve.connectors.host.copying import Content, Gate, copy_in, copy_out
+from trioserve.connectors.host.copying import Content, DeviceBlocks, Gate, copy_in, copy_out
 from trioserve.connectors.host.store import BlockStore, KeptBlock
 from trioserve.contracts.block_hash import BlockHash
 from trioserve.contracts.ids import BlockIndex, RequestId
@@ -29,6 +29,8 @@ BATCH_BYTES = 32 * 2**20
 
 A job that is no longer wanted runs at most this long. Each piece costs about 100 us for the switch to a thread.
 """
+
+NOT_NEEDED = "the request does not need it any more"
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Saving:
         pages: KV cache of the engine.
         store: Store that receives the blocks.
         on_end: Called when the job has ended.
+        device: Copies blocks of a device. None if the host can address the blocks.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Saving:
         pages: KVPages,
         store: BlockStore,
         on_end: Callable[[Saving], None],
+        device: DeviceBlocks | None = None,
     ) -> None:
         self.request_id = request_id
         self.gate = Gate()
@@ -114,6 +118,7 @@ class Saving:
         self._pages = pages
         self._store = store
         self._on_end = on_end
+        self._device = device
         self._batch_count = _blocks_of_batch(store)
         self._done_count = 0
 
@@ -142,6 +147,12 @@ class Saving:
 
     def _copy(self, parts: Sequence[SavePart]) -> list[KeptBlock]:
         """Copy blocks while they are held. Returns the copies in order."""
+        if self._device is not None:
+            contents = [self._store.places.take() for _ in parts]
+            self._device.copy_out([part.block for part in parts], contents)
+            return [
+                KeptBlock(content, self._proofs.of(part.index)) for content, part in zip(contents, parts, strict=True)
+            ]
         copied: list[KeptBlock] = []
         for part in parts:
             content = self._store.places.take()
@@ -201,6 +212,7 @@ class Loading:
         on_end: Called when the job has ended.
         before_count: Number of tokens before the first part. They are not loaded, because no sliding window reaches
             them.
+        device: Copies blocks of a device. None if the host can address the blocks.
 
     Attributes:
         is_abandoned: True if the request no longer needs the blocks.
@@ -221,6 +233,7 @@ class Loading:
         on_end: Callable[[Loading], None],
         *,
         before_count: int = 0,
+        device: DeviceBlocks | None = None,
     ) -> None:
         self.request_id = request_id
         self.before_count = before_count
@@ -236,6 +249,7 @@ class Loading:
         self._store = store
         self._files = files
         self._on_end = on_end
+        self._device = device
         self._batch_count = _blocks_of_batch(store)
         self._done_count = 0
 
@@ -287,6 +301,8 @@ class Loading:
 
     def _copy(self, parts: Sequence[LoadPart]) -> LoadOutcome:
         arrived: list[KeptBlock | None] = []
+        contents: list[Content] = []
+        problem = None
         for part in parts:
             proof = self._proofs.of(part.index)
             read = None
@@ -297,11 +313,18 @@ class Loading:
                 content = part.kept.content
                 problem = None if part.kept.proof == proof else "the stored block has other tokens"
             if problem is not None:
-                return LoadOutcome(arrived, f"block {part.index}: {problem}", is_bad=True)
-            if not copy_in(self._pages, part.block, content, part.token_count, self.gate):
-                return LoadOutcome(arrived, "the request does not need it any more")
+                problem = f"block {part.index}: {problem}"
+                break
+            if self._device is None and not copy_in(self._pages, part.block, content, part.token_count, self.gate):
+                return LoadOutcome(arrived, NOT_NEEDED)
             arrived.append(read)
-        return LoadOutcome(arrived)
+            contents.append(content)
+        if self._device is not None and contents:
+            blocks = [part.block for part in parts[: len(contents)]]
+            last_token_count = parts[len(contents) - 1].token_count
+            if not self._device.copy_in(blocks, contents, last_token_count, self.gate):
+                return LoadOutcome([], NOT_NEEDED)
+        return LoadOutcome(arrived, problem, is_bad=problem is not None)
 
     def _read(self, part: LoadPart, proof: bytes) -> tuple[Content, str | None]:
         assert self._files is not None

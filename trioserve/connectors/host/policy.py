@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trioserve.connectors.host.block_files import BlockChain, BlockFiles, HashBlock, Proofs
-from trioserve.connectors.host.copying import block_bytes
+from trioserve.connectors.host.copying import DeviceBlocks, block_bytes
 from trioserve.connectors.host.jobs import Job, Loading, LoadPart, SavePart, Saving, Writing
 from trioserve.connectors.host.store import BlockStore
 from trioserve.connectors.windowed_tables import first_place, first_position
@@ -31,7 +31,16 @@ from trioserve.contracts.block_hash import BlockHash, hash_block
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.events import FinishReason
 from trioserve.contracts.ids import BlockIndex, RequestId
-from trioserve.contracts.kv_transfer import HoldKind, KVLayout, KVPages, Loaded, LoadFailed, Released, TransferEvent
+from trioserve.contracts.kv_transfer import (
+    BlockCopies,
+    HoldKind,
+    KVLayout,
+    KVPages,
+    Loaded,
+    LoadFailed,
+    Released,
+    TransferEvent,
+)
 from trioserve.contracts.kv_transfer_params import KVTransferParams
 from trioserve.contracts.request import EngineRequest
 
@@ -137,6 +146,7 @@ class HostPolicy:
         files: Files of the store. None if the store has no files.
         hash_block: Hash function of block names. Tests may pass another function.
         window_tokens: Sliding window of the model, see ConnectorSetup.
+        copies: Copies blocks of a device, see ConnectorSetup.
 
     Attributes:
         on_work: Called when a lane has got a job.
@@ -153,10 +163,12 @@ class HostPolicy:
         files: BlockFiles | None = None,
         hash_block: HashBlock = hash_block,
         window_tokens: int | None = None,
+        copies: BlockCopies | None = None,
     ) -> None:
         self.on_work: Callable[[Lane], None] = lambda lane: None
         self.lanes: dict[Lane, deque[Job]] = {lane: deque() for lane in Lane}
         self._pages = pages
+        self._device = None if copies is None else DeviceBlocks(pages.layout, copies)
         self._block_size = pages.layout.block_size
         self._window_tokens = window_tokens
         self._wake = wake
@@ -237,6 +249,7 @@ class HostPolicy:
             self._files,
             self._load_ended,
             before_count=start - computed_count,
+            device=self._device,
         )
         self._loads[request.id] = load
         self._enqueue(Lane.LOAD_FILES if load.reads_files else Lane.LOAD, load)
@@ -277,7 +290,7 @@ class HostPolicy:
         if not parts:
             return False
         proofs = Proofs(request.cache_salt, tuple(tokens), self._block_size)
-        save = Saving(request.id, names, parts, proofs, self._pages, self.store, self._save_ended)
+        save = Saving(request.id, names, parts, proofs, self._pages, self.store, self._save_ended, self._device)
         self._saves[request.id] = save
         self._saving_block_count += save.block_count
         self._enqueue(Lane.SAVE, save)

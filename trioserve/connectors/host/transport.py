@@ -9,7 +9,7 @@ import trio
 
 from trioserve.connectors.host.block_files import BlockFiles
 from trioserve.connectors.host.policy import HostPolicy, HostSettings, Lane, host_settings_from
-from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages, Started
+from trioserve.contracts.kv_transfer import BlockCopies, ConnectorSetup, KVPages, Started
 
 __all__ = ["HostConnector", "RunInThread", "make_connector"]
 
@@ -29,6 +29,7 @@ class HostConnector(HostPolicy):
         wake: Called when the core should call `progress`.
         run_in_thread: Runs a job in a thread. None uses Trio's threads, one per lane.
         window_tokens: Sliding window of the model (see ConnectorSetup).
+        copies: Copies blocks of a device (see ConnectorSetup).
     """
 
     knows_windows = True
@@ -41,10 +42,11 @@ class HostConnector(HostPolicy):
         *,
         run_in_thread: RunInThread | None = None,
         window_tokens: int | None = None,
+        copies: BlockCopies | None = None,
     ) -> None:
         directory = settings.directory
         files = None if directory is None else BlockFiles(directory, pages.layout)
-        super().__init__(settings, pages, wake, files=files, window_tokens=window_tokens)
+        super().__init__(settings, pages, wake, files=files, window_tokens=window_tokens, copies=copies)
         self._run_in_thread = run_in_thread or _threads()
         self._has_work = {lane: trio.Event() for lane in Lane}
 
@@ -91,7 +93,7 @@ def make_connector(setup: ConnectorSetup) -> HostConnector:
         StartupError: an option is unknown or not allowed, or a limit is smaller than one block.
     """
     settings = host_settings_from(setup.options, setup.pages.layout)
-    return HostConnector(settings, setup.pages, setup.wake, window_tokens=setup.window_tokens)
+    return HostConnector(settings, setup.pages, setup.wake, window_tokens=setup.window_tokens, copies=setup.copies)
 
 
 def _threads() -> RunInThread:

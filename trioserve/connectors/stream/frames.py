@@ -24,12 +24,12 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from trioserve.contracts.ids import BlockIndex
-from trioserve.contracts.kv_transfer import KVLayout, KVPages
+from trioserve.contracts.kv_transfer import KVLayout
 
 __all__ = [
     "BODY_BYTES_MAX",
@@ -51,6 +51,8 @@ __all__ = [
     "Tell",
     "TellReply",
     "body_of",
+    "BlockViews",
+    "blocks_of",
     "data_head",
     "frame",
     "head_of",
@@ -284,10 +286,39 @@ class Chunks:
     def __len__(self) -> int:
         return self._per_layer * self._layer_count
 
+    def layer_of(self, index: int) -> int:
+        return index // self._per_layer
+
+    def first_of_layer(self, layer: int) -> int:
+        return layer * self._per_layer
+
     def __getitem__(self, index: int) -> Chunk:
         layer, turn = divmod(index, self._per_layer)
         before = turn * self._chunk_tokens
         return Chunk(layer, self._start + before, min(self._chunk_tokens, self._count - before))
+
+
+class BlockViews(Protocol):
+    """The part of KVPages that `views` needs."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    def view(self, layer: int, block: BlockIndex) -> memoryview | None: ...
+
+
+def blocks_of(
+    block_table: Sequence[BlockIndex], layout: KVLayout, token_start: int, token_count: int
+) -> Sequence[BlockIndex]:
+    """Return the blocks that contain consecutive positions.
+
+    Args:
+        block_table: Blocks of the request. Position p is in block_table[p // block_size].
+        layout: KV layout of the engine.
+        token_start: First position.
+        token_count: Number of positions.
+    """
+    return block_table[token_start // layout.block_size : -(-(token_start + token_count) // layout.block_size)]
 
 
 def places(block_table: Sequence[BlockIndex], block_size: int, chunk: Chunk) -> list[Place]:
@@ -311,11 +342,11 @@ def places(block_table: Sequence[BlockIndex], block_size: int, chunk: Chunk) -> 
     return found
 
 
-def views(pages: KVPages, block_table: Sequence[BlockIndex], chunk: Chunk) -> list[memoryview] | None:
+def views(pages: BlockViews, block_table: Sequence[BlockIndex], chunk: Chunk) -> list[memoryview] | None:
     """Return writable views of the bytes of a chunk in the cache.
 
     Args:
-        pages: KV cache of this engine.
+        pages: KV cache of this engine, or a copy of its blocks in host memory.
         block_table: Blocks of the request. Position p is in block_table[p // block_size].
         chunk: Positions and layer of the bytes.
 

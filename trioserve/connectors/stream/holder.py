@@ -12,6 +12,7 @@ from trioserve.connectors.stream.frames import (
     TELL_IDS_MAX,
     Abort,
     BadFrame,
+    BlockViews,
     Chunk,
     Chunks,
     Head,
@@ -19,6 +20,7 @@ from trioserve.connectors.stream.frames import (
     Read,
     Tell,
     TellReply,
+    blocks_of,
     data_head,
     frame,
     places,
@@ -35,6 +37,7 @@ from trioserve.connectors.stream.peer_connection import (
     receive_head,
 )
 from trioserve.connectors.stream.policy import StreamPolicy
+from trioserve.connectors.stream.staging import FetchedBlocks
 from trioserve.connectors.stream.transfers import Send
 from trioserve.connectors.stream.wire import MayNot, Wire
 from trioserve.trio_tools.connection_limit import ConnectionLimit
@@ -188,10 +191,18 @@ class Holder:
         with trio.CancelScope() as scope:
             send.stops[connection] = scope.cancel
             try:
+                blocks = blocks_of(send.block_table, self._pages.layout, read.token_start, read.token_count)
+                fetched = FetchedBlocks(self._policy.setup, blocks)
                 for index in range(read.first_chunk, len(chunks)):
                     await trio.lowlevel.checkpoint()  # Without a checkpoint, a fast socket would block other tasks.
+                    try:
+                        here = await fetched.of_layer(chunks[index].layer)
+                    except (MemoryError, RuntimeError) as error:
+                        # Only this transfer fails. If the device is broken, the next step reports it.
+                        self._note("this engine", f"blocks could not be copied to the host: {error}")
+                        raise trio.BrokenResourceError("blocks could not be copied to the host") from error
                     in_frame = True
-                    await self._send_chunk(connection, transfer, send, chunks[index])
+                    await self._send_chunk(connection, transfer, send, chunks[index], here)
                     in_frame = False
                     sends.sign_of_life(send, trio.current_time())
                 # No other code runs between the check of the hold and the first byte of END. So END proves that the
@@ -207,10 +218,12 @@ class Holder:
             raise trio.BrokenResourceError("the hold ended in the middle of a chunk")
         await self.refuse(connection, transfer, "the hold ended while it was read")
 
-    async def _send_chunk(self, connection: PeerConnection, transfer: int, send: Send, chunk: Chunk) -> None:
+    async def _send_chunk(
+        self, connection: PeerConnection, transfer: int, send: Send, chunk: Chunk, here: BlockViews
+    ) -> None:
         if not send.is_alive:
             raise MayNot(has_begun=False)
-        pieces = self._pieces(send, chunk)
+        pieces = self._pieces(send, chunk, here)
         checksum = 0
         for piece in pieces:
             checksum = zlib.crc32(piece, checksum)
@@ -219,8 +232,8 @@ class Holder:
         await connection.wire.send([head, *pieces], lambda: send.is_alive)
         self._policy.totals["bytes_sent_total"] += body_bytes
 
-    def _pieces(self, send: Send, chunk: Chunk) -> list[memoryview]:
-        found = views(self._pages, send.block_table, chunk)
+    def _pieces(self, send: Send, chunk: Chunk, here: BlockViews) -> list[memoryview]:
+        found = views(here, send.block_table, chunk)
         if found is not None:
             return found
         token_bytes = self._pages.layout.token_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -12,6 +13,7 @@ from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.frames import (
     Abort,
     BadFrame,
+    BlockViews,
     Chunk,
     Chunks,
     Head,
@@ -19,6 +21,7 @@ from trioserve.connectors.stream.frames import (
     Read,
     Tell,
     TellReply,
+    blocks_of,
     frame,
     places,
     views,
@@ -37,6 +40,7 @@ from trioserve.connectors.stream.peer_connection import (
 )
 from trioserve.connectors.stream.policy import StreamPolicy
 from trioserve.connectors.stream.signature import Source
+from trioserve.connectors.stream.staging import StoredBlocks
 from trioserve.connectors.stream.transfers import Load
 from trioserve.connectors.stream.wire import MayNot, Wire
 
@@ -180,14 +184,53 @@ class Reader:
         ask = Read(load.origin.request_id, load.start, load.token_count, load.proof, chunk_bytes, load.next_chunk)
         await connection.wire.send([frame(Kind.READ, ask, transfer=connection.transfer_count)])
         chunks = Chunks(connection.layout, load.start, load.token_count, chunk_bytes)
-        while load.next_chunk < len(chunks):
-            head = await self.receive_response(connection, Kind.DATA)
-            await self._take_chunk(connection, head, load, chunks[load.next_chunk])
-            self._loads.came(load, trio.current_time())
-            self._policy.totals["bytes_received_total"] += head.body_bytes
-            await trio.lowlevel.checkpoint()  # Without this checkpoint, a fast socket would block other tasks.
+        with self.target(load, chunks) as target:
+            while load.next_chunk < len(chunks):
+                head = await self.receive_response(connection, Kind.DATA)
+                await self._take_chunk(connection, head, load, chunks[load.next_chunk], target)
+                self._policy.totals["bytes_received_total"] += head.body_bytes
+                await self.chunk_came(load, chunks, target)
+                await trio.lowlevel.checkpoint()  # Without this checkpoint, a fast socket would block other tasks.
         await self.receive_response(connection, Kind.END)
         self.complete(load)
+
+    @contextmanager
+    def target(self, load: Load, chunks: Chunks) -> Iterator[StoredBlocks | None]:
+        """Return the host memory that receives the chunks of a load for a device. None if the host can address blocks.
+
+        Chunks that are not in the blocks at the end of the scope are missing again.
+
+        Args:
+            load: Load to transfer.
+            chunks: Its chunks.
+        """
+        setup = self._policy.setup
+        if setup.copies is None:
+            yield None
+            return
+        blocks = blocks_of(load.block_table, self._pages.layout, load.start, load.token_count)
+        last_token_count = (load.start + load.token_count - 1) % self._pages.layout.block_size + 1
+        # A device gets whole layers, so a layer that was begun over another connection is received again.
+        load.next_chunk = chunks.first_of_layer(chunks.layer_of(load.next_chunk))
+        target = StoredBlocks(setup.pages, setup.copies, blocks, last_token_count, lambda: load.is_alive)
+        try:
+            yield target
+        finally:
+            if target.first_layer is not None:
+                load.next_chunk = chunks.first_of_layer(target.first_layer)
+
+    async def chunk_came(self, load: Load, chunks: Chunks, target: StoredBlocks | None) -> None:
+        """Record that the next chunk has arrived, and write it to a device if its layers are complete.
+
+        Args:
+            load: Load of the chunk.
+            chunks: Chunks of the load.
+            target: Host memory that has the chunk. None if the chunk is in the blocks.
+        """
+        layer = chunks.layer_of(load.next_chunk)
+        self._loads.came(load, trio.current_time())
+        if target is not None and load.next_chunk == chunks.first_of_layer(layer + 1):
+            await target.layer_came(layer)
 
     def complete(self, load: Load) -> None:
         """Count and end a load whose chunks are all in its blocks.
@@ -222,24 +265,27 @@ class Reader:
             )
         return head
 
-    async def _take_chunk(self, connection: PeerConnection, head: Head, load: Load, chunk: Chunk) -> None:
+    async def _take_chunk(
+        self, connection: PeerConnection, head: Head, load: Load, chunk: Chunk, target: StoredBlocks | None
+    ) -> None:
         body_bytes = chunk.token_count * connection.layout.token_bytes
         if (head.layer, head.token_start, head.token_count, head.body_bytes) != (*chunk, body_bytes):
             raise BadFrame(f"{head} came, and {chunk} in {body_bytes} bytes is due")
         if not load.is_alive:
             raise MayNot(has_begun=True)
         same = connection.layout.dtype == self._pages.layout.dtype
-        pieces = views(self._pages, load.block_table, chunk) if same else None
+        here: BlockViews = self._pages if target is None else target.of_layer(chunk.layer)
+        pieces = views(here, load.block_table, chunk) if same else None
         if pieces is None:
             landed = memoryview(bytearray(body_bytes))
             await connection.wire.receive_into([landed], lambda: load.is_alive)
             _check([landed], head)
-            self.put(load, chunk, landed, connection.layout.dtype)
+            self.put(load, chunk, landed, connection.layout.dtype, target)
         else:
             await connection.wire.receive_into(pieces, lambda: load.is_alive)
             _check(pieces, head)
 
-    def put(self, load: Load, chunk: Chunk, landed: memoryview, dtype: str) -> None:
+    def put(self, load: Load, chunk: Chunk, landed: memoryview, dtype: str, target: StoredBlocks | None) -> None:
         """Convert a received chunk and write it to its blocks.
 
         Args:
@@ -247,6 +293,7 @@ class Reader:
             chunk: Layer and positions of the chunk.
             landed: Content that was received.
             dtype: Dtype of the content.
+            target: Host memory that receives the content for a device. None to write it to the blocks.
 
         Raises:
             MayNot: the load has ended.
@@ -257,8 +304,12 @@ class Reader:
         token_bytes = self._pages.layout.token_bytes
         done = 0
         for place in places(load.block_table, self._pages.layout.block_size, chunk):
-            end = done + place.token_count * token_bytes
-            self._pages.write(chunk.layer, place.block, place.start * token_bytes, content[done:end])
+            start, end = place.start * token_bytes, done + place.token_count * token_bytes
+            if target is None:
+                self._pages.write(chunk.layer, place.block, start, content[done:end])
+            else:
+                there = target.of_layer(chunk.layer).view(chunk.layer, place.block)
+                there[start : start + end - done] = content[done:end]
             done = end
 
     # --- connections ---
