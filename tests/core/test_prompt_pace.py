@@ -4,6 +4,7 @@ known cost.
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import median
 
@@ -349,6 +350,13 @@ def test_first_prompt_tokens_beside_decodes_follow_earlier_prompts():
     counts = [timed.step()[1] for _ in range(12)]
     assert max(counts[:2]) <= CHUNK_TOKENS_MIN
     assert all(later <= 2 * max(counts[: index + 1], default=0) for index, later in enumerate(counts[1:]) if later > 16)
+    timed.leave()
+
+
+def test_prompts_are_not_limited_by_an_infinite_stretch():
+    timed = Timed(Costs(token=0.01), 16, stretch=math.inf)
+    timed.add("wide", range(10_000, 14_000))
+    assert [timed.step()[1] for _ in range(8)] == [496] * 8
     timed.leave()
 
 

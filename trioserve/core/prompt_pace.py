@@ -15,6 +15,7 @@ If no request decodes, only the token budget limits a step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -38,9 +39,9 @@ class PromptPace:
 
     Args:
         stretch_max: highest allowed ratio, above 1, of the time of a step with prompt tokens to the time of the same
-            step without them, except for the fixed time of prompt tokens. Prompts always get at least a fraction of
-            time that depends on their number: one prompt beside two decodes gets half of the time. Otherwise prompts
-            would queue up while few requests decode.
+            step without them, except for the fixed time of prompt tokens. Infinite: prompts are not limited. Prompts
+            always get at least a fraction of time that depends on their number: one prompt beside two decodes gets half
+            of the time. Otherwise prompts would queue up while few requests decode.
     """
 
     def __init__(self, stretch_max: float) -> None:
@@ -64,7 +65,7 @@ class PromptPace:
         Returns:
             The number of tokens. None if only the step's token budget limits the prompts.
         """
-        if decode_count == 0 or not self._tokens_tried:
+        if decode_count == 0 or not self._tokens_tried or self._stretch_max == math.inf:
             return None
         self._steps_since_probe += 1
         has_changed = abs(decode_count - self._decode_count) * 4 > decode_count

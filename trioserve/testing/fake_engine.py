@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
@@ -242,7 +243,7 @@ async def open_fake_engine(
     max_model_len: int | None = None,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
-    wide_prompt_stretch: float = 3.0,
+    wide_prompt_stretch: float = math.inf,
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
     draft_model_tokens: int = 0,
@@ -304,8 +305,9 @@ async def open_fake_engine(
             less.
         max_num_seqs: maximum number of sequences that are computed at the same time.
         max_num_batched_tokens: tokens computed in one step. Longer prompts are computed in chunks.
-        wide_prompt_stretch, enable_prefix_caching, overlap_steps, engine_restarts, step_timeout: as in open_engine. A
-        paused engine plans no step ahead.
+        wide_prompt_stretch: as in open_engine. Default: unlimited, so that no plan depends on the time of steps.
+        enable_prefix_caching, overlap_steps, engine_restarts, step_timeout: as in open_engine. A paused engine plans no
+            step ahead.
         speculative_ngram: draft tokens per request and step, copied from the request's own text. 0: off.
         draft_model_tokens: draft tokens per request and step from a draft model. Its drafts are by turns right, wrong,
             too long or empty. 0: off.
