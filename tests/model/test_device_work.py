@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trioserve.model.decoder import Decoder
-from trioserve.model.kv_storage import KVStorage
+from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.static_decode import StaticDecode
 from trioserve_kernels import reference_fused
@@ -27,7 +27,7 @@ META = torch.device("meta")
 FREE = ("view", "reshape", "slice", "select.int", "transpose", "t.default", "empty", "split", "unsqueeze", "as_strided")
 FREE += ("expand", "permute", "unbind", "detach", "alias", "squeeze", "chunk", "narrow", "flatten", "lift_fresh")
 # Launches of one layer. Dense layers have at most 16 in plain torch, where some kernels are several operators.
-DENSE_MAX, LATENT_MAX, MIXTURE_MAX = 24, 48, 64
+DENSE_MAX, LATENT_MAX, STATE_MAX, MIXTURE_MAX = 24, 48, 72, 64
 
 
 class Launches(TorchDispatchMode):
@@ -88,8 +88,17 @@ def launches(path: Path, rows: int, *, has_prompt: bool = False) -> tuple[int, i
         make=lambda shape: torch.empty(shape, dtype=torch.bfloat16, device=META),
         has_spare=True,
     )
+    states: Any = None
+    if config.state_bytes:
+        states = StateStorage(config, slot_count=9, make=lambda shape: torch.empty(shape, device=META))
     static = StaticDecode(
-        model, storage, rows_max=rows, kept_max=rows, context_tokens_max=100, prompt_rows_max=64 if has_prompt else 0
+        model,
+        storage,
+        states=states,
+        rows_max=rows,
+        kept_max=rows,
+        context_tokens_max=100,
+        prompt_rows_max=64 if has_prompt else 0,
     )
     size = next(size for size in static.sizes if bool(size.chunks) == has_prompt and size.rows >= rows)
     with Launches() as seen, torch.inference_mode():
@@ -103,6 +112,8 @@ def launches(path: Path, rows: int, *, has_prompt: bool = False) -> tuple[int, i
         ("llama", DENSE_MAX),
         ("minicpm3", LATENT_MAX),
         ("deepseek-v3", LATENT_MAX + MIXTURE_MAX),
+        *((kind, STATE_MAX) for kind in ("lfm2", "falcon-h1", "mamba2", "qwen3.5")),
+        ("qwen3-next", STATE_MAX + MIXTURE_MAX),
         *((kind, MIXTURE_MAX) for kind in ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "minimax-m2")),
     ),
 )
@@ -114,6 +125,8 @@ def test_host_reads_nothing_in_a_step_and_launches_do_not_depend_on_the_rows(
     many, _ = launches(path, 64)
     assert few == many
     assert few < 16 + layers * layer_max
+    if open_checkpoint(path).config.state_bytes:
+        return  # Prompts of models with states have no steps of fixed shape.
     with_prompt, _ = launches(path, 2, has_prompt=True)
     assert with_prompt <= few + 2 * layers  # Zeros for rows without a sequence, and the attention of chunks.
 

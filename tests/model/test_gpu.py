@@ -177,7 +177,7 @@ def test_limits_of_a_step_on_a_cpu(machine: Machine) -> None:
 # --- kernels ---
 
 
-CONFIG = SimpleNamespace(state_bytes=0, sections=(), stage=None)
+CONFIG = SimpleNamespace(sections=(), stage=None)
 
 
 def picked(
@@ -205,7 +205,6 @@ def test_triton_kernels_compute_on_a_gpu_by_default(
         ({}, {}, "no compiler"),
         ({"sections": (4,)}, {}, None),
         ({"stage": 1}, {}, None),
-        ({"state_bytes": 1}, {}, None),
         ({}, {"kv_cache_dtype": "fp8"}, None),
     ),
 )

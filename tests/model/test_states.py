@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from trioserve.assemble import open_engine
 from trioserve.contracts.errors import ModelLoadError, StartupError
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import torch_step_model
+from trioserve.model import recurrent_layers
 from trioserve.model.device import cache_size, kv_block_bytes
 from trioserve.model.drafts.checkpoints import check_draft
 from trioserve.model.layer_config import AttentionConfig, ShortConvConfig, StateSpaceConfig
@@ -228,12 +229,6 @@ def test_torch_refuses_batch_invariance_for_layers_with_states(tiny_checkpoint: 
         TorchStepModel(config, ModelSettings(batch_invariant=True), dtype="float32", device="cpu")
 
 
-def test_triton_is_refused_with_a_hint_at_torch(tiny_checkpoint: Callable[..., Path]) -> None:
-    config = open_checkpoint(tiny_checkpoint("lfm2")).config
-    with pytest.raises(StartupError, match="use gpu_kernels torch"):
-        torch_step_model._kernels(config, ModelSettings(gpu_kernels="triton"), "cuda")
-
-
 def test_draft_tokens_are_refused_for_models_with_states() -> None:
     config = read()
     with pytest.raises(StartupError, match="name another draft model"):
@@ -308,3 +303,33 @@ async def test_engine_continues_from_a_copied_state_and_frees_all_slots(
     assert stats.prefix_hit_tokens_total == 48
     assert (stats.states_used, stats.states_total) == (0, 4)
     assert stats.snapshots_kept > 0
+
+
+@pytest.mark.parametrize("count", (1, 63, 64, 65, 200))
+def test_pieces_of_a_span_give_the_outputs_and_the_state_of_single_tokens(count: int) -> None:
+    """In float64, for a state space and for the delta rule, with a last piece that is not full."""
+    draw = torch.Generator().manual_seed(count)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    heads, vector, width = 2, 5, 3
+    keys, queries = (torch.nn.functional.normalize(numbers(count, heads, vector), dim=-1) for _ in range(2))
+    values, exponents, shares = numbers(count, heads, width), -numbers(count, heads).abs(), numbers(count, heads)
+    shares = shares.sigmoid()
+    for rule in ("state space", "delta"):
+        state = numbers(heads, vector, width)
+        expected, wanted = state.clone(), []
+        for token in range(count):
+            expected = expected * exponents[token].exp()[:, None, None]
+            added = values[token]
+            if rule == "delta":
+                added = (added - (expected * keys[token][..., None]).sum(-2)) * shares[token][:, None]
+            expected = expected + keys[token][..., None] * added[:, None]
+            wanted.append((expected * queries[token][..., None]).sum(-2))
+        if rule == "delta":
+            found = recurrent_layers._scanned_deltas(queries, keys, values, exponents, shares, state)
+        else:
+            found = recurrent_layers._scanned_states(values, keys, queries, exponents, state)
+        torch.testing.assert_close(found, torch.stack(wanted))
+        torch.testing.assert_close(state, expected)

@@ -109,6 +109,11 @@ def conversation(driver: Any) -> dict[str, list[int]]:
         "glm4-moe",
         "deepseek-v2",
         "minicpm3",
+        "lfm2",
+        "granite-hybrid-moe",
+        "falcon-h1",
+        "mamba2",
+        "qwen3-next",
     ),
 )
 def test_steps_of_fixed_shape_give_the_responses_of_other_steps(

@@ -1,13 +1,14 @@
 """Recurrent layers in torch, which replace attention and have a state that summarizes a sequence.
 
-Chunks of one token are computed together. A longer chunk is computed span by span, and a state space divides a span
-into pieces. Within a piece, matrix products combine each token with all previous tokens of the piece. The state is
-passed from one piece to the next (the chunked scan of Mamba-2, arXiv 2405.21060). Numbers that depend on earlier tokens
-are float32.
+Chunks of one token are computed together. A longer chunk is computed span by span, and a span is divided into pieces.
+Within a piece, matrix products combine each token with all previous tokens of the piece, for all pieces together. Only
+the state is passed from one piece to the next (the chunked scan of Mamba-2, arXiv 2405.21060). Numbers that depend on
+earlier tokens are float32. Nothing is read from the device.
 
 The gated delta rule (arXiv 2412.06464, see DeltaNetConfig) also divides longer chunks into pieces. Within a piece, each
 token's change of a head's state depends on the changes of all previous tokens. The changes of a piece are the solution
-of a triangular system of equations.
+of a triangular system of equations. It is solved for all pieces together, for the values and for the part that the
+state before the piece is multiplied with (the WY form, arXiv 2406.06484).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace", "DeltaNet"]
 
 # In longer pieces, the products of each token with all previous tokens would cost more than updating the state.
 PIECE_TOKENS = 64
+# The states before all of these pieces are in memory at the same time: 70 MB with 32 heads of 128 x 128 numbers.
+PIECES_AT_ONCE = 32
 
 
 class Convolution:
@@ -71,8 +74,8 @@ class Convolution:
         result = torch.empty_like(inputs)
         if (own := steps.rows) is not None:
             before = torch.where(own.past_count > 0, states[own.reads], 0.0)
-            window = torch.cat((before, inputs[own.rows][:, None]), 1)
-            result[own.rows] = (window * self._weight.T).sum(1)
+            window = torch.cat((before, own.take(inputs)[:, None]), 1)
+            own.put(result, (window * self._weight.T).sum(1))
             states[own.writes] = window[:, 1:]
         for row, spans in steps.spans:
             for span in spans:
@@ -214,39 +217,86 @@ class StateSpace:
         scaled = x * time_steps[..., None]
         exponents = time_steps * self._rates
         if (own := steps.rows) is not None:
-            rows = own.rows
             before = torch.where(own.past_count[..., None] > 0, states[own.reads], 0.0)
-            after = before * exponents[rows].exp()[..., None, None] + b[rows][..., None] * scaled[rows][:, :, None]
+            decays = own.take(exponents).exp()[..., None, None]
+            after = before * decays + own.take(b)[..., None] * own.take(scaled)[:, :, None]
             states[own.writes] = after
-            result[rows] += (after * c[rows][..., None]).sum(-2)
+            own.put(result, own.take(result) + (after * own.take(c)[..., None]).sum(-2))
         for row, spans in steps.spans:
             for span in spans:
                 state = states.new_zeros(states.shape[1:]) if span.reads is None else states[span.reads].clone()
-                for first in range(row, row + span.count, PIECE_TOKENS):
-                    piece = slice(first, min(first + PIECE_TOKENS, row + span.count))
-                    result[piece] += _scanned_states(scaled[piece], b[piece], c[piece], exponents[piece], state)
+                for part in _parts(row, span.count):
+                    result[part] += _scanned_states(scaled[part], b[part], c[part], exponents[part], state)
                 states[span.writes] = state
                 row += span.count
         return result
 
 
-def _scanned_states(x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, state: Tensor) -> Tensor:
-    """Apply the state space to one piece of a sequence.
+def _parts(row: int, count: int) -> Iterator[slice]:
+    """Divide the rows of a span into parts, whose pieces are computed together."""
+    for first in range(row, row + count, PIECES_AT_ONCE * PIECE_TOKENS):
+        yield slice(first, min(first + PIECES_AT_ONCE * PIECE_TOKENS, row + count))
+
+
+def _pieces(values: Tensor) -> Tensor:
+    """Divide rows into pieces. Padding rows are zeros, which change no state.
 
     Args:
-        state: [heads, vector_size, head_dim], state before the piece. It is replaced by the state after the piece.
+        values: [t, heads, ...].
+
+    Returns:
+        [pieces, heads, PIECE_TOKENS, ...], or [1, heads, t, ...] if there is only one piece.
+    """
+    count = values.shape[0]
+    size = min(count, PIECE_TOKENS)
+    if missing := -count % size:
+        values = torch.cat((values, values.new_zeros(missing, *values.shape[1:])))
+    return values.view(-1, size, *values.shape[1:]).transpose(1, 2)
+
+
+def _joined(pieces: Tensor, count: int) -> Tensor:
+    """Join pieces [pieces, heads, tokens, n] to rows [count, heads, n]."""
+    return pieces.transpose(1, 2).flatten(0, 1)[:count]
+
+
+def _decays(exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the decays of each piece.
+
+    Args:
+        exponents: [pieces, heads, t].
+
+    Returns:
+        Decay between each token (row) and each previous token (column), [pieces, heads, t, t], with zeros above the
+        diagonal, decay since the piece began [pieces, heads, t, 1], and decay until it ends [pieces, heads, t, 1].
+    """
+    sums = exponents.cumsum(-1)
+    left = (sums[..., None] - sums[..., None, :]).tril().exp().tril()
+    return left, sums.exp()[..., None], (sums[..., -1:] - sums).exp()[..., None]
+
+
+def _scanned_states(x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, state: Tensor) -> Tensor:
+    """Apply the state space to consecutive tokens of one sequence.
+
+    Args:
+        x: [t, heads, head_dim], inputs that are multiplied by their time steps.
+        b: [t, heads, vector_size].
+        c: [t, heads, vector_size].
+        exponents: [t, heads], logarithm of each token's decay.
+        state: [heads, vector_size, head_dim], state before the tokens. It is replaced by the state after them.
 
     Returns:
         [t, heads, head_dim].
     """
-    sums = exponents.cumsum(0).T  # [heads, t]
-    x, b, c = (numbers.transpose(0, 1) for numbers in (x, b, c))
-    # Decay between each token (row) and each previous token (column). Numbers above the diagonal are 0.
-    left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
-    found = ((c @ b.transpose(1, 2)) * left) @ x + (c @ state) * sums.exp()[..., None]
-    last = sums[:, -1:]
-    state.mul_(last.exp()[..., None]).add_((b * (last - sums).exp()[..., None]).transpose(1, 2) @ x)
-    return found.transpose(0, 1)
+    count = x.shape[0]
+    x, b, c, exponents = map(_pieces, (x, b, c, exponents))
+    left, since, until = _decays(exponents)
+    added = (b * until).transpose(-1, -2) @ x
+    before = torch.empty_like(added)
+    for piece, decay in enumerate(since[:, :, -1:]):
+        before[piece] = state
+        torch.addcmul(added[piece], state, decay, out=state)
+    found = ((c @ b.transpose(-1, -2)) * left) @ x + (c @ before) * since
+    return _joined(found, count)
 
 
 def _linear(name: str, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
@@ -353,21 +403,19 @@ class DeltaNet:
         """
         result = torch.empty_like(values)
         if (own := steps.rows) is not None:
-            rows = own.rows
             before = torch.where(own.past_count[..., None] > 0, states[own.reads], 0.0)
-            before *= exponents[rows].exp()[..., None, None]
-            key = keys[rows][..., None]
-            added = (values[rows] - (before * key).sum(-2)) * shares[rows][..., None]
+            before *= own.take(exponents).exp()[..., None, None]
+            key = own.take(keys)[..., None]
+            added = (own.take(values) - (before * key).sum(-2)) * own.take(shares)[..., None]
             after = before + key * added[:, :, None]
             states[own.writes] = after
-            result[rows] = (after * queries[rows][..., None]).sum(-2)
+            own.put(result, (after * own.take(queries)[..., None]).sum(-2))
         for row, spans in steps.spans:
             for span in spans:
                 state = states.new_zeros(states.shape[1:]) if span.reads is None else states[span.reads].clone()
-                for first in range(row, row + span.count, PIECE_TOKENS):
-                    piece = slice(first, min(first + PIECE_TOKENS, row + span.count))
-                    result[piece] = _scanned_deltas(
-                        queries[piece], keys[piece], values[piece], exponents[piece], shares[piece], state
+                for part in _parts(row, span.count):
+                    result[part] = _scanned_deltas(
+                        queries[part], keys[part], values[part], exponents[part], shares[part], state
                     )
                 states[span.writes] = state
                 row += span.count
@@ -377,28 +425,36 @@ class DeltaNet:
 def _scanned_deltas(
     queries: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, shares: Tensor, state: Tensor
 ) -> Tensor:
-    """Apply the delta rule to one piece of a sequence.
+    """Apply the delta rule to consecutive tokens of one sequence.
 
-    With s the cumulative sums of the exponents, token i adds along k_i: u_i = share_i (v_i - exp(s_i) state^T k_i - sum
-    over j < i of exp(s_i - s_j) (k_i k_j) u_j).
+    With s the cumulative sums of the exponents in a piece, token i adds along k_i: u_i = share_i (v_i - exp(s_i)
+    state^T k_i - sum over j < i of exp(s_i - s_j) (k_i k_j) u_j). The solution is linear in the state before the piece.
 
     Args:
-        state: [heads, vector_size, head_dim], state before the piece. It is replaced by the state after the piece.
+        queries: [t, heads, vector_size].
+        keys: [t, heads, vector_size].
+        values: [t, heads, head_dim].
+        exponents: [t, heads], logarithm of each token's decay.
+        shares: [t, heads], fraction of each token's update.
+        state: [heads, vector_size, head_dim], state before the tokens. It is replaced by the state after them.
 
     Returns:
         [t, heads, head_dim].
     """
-    sums = exponents.cumsum(0).T  # [heads, t]
-    queries, keys, values = (numbers.transpose(0, 1) for numbers in (queries, keys, values))
-    shares = shares.T[..., None]
-    # Decay between each token (row) and each previous token (column). Numbers above the diagonal are 0.
-    left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
-    since = sums.exp()[..., None]
+    count = queries.shape[0]
+    queries, keys, values, exponents, shares = map(_pieces, (queries, keys, values, exponents, shares))
+    left, since, until = _decays(exponents)
+    shares = shares[..., None]
     # With unitriangular=True, the solver ignores the diagonal of the system and uses ones.
-    system = (keys @ keys.transpose(1, 2)) * left * shares
-    wanted = (values - (keys @ state) * since) * shares
-    added: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    found = ((queries @ keys.transpose(1, 2)) * left) @ added + (queries @ state) * since
-    last = sums[:, -1:]
-    state.mul_(last.exp()[..., None]).add_((keys * (last - sums).exp()[..., None]).transpose(1, 2) @ added)
-    return found.transpose(0, 1)
+    system = (keys @ keys.transpose(-1, -2)) * left * shares
+    wanted = torch.cat((values, keys * since), -1) * shares
+    solved: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    added, of_state = torch.split(solved, [values.shape[-1], keys.shape[-1]], -1)
+    kept = (keys * until).transpose(-1, -2)
+    before = state.new_empty(len(keys), *state.shape)
+    for piece, decay in enumerate(since[:, :, -1:]):
+        before[piece] = state
+        added[piece].sub_(of_state[piece] @ state)
+        torch.baddbmm(state * decay, kept[piece], added[piece], out=state)
+    found = ((queries @ keys.transpose(-1, -2)) * left) @ added + (queries @ before) * since
+    return _joined(found, count)

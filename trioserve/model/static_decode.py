@@ -25,9 +25,18 @@ from torch import Tensor
 
 from trioserve.contracts.step import ScheduledChunk
 from trioserve.model.decoder import Decoder
-from trioserve.model.kv_storage import KVStorage
+from trioserve.model.kv_storage import KVStorage, StateStorage
 from trioserve.model.static_inputs import StaticInputs, StaticRows, StepSize
-from trioserve.model.step_tensors import AttentionTensors, ChunkTables, DecodeTables, HeadShape, StepTensors, TableWalk
+from trioserve.model.step_tensors import (
+    AttentionTensors,
+    ChunkTables,
+    DecodeTables,
+    HeadShape,
+    StateRows,
+    StateSteps,
+    StepTensors,
+    TableWalk,
+)
 from trioserve.model.torch_formats import ALIGNMENT_BYTES
 from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens
 
@@ -100,6 +109,8 @@ class StaticDecode:
     Args:
         model: model that computes.
         storage: KV cache.
+        states: state slots, of which the last one is a spare slot. None for a model without states. With states, only
+            steps of decodes have a fixed shape, because the spans of a prompt differ in number and length.
         rows_max: largest number of decodes of a step. Values above ROWS_MAX mean ROWS_MAX.
         kept_max: largest number of tokens that a step of any shape chooses.
         context_tokens_max: longest context in tokens.
@@ -120,6 +131,7 @@ class StaticDecode:
         rows_max: int,
         kept_max: int,
         context_tokens_max: int,
+        states: StateStorage[Tensor] | None = None,
         prompt_rows_max: int = 0,
         record: Recorder | None = None,
         record_seconds_max: float | None = None,
@@ -128,6 +140,7 @@ class StaticDecode:
         config = model.config
         self._model = model
         self._storage = storage
+        self._states = states
         self._record = record
         self._record_seconds_max = record_seconds_max
         self._replays: dict[StepSize, Replay] = {}
@@ -135,15 +148,15 @@ class StaticDecode:
         if config.window_max is None:
             context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
         self._context_tokens_max = context_tokens_max
-        windows, heads = config.windows, HeadShape.of(config.kv_attention)
+        heads = HeadShape.of(config.kv_attention) if config.has_attention else None
         decodes_max = min(rows_max, ROWS_MAX)
-        tile_tokens = chunk_tile_tokens(heads.head_count // heads.kv_head_count)
+        tile_tokens = 1 if heads is None else chunk_tile_tokens(heads.head_count // heads.kv_head_count)
         self.sizes = [StepSize(rows, rows) for rows in row_sizes(decodes_max)]
         # If the tables of chunks began at another place, Triton would compile the kernels once more.
         decode_tables = decodes_max + -decodes_max % (ALIGNMENT_BYTES // 4)
         self.sizes += [
             StepSize(rows, min(rows, decode_tables), PROMPT_CHUNKS_MAX, tile_tokens)
-            for rows in prompt_row_sizes(prompt_rows_max)
+            for rows in prompt_row_sizes(prompt_rows_max if states is None else 0)
         ]
         self._inputs = StaticInputs(
             self.sizes,
@@ -151,10 +164,13 @@ class StaticDecode:
             width_max=-(-self._context_tokens_max // storage.block_size),
             block_size=storage.block_size,
             spare_block=storage.block_count,
+            spare_state=0 if states is None else states.slot_count - 1,
             device=model.device,
         )
-        work = heads.work(decode_tables, self._context_tokens_max, windows, model.device)
-        self._steps = {size: self._step(size, windows, work) for size in self.sizes}
+        work = None
+        if heads is not None:
+            work = heads.work(decode_tables, self._context_tokens_max, config.windows, model.device)
+        self._steps = {size: self._step(size, config.windows, work) for size in self.sizes}
         hidden_rows = max(size.rows for size in self.sizes)
         self._hidden = torch.empty(hidden_rows, config.hidden_size, dtype=model.dtype, device=model.device)
 
@@ -235,6 +251,8 @@ class StaticDecode:
         return (
             chunk.start + chunk.row_count <= self._context_tokens_max
             and chunk.request.adapter is None
+            and len(chunk.states) <= 1
+            and not (chunk.states and chunk.draft)
             and all(rows.end <= chunk.start for rows in chunk.request.given)
         )
 
@@ -254,17 +272,22 @@ class StaticDecode:
         """Compute the layers of a step, and return a view of its hidden states, [rows, hidden_size]."""
         inputs = self._inputs.tensors[size]
         step = replace(self._steps[size], token_ids=inputs.ids.index_select(0, inputs.id_places))
-        hidden = self._model.forward(step, self._storage)
+        hidden = self._model.forward(step, self._storage, states=self._states)
         assert hidden is not None, "a launched step is never abandoned"
         return self._hidden[: size.rows].copy_(hidden)
 
-    def _step(self, size: StepSize, windows: Sequence[int | None], work: DecodeWork) -> StepTensors:
+    def _step(self, size: StepSize, windows: Sequence[int | None], work: DecodeWork | None) -> StepTensors:
         inputs, count = self._inputs.tensors[size], size.decodes
         tables, contexts = inputs.block_tables, inputs.contexts
-        decodes = DecodeTables(tables[:count], contexts[:count], self._context_tokens_max, work)
-        chunks = None
+        decodes = chunks = None
+        if work is not None:
+            decodes = DecodeTables(tables[:count], contexts[:count], self._context_tokens_max, work)
         if size.chunks:
             chunks = ChunkTables(tables[count:], contexts[count:], inputs.row_starts, inputs.tiles)
+        states = None
+        if self._states is not None:
+            rows = StateRows(None, inputs.state_reads, inputs.state_writes, inputs.positions[:, None, None])
+            states = StateSteps(rows, ())
         return StepTensors(
             token_ids=inputs.id_places,  # A placeholder, which _compute replaces by the token ids at these indexes.
             positions=inputs.positions,
@@ -275,6 +298,7 @@ class StaticDecode:
                 for window in windows
             },
             first_rows=(),
+            states=states,
         )
 
 

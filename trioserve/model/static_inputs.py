@@ -72,6 +72,8 @@ class StepSize:
             "contexts": (np.int32, self.tables),
             "row_starts": (np.int32, self.chunk_tables + 1 if self.chunks else 0),
             "tiles": (np.int32, 2 * self.tiles),
+            "state_reads": (np.int64, self.decodes),
+            "state_writes": (np.int64, self.decodes),
         }
 
 
@@ -119,6 +121,8 @@ class InputTensors:
         contexts: int32 [tables], 0 for a table without a sequence.
         row_starts: int32 [chunk tables + 1], first row of each prompt chunk.
         tiles: int32 [tiles, 2], see ChunkTables.
+        state_reads: int64 [decodes], slot of each decode's state before the step. Not used by models without states.
+        state_writes: int64 [decodes], slot of each decode's state after the step.
         block_tables: int32 [tables, width_max]. Only the blocks of a context are defined.
     """
 
@@ -130,6 +134,8 @@ class InputTensors:
     contexts: Tensor
     row_starts: Tensor
     tiles: Tensor
+    state_reads: Tensor
+    state_writes: Tensor
     block_tables: Tensor
 
 
@@ -162,6 +168,7 @@ class StaticInputs:
         width_max: number of blocks in the longest block table.
         block_size: tokens in one KV block.
         spare_block: block that padding rows write to.
+        spare_state: state slot that padding rows write to.
         device: device of the tensors.
 
     Attributes:
@@ -177,6 +184,7 @@ class StaticInputs:
         width_max: int,
         block_size: int,
         spare_block: int,
+        spare_state: int = 0,
         device: torch.device,
     ) -> None:
         layouts = {size: _Layout(size) for size in sizes}
@@ -189,7 +197,7 @@ class StaticInputs:
         self.tensors = {size: self._tensors(layout, width_max) for size, layout in layouts.items()}
         self._sides = itertools.cycle(
             [
-                _HostSide(layouts, byte_count, width_max, kept_max, block_size, spare_block, device)
+                _HostSide(layouts, byte_count, width_max, kept_max, block_size, spare_block, spare_state, device)
                 for _ in range(HOST_BUFFERS)
             ]
         )
@@ -243,6 +251,7 @@ class _HostSide:
         kept_max: int,
         block_size: int,
         spare_block: int,
+        spare_state: int,
         device: torch.device,
     ) -> None:
         # With pinned memory, a copy to the device runs in the background, and the host can continue.
@@ -250,6 +259,7 @@ class _HostSide:
         self._kept_max = kept_max
         self._block_size = block_size
         self._spare_slot = spare_block * block_size
+        self._spare_state = spare_state
         host = self.buffer.numpy()
         self._arrays: dict[StepSize, dict[str, _Array]] = {
             size: {name: host[part].view(dtype) for name, (dtype, part) in layout.parts.items()}
@@ -299,6 +309,11 @@ class _HostSide:
         fields["known_ids"][:count] = [
             0 if row in awaited else chunk.tokens[chunk.start + chunk.count - 1] for row, chunk in enumerate(decodes)
         ]
+        states = [chunk.states[0] for chunk in decodes if chunk.states]
+        fields["state_reads"][: len(states)] = [span.writes if span.reads is None else span.reads for span in states]
+        fields["state_writes"][: len(states)] = [span.writes for span in states]
+        for name in ("state_reads", "state_writes"):
+            fields[name][len(states) :] = self._spare_state
         return max(widths, default=0)
 
     def _fill_prompts(self, fields: Mapping[str, _Array], rows: StaticRows, size: StepSize) -> int:

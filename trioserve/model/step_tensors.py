@@ -303,17 +303,40 @@ class StateRows:
     """Rows of a step whose chunk has one row and one state span.
 
     Attributes:
-        rows: int64 [n], row indexes.
+        rows: int64 [n], row indexes. None: these are all rows of the step, in order.
         reads: int64 [n], state slots to read.
         writes: int64 [n], state slots to write.
         past_count: int64 [n, 1, 1], number of tokens before the row. If there are none, the state is zeros, and `reads`
             has an arbitrary slot.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     reads: Tensor
     writes: Tensor
     past_count: Tensor
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return these rows.
+
+        Args:
+            values: [T, ...], a value for each row of the step.
+
+        Returns:
+            [n, ...].
+        """
+        return values if self.rows is None else values.index_select(0, self.rows)
+
+    def put(self, result: Tensor, values: Tensor) -> None:
+        """Write values to these rows.
+
+        Args:
+            result: [T, ...], which is changed in place.
+            values: [n, ...].
+        """
+        if self.rows is None:
+            result.copy_(values)
+        else:
+            result.index_copy_(0, self.rows, values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ class TorchStepModel:
         if state_slot_count:
             self._states = StateStorage(
                 self.config,
-                slot_count=state_slot_count,
+                slot_count=state_slot_count + is_static,  # Padding rows write to the last slot.
                 make=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._shape.device),
             )
         kept_max = self._settings.sequences_max
@@ -236,6 +236,7 @@ class TorchStepModel:
                     kept_max=kept_max,
                     context_tokens_max=self._settings.context_tokens_max or self.config.context_tokens_max,
                     prompt_rows_max=self._settings.step_tokens_max if self._settings.mixed_graphs else 0,
+                    states=self._states,
                     record=CudaGraphRecorder() if self.device == "cuda" else None,
                     record_seconds_max=RECORD_SECONDS_MAX if self._is_alone else None,
                 )
@@ -343,7 +344,7 @@ class TorchStepModel:
         sending.send()
         if given is not None:
             step.token_ids.index_copy_(0, given[0], kept_ids.index_select(0, given[1]))
-        hidden = model.forward(step, storage)
+        hidden = model.forward(step, storage, states=self._states)
         assert hidden is not None, "a launched step is never abandoned"
         if rows is None:
             return reach_end(hidden)
@@ -428,7 +429,7 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
             "gpu_kernels triton"
         )
     if device == "cuda" and settings.gpu_kernels != "torch":
-        reason = _why_not_triton(config, settings) or (None if is_needed else _why_not_launched(config))
+        reason = _why_not_triton(settings) or (None if is_needed else _why_not_launched(config))
         reason = reason or why_not_triton()
         if reason is None:
             name = "triton"
@@ -439,10 +440,8 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
     return pick_kernels(name, batch_invariant=settings.batch_invariant)
 
 
-def _why_not_triton(config: ModelConfig, settings: ModelSettings) -> str | None:
-    """Return the reason why Triton's kernels do not support the model or the settings. None if they do."""
-    if config.state_bytes:
-        return "there are none for layers that keep a state; use gpu_kernels torch"
+def _why_not_triton(settings: ModelSettings) -> str | None:
+    """Return the reason why Triton's kernels do not support the settings. None if they do."""
     if kv_format_of(settings) != "plain":
         return f"kv_cache_dtype is {settings.kv_cache_dtype}, and they read no KV in 8 bits; use kv_cache_dtype auto"
     return None
