@@ -60,7 +60,9 @@ def interpreted_parts() -> list[str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", interpreted_parts())
 def test_triton_tests_pass_in_the_interpreter(part: str) -> None:
-    output = run("pytest", "-q", "--numprocesses", "0", f"{TESTS_OF_TRITON}/{part}", TRITON_INTERPRET="1")
+    # One interpreted test may take longer than the limit of other tests. The limit of this test bounds it.
+    options = ("-q", "--numprocesses", "0", "--timeout", "1800")
+    output = run("pytest", *options, f"{TESTS_OF_TRITON}/{part}", TRITON_INTERPRET="1")
     assert " passed" in output
 
 
