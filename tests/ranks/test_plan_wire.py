@@ -10,7 +10,7 @@ from trioserve.contracts.adapter import AdapterRef
 from trioserve.contracts.images import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import CHOOSING_FIELDS, SamplingParams
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
 from trioserve.ranks.plan_wire import PartialTokens, WirePlan, plan_from_wire, plan_to_wire
 
@@ -99,6 +99,15 @@ def test_token_that_is_still_being_sampled_is_not_sent_to_ranks() -> None:
     found = sent(chunk_of(request(), start=10, count=1, tokens=tokens, awaits_token=True))
     assert found.awaits_token
     assert len(found.tokens) == 10
+
+
+@pytest.mark.parametrize("name", CHOOSING_FIELDS)
+def test_each_parameter_that_a_sampler_reads_is_sent_to_ranks(name: str) -> None:
+    default = getattr(SamplingParams(), name)
+    value = {3: -1.5} if name == "logit_bias" else 0.5 if isinstance(default, float) else 1
+    sampling = SamplingParams(**{name: value})
+    found = sent(chunk_of(request(sampling=sampling), start=0, count=10, tokens=list(PROMPT)))
+    assert found.request.sampling == sampling
 
 
 def test_fields_of_a_chunk_are_sent_to_ranks() -> None:

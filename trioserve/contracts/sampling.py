@@ -11,7 +11,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.contracts.thinking import Thinking
 
-__all__ = ["CHOICES_MAX", "SAMPLING_RANGES", "Range", "SamplingParams"]
+__all__ = ["CHOICES_MAX", "CHOOSING_FIELDS", "SAMPLING_RANGES", "Range", "SamplingParams"]
 
 CHOICES_MAX = 128  # Limit of n, as in OpenAI's API. Each choice is one sequence in the batch.
 STOP_STRINGS_MAX = 16  # The number is limited because each delta is searched for every stop string.
@@ -185,6 +185,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
+
+
+_NOT_CHOOSING = frozenset(
+    {
+        *("n", "seed", "max_tokens", "clamp_max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"),
+        *("ignore_eos", "skip_special_tokens", "structured", "allowed_token_ids", "bad_words", "thinking"),
+    }
+)
+CHOOSING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NOT_CHOOSING)
+"""Fields that a sampler reads to choose a token or to report log probabilities. A new field counts as one of them.
+
+The other fields end the output, shape its text, or reach the sampler in another form: as a seed, as stop token ids, or
+as a token mask.
+"""
 
 
 def _to_stop(name: str, value: object) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, cast, overload
 
@@ -20,28 +21,13 @@ from trioserve.contracts.ids import BlockIndex, RequestId
 from trioserve.contracts.images import GivenRows
 from trioserve.contracts.pooling import Pooling
 from trioserve.contracts.request import EngineRequest
-from trioserve.contracts.sampling import SamplingParams
+from trioserve.contracts.sampling import CHOOSING_FIELDS, SamplingParams
 from trioserve.contracts.step import DraftTask, ScheduledChunk, StateSpan, StepPlan
 
 __all__ = ["PartialTokens", "WirePlan", "plan_from_wire", "plan_to_wire"]
 
 SAMPLINGS_KEPT = 4096
-
-
-class WireSampling(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of SamplingParams that influence which token is chosen."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    min_tokens: int
-    logit_bias: dict[int, float] | None
-    logprobs: int | None
-    prompt_logprobs: int | None
+_choosing = operator.attrgetter(*CHOOSING_FIELDS)
 
 
 class WireGiven(msgspec.Struct, frozen=True, array_like=True):
@@ -134,21 +120,7 @@ def _chunk_to_wire(chunk: ScheduledChunk, block_size: int) -> WireChunk:
         request.id,
         len(request.prompt_token_ids),
         request.seed,
-        msgspec.msgpack.encode(
-            WireSampling(
-                sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
-                sampling.min_p,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty,
-                sampling.min_tokens,
-                sampling.logit_bias,
-                sampling.logprobs,
-                sampling.prompt_logprobs,
-            )
-        ),
+        msgspec.msgpack.encode(_choosing(sampling)),
         chunk.start,
         chunk.count,
         first,
@@ -226,8 +198,7 @@ def _chunk_from_wire(wire: WireChunk) -> ScheduledChunk:
 
 @functools.lru_cache(SAMPLINGS_KEPT)
 def _sampling(encoded: bytes) -> SamplingParams:
-    wire = msgspec.msgpack.decode(encoded, type=WireSampling)
-    return SamplingParams(**msgspec.structs.asdict(wire))
+    return SamplingParams(**dict(zip(CHOOSING_FIELDS, msgspec.msgpack.decode(encoded), strict=True)))
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

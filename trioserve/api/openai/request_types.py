@@ -479,24 +479,13 @@ class WeightGroupNameBody(msgspec.Struct, frozen=True, kw_only=True):
     group_name: str = WEIGHT_GROUP
 
 
-SAMPLING_FIELDS = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "prompt_logprobs",
+CONVERTED = frozenset({"seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
+SAMPLING_FIELDS = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationBody.__struct_fields__ and name not in CONVERTED
 )
-"""Fields that have the same name and type in a body and in SamplingParams."""
+"""Fields that have the same name and type in a body and in SamplingParams. CONVERTED have only the same name."""
 
 REFUSED = {
     "use_beam_search": "there is no beam search here, use n",

@@ -284,20 +284,7 @@ class ResponseEvent(msgspec.Struct):
 
 ID = "the response's id"
 STORED = (401, 404, 500)
-RANGES = {
-    name: SAMPLING_RANGES[name]
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "logit_bias",
-    )
-} | {
+RANGES = {name: allowed for name, allowed in SAMPLING_RANGES.items() if name in ResponsesBody.__struct_fields__} | {
     "max_output_tokens": Range(1, None),
     "max_tool_calls": Range(1, None),
     "thinking_token_budget": Range(0, None),

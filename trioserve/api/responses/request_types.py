@@ -240,17 +240,8 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
         return msgspec.structs.replace(defaults, **fields)
 
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "logit_bias",
+SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in ResponsesBody.__struct_fields__ and name != "stop"
 )
 """Fields that have the same name and type in a body and in SamplingParams."""
 

@@ -21,6 +21,7 @@ import trio
 
 from trioserve.contracts.events import TokenLogprob
 from trioserve.contracts.request import EngineRequest
+from trioserve.contracts.sampling import CHOOSING_FIELDS
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult
 from trioserve.ranks.frames import FrameReader, framed
 from trioserve.ranks.link import KILLED
@@ -68,6 +69,10 @@ __all__ = [
 ]
 
 
+NUMBERS = [name for name in CHOOSING_FIELDS if name not in ("min_tokens", "logit_bias", "logprobs", "prompt_logprobs")]
+"""Parameters that change the probabilities of all tokens."""
+
+
 class LookingModel(FakeModel):
     """A model whose next token depends on every sampling parameter and, with penalties, on the tokens so far."""
 
@@ -79,13 +84,7 @@ class LookingModel(FakeModel):
         elif sampling.presence_penalty or sampling.frequency_penalty:
             looked_at = tokens[len(request.prompt_token_ids) :]
         numbers = [
-            float(sampling.temperature),
-            float(sampling.top_p),
-            float(sampling.top_k),
-            float(sampling.min_p),
-            float(sampling.presence_penalty),
-            float(sampling.frequency_penalty),
-            float(sampling.repetition_penalty),
+            *(float(getattr(sampling, name)) for name in NUMBERS),
             *(float(number) for entry in sorted((sampling.logit_bias or {}).items()) for number in entry),
         ]
         asked = zlib.crc32(repr((numbers, list(looked_at))).encode())
