@@ -35,6 +35,7 @@ TREE = """
             RequestPoisoned
         RequestFailed
         RankLost
+        GpuLost
         EngineFault
 """
 
