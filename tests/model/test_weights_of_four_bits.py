@@ -89,6 +89,6 @@ def test_unsupported_quantization_on_a_gpu_is_refused(load: Callable[..., ModelR
             runner.config, settings, dtype="bfloat16", device="cpu", kernels=reference_fused, block_types={"a": "Q8_0"}
         )
     with pytest.raises(StartupError, match="use gpu_kernels triton, or quantization none"):
-        ModelSettings(device="cuda", quantization="file")
+        ModelSettings(device="cuda", gpu_kernels="torch", quantization="file")
     with pytest.raises(StartupError, match="only the native kernels compute"):
         ModelSettings(device="cuda", gpu_kernels="triton", quantization="int4")
