@@ -1,4 +1,4 @@
-"""Computes steps with torch, operator by operator. With Triton kernels, decodes are steps of fixed shape."""
+"""Computes steps with torch, operator by operator. With Triton kernels, most steps have a fixed shape."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class TorchStepModel:
 
     @property
     def _has_static_steps(self) -> bool:
-        """True if decodes run as steps of fixed shape. This needs fused kernels, because the host defines all sizes of
+        """True if steps of fixed shape are used. This needs fused kernels, because the host defines all sizes of
         their launches.
         """
         return self.launches and not self._settings.enforce_eager
