@@ -78,7 +78,7 @@ ROOMS = {
         rooms=words("contracts trio_tools"),
         packages=words("torch trio nixl numpy"),
         only_in={
-            "trio": words("loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl.py"),
+            "trio": words("copying.py loopback.py transport.py peer_connection.py holder.py reader.py wire.py nixl.py"),
             "nixl": words("nixl_agent.py"),
         },
     ),
@@ -149,7 +149,7 @@ ROOMS = {
         # The simulation of several routers imports testing and simulation.
         rooms=EVERY_ROOM | words("testing simulation"),
         packages=words("trio h2 h11 torch numpy tokenizers transformers diffusers trioserve_kernels"),
-        only_in={"transformers": words("gpu/transformers_steps.py"), "diffusers": words("image_load.py")},
+        only_in={"transformers": words("transformers_steps.py"), "diffusers": words("image_load.py")},
     ),
     "testing": Room(
         rooms=EVERY_ROOM,
@@ -185,15 +185,15 @@ TORCH_FILES = {
         "attention.py decoder.py device_sampler.py diffusion/beginning.py diffusion/components.py "
         "diffusion/families/dit.py diffusion/families/flux.py diffusion/families/pixart.py "
         "diffusion/families/stable_diffusion.py diffusion/families/stable_diffusion_xl.py diffusion/family.py "
-        "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py "
+        "diffusion/row_by_row.py diffusion/runner.py drafts/heads.py encoder.py layers.py logit_adjustments.py mlp.py "
         "parallel/torch_collectives.py recurrent_layers.py sampler.py static_decode.py static_inputs.py "
         "step_tensors.py streams.py torch_formats.py torch_step_model.py vision_tower.py"
     ),
     "kernels": words(
         "compile_check.py four_bits.py kv_format.py paged.py reference.py reference_invariant.py "
         "triton/activation.py triton/attention.py triton/attention_chunks.py triton/attention_decode.py "
-        "triton/four_bit_product.py triton/invariant.py triton/norm.py triton/product.py triton/rotary.py "
-        "triton/sampling.py"
+        "triton/four_bit_product.py triton/invariant.py triton/latent_attention.py triton/mixture.py triton/norm.py "
+        "triton/product.py triton/rotary.py triton/sampling.py"
     ),
 }
 
