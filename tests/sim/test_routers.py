@@ -92,5 +92,5 @@ def test_simulation_settings_of_routers_out_of_range_are_refused(settings):
 def test_simulation_detects_a_request_that_ends_twice():
     books = RoutersBooks(RoutersWorld(), 0.0)
     books.end(1)
-    with pytest.raises(AssertionError, match="a second time"):
+    with pytest.raises(AssertionError, match="ends twice"):
         books.end(1)

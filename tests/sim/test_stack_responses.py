@@ -59,11 +59,11 @@ def test_simulated_client_accepts_complete_and_partial_responses(body, is_comple
         (event("añb", "length") + event("x") + DONE, True, "after its end"),
         (event("anb", "length") + DONE, True, "'anb' of"),
         (event("añb", "abort") + DONE, True, "ended with abort"),
-        (event("b"), False, "no beginning"),
-        (event("añ", token_ids=[97]), False, "no beginning"),
+        (event("b"), False, "not a beginning"),
+        (event("añ", token_ids=[97]), False, "not a beginning"),
         (event("a", token_ids=[98]), False, r"\[98\]"),
         (event("añb", "length") + DONE + b"data", True, "half an event"),
-        (b"event: x\n\n", False, "is no event"),
+        (b"event: x\n\n", False, "is not an event"),
     ],
 )
 def test_simulated_client_refuses_wrong_responses(body, is_complete, objection):
@@ -167,9 +167,9 @@ def test_simulated_client_accepts_tool_calls_of_the_model(number, tokens_max, pi
         (2, 150, [message("f", *TWO, finish_reason="tool_calls")], "instead of"),
         (4, 150, [message(None, *PARTIAL_FINISH, finish_reason="stop")], "instead of"),
         (4, 150, [message(None, PARTIAL_FINISH[0], finish_reason="tool_calls")], "ended with tool_calls"),
-        (1, 150, [chunk(content="Well, é!<?")], "no beginning"),
-        (1, 150, [begun("g"), more("{}"), chunk(content="Well, é!")], "no beginning"),
-        (1, 150, [chunk(content="Well, é!"), begun("f")], "no beginning"),
+        (1, 150, [chunk(content="Well, é!<?")], "not a beginning"),
+        (1, 150, [begun("g"), more("{}"), chunk(content="Well, é!")], "not a beginning"),
+        (1, 150, [chunk(content="Well, é!"), begun("f")], "not a beginning"),
     ],
 )
 def test_simulated_client_refuses_wrong_tool_calls(number, tokens_max, pieces, objection):
