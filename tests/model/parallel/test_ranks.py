@@ -80,7 +80,7 @@ def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
     """
 
     def play(runner: Any) -> list[StepResult]:
-        changes = {"state_slot_count": 8, "snapshot_slot_count": 4} if runner.config.state_bytes else {}
+        changes = {"state_slot_count": 8, "snapshot_slot_count": 16} if runner.config.state_bytes else {}
         driver = draft_driver.Driver(runner, source=None, step_tokens_max=24, **changes)
         draft_driver.add_all(driver)
         guided = SamplingParams(temperature=0.9)
