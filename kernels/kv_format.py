@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CODED_DTYPES", "SCALE_BYTES", "decode", "encode", "head_dim_of", "is_coded", "taken"]
+__all__ = ["CODED_DTYPES", "LARGEST", "SCALE_BYTES", "TINY", "decode", "encode", "head_dim_of", "is_coded", "taken"]
 
 CODED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE_BYTES = 2

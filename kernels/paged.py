@@ -94,20 +94,23 @@ class DecodeWork:
     A batch may use fewer rows and parts.
 
     Attributes:
-        sums: float32 [rows, H, parts_max, D].
-        scales: float32 [rows, H, parts_max, 2], largest score of a part, and sum of the part's weights.
+        sums: float32 [rows, parts_max, H, D].
+        scales: float32 [rows, parts_max, H, 2], largest score of a part, and sum of the part's weights.
+        arrivals: int32 [rows, H], programs that have written their parts. It is 0 before and after every launch.
     """
 
     sums: Tensor
     scales: Tensor
+    arrivals: Tensor
 
     @classmethod
     def make(cls, rows: int, heads: int, parts_max: int, head_dim: int, device: torch.device) -> DecodeWork:
         return cls(
-            torch.empty(rows, heads, parts_max, head_dim, dtype=torch.float32, device=device),
-            torch.empty(rows, heads, parts_max, 2, dtype=torch.float32, device=device),
+            torch.empty(rows, parts_max, heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(rows, parts_max, heads, 2, dtype=torch.float32, device=device),
+            torch.zeros(rows, heads, dtype=torch.int32, device=device),
         )
 
     @property
     def parts_max(self) -> int:
-        return self.sums.shape[2]
+        return self.sums.shape[1]

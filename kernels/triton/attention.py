@@ -13,8 +13,19 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["attend_tile", "begin_softmax", "pipeline_stages", "score_numbers", "shared_bytes_max", "token_block"]
+from trioserve_kernels.kv_format import is_coded
+
+__all__ = [
+    "attend_tile",
+    "begin_softmax",
+    "kv_bytes",
+    "pipeline_stages",
+    "score_numbers",
+    "shared_bytes_max",
+    "token_block",
+]
 
 LOG2_E = 1.4426950408889634
 # Bytes of a tile of keys, and of a tile of values. Two tiles of keys and two of values are loaded at a time, and small
@@ -69,6 +80,47 @@ def begin_softmax(sinks, head, is_there, ROWS: tl.constexpr, HAS_SINKS: tl.const
 
 
 @triton.jit
+def _loaded(pointer, in_context, in_head, IS_WHOLE: tl.constexpr, IS_PADDED: tl.constexpr):
+    """Load numbers of a tile. Numbers outside of the context or of the head are 0.
+
+    Args:
+        pointer: addresses.
+        in_context: bool, not used if IS_WHOLE.
+        in_head: bool, not used if IS_WHOLE and not IS_PADDED.
+        IS_WHOLE: True if all tokens are in the context.
+        IS_PADDED: True if some numbers are outside of the head.
+    """
+    if not IS_WHOLE:
+        numbers = tl.load(pointer, mask=in_context & in_head, other=0)
+    elif IS_PADDED:
+        numbers = tl.load(pointer, mask=in_head, other=0)
+    else:
+        numbers = tl.load(pointer)
+    return numbers
+
+
+@triton.jit
+def _scales(head, in_context, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Load the scales of 8-bit heads, float32 [N]. They are two bytes of a bfloat16 after the head's codes."""
+    low = _loaded(head + HEAD_DIM, in_context, in_context, IS_WHOLE, False).to(tl.uint32)
+    high = _loaded(head + HEAD_DIM + 1, in_context, in_context, IS_WHOLE, False).to(tl.uint32)
+    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decoded(codes, KV_FORMAT: tl.constexpr):
+    """Convert codes of 8 bits to float32, without their scale. Hardware before sm_89 cannot convert e4m3."""
+    if KV_FORMAT == 1:
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        # float16 has one more exponent bit. So the same bits, shifted, are the number divided by 256.
+        wide = codes.to(tl.uint16)
+        wide = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        numbers = wide.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return numbers
+
+
+@triton.jit
 def attend_tile(
     query,
     maximum,
@@ -88,6 +140,8 @@ def attend_tile(
     PAGE_TOKENS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     IS_CAPPED: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
     """Add one tile of N tokens to the running softmax of M query rows.
 
@@ -96,7 +150,7 @@ def attend_tile(
         maximum: float32 [M], running maximum.
         total: float32 [M], running sum of weights.
         attended: float32 [M, DIM_BLOCK], running weighted sum of values.
-        pages: one layer's cache.
+        pages: one layer's cache, as bytes if it has 8 bits.
         block_table: int32, pages of the sequence.
         page_stride: distance between two entries of the block table.
         position: int [N], positions of the tile's tokens.
@@ -110,30 +164,58 @@ def attend_tile(
         PAGE_TOKENS: tokens per page.
         DIM_BLOCK: HEAD_DIM rounded up to a power of 2.
         IS_CAPPED: True to limit scores with score_cap.
+        KV_FORMAT: format of the pages, see `kv_bytes`.
+        IS_WHOLE: True if every row attends to every token of the tile. Then the two masks are not used.
 
     Returns:
         The new maximum, total and attended.
     """
     dim = tl.arange(0, DIM_BLOCK)
-    page = tl.load(block_table + position // PAGE_TOKENS * page_stride, mask=in_context, other=0)
+    in_head = dim < HEAD_DIM
+    IS_PADDED: tl.constexpr = DIM_BLOCK != HEAD_DIM
+    HEAD_SIZE: tl.constexpr = HEAD_DIM if KV_FORMAT == 0 else HEAD_DIM + 2
+    entry = block_table + position // PAGE_TOKENS * page_stride
+    page = _loaded(entry, in_context, in_context, IS_WHOLE, False)
     slot = page.to(tl.int64) * PAGE_TOKENS + position % PAGE_TOKENS
-    key = pages + slot * (2 * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-    value = key + KV_HEADS * HEAD_DIM
-    keys = tl.load(key[None, :] + dim[:, None], mask=in_context[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-    scores = tl.dot(query, keys, input_precision="tf32x3") * score_scale
+    key = pages + slot * (2 * KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
+    value = key + KV_HEADS * HEAD_SIZE
+    keys = _loaded(key[None, :] + dim[:, None], in_context[None, :], in_head[:, None], IS_WHOLE, IS_PADDED)
+    if KV_FORMAT == 0:
+        scores = tl.dot(query, keys, input_precision="tf32x3") * score_scale
+    else:
+        # The codes are exact in 16 bits. So the keys are not rounded, if their scale is applied to the scores.
+        scores = tl.dot(query, _decoded(keys, KV_FORMAT).to(query.dtype), input_precision="tf32x3")
+        scores = scores * (_scales(key, in_context, HEAD_DIM, IS_WHOLE) * score_scale)[None, :]
     if IS_CAPPED:
         scores = tl.where(scores > 126.0, 126.0, scores)  # keeps NaN
         scores = score_cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
-    scores = tl.where(seen, scores, float("-inf"))
+    if not IS_WHOLE:
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, 1))
-    # The maximum of a row without visible tokens so far is minus infinity. It is replaced by 0 to avoid NaN in
-    # differences.
-    base = tl.where(higher == float("-inf"), 0.0, higher)
+    base = higher
+    if not IS_WHOLE:
+        # The maximum of a row without visible tokens so far is minus infinity. It is replaced by 0 to avoid NaN in
+        # differences.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(maximum - base)
-    values = tl.load(value[:, None] + dim[None, :], mask=in_context[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    values = _loaded(value[:, None] + dim[None, :], in_context[:, None], in_head[None, :], IS_WHOLE, IS_PADDED)
+    if KV_FORMAT != 0:
+        value_scales = _scales(value, in_context, HEAD_DIM, IS_WHOLE)
+        values = (_decoded(values, KV_FORMAT) * value_scales[:, None]).to(query.dtype)
     attended = attended * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
     return higher, total * shrunk + tl.sum(weights, 1), attended
+
+
+def kv_bytes(pages: Tensor) -> tuple[Tensor, int]:
+    """Return pages as a kernel reads them, and the KV_FORMAT of the kernel: 0 for plain numbers, 1 int8, 2 e4m3.
+
+    Args:
+        pages: keys and values. In 8 bits, the result has the same memory as bytes, see kv_format.py.
+    """
+    if not is_coded(pages):
+        return pages, 0
+    return pages.view(torch.uint8), 1 if pages.dtype == torch.int8 else 2
 
 
 def score_numbers(head_dim: int, score_cap: float | None) -> tuple[float, float]:

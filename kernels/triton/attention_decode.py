@@ -1,10 +1,14 @@
-"""Attention of one query per sequence over its pages. Several programs compute parts of a context, and a second kernel
-combines the parts.
+"""Attention of one query per sequence over its pages. Several programs compute parts of a context, and the last of them
+joins the parts.
 
 Source: flash decoding, https://pytorch.org/blog/flash-decoding/. The query heads that share keys and values are the
 rows of one product, so keys and values are read once. The device splits a context by its length only. The grid depends
 on the number of rows and on the longest possible context, so a captured launch can be used for every step with the same
 number of rows.
+
+A program counts itself when its parts are written. No program waits for another one. The program that counts last joins
+the parts in the order of their tokens, so the result does not depend on which program is last. It also sets the count
+back to 0 for the next launch.
 """
 
 from __future__ import annotations
@@ -13,12 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trioserve_kernels.kv_format import head_dim_of
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, decode_program_count
-from trioserve_kernels.triton.attention import attend_tile, begin_softmax, pipeline_stages, score_numbers, token_block
+from trioserve_kernels.triton.attention import (
+    attend_tile,
+    begin_softmax,
+    kv_bytes,
+    pipeline_stages,
+    score_numbers,
+    token_block,
+)
 
-__all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
+__all__ = ["decode_kernel", "paged_decode_"]
 
-PART_BLOCK = 16  # number of parts that the second kernel reads at a time
 NO_WINDOW = 2**31 - 1
 
 
@@ -28,8 +39,58 @@ def _part_tokens(context, SPLIT_TOKENS: tl.constexpr, PARTS_MAX: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(context, PARTS_MAX), SPLIT_TOKENS), 1) * SPLIT_TOKENS
 
 
+@triton.jit
+def _join(
+    attended,
+    sums,
+    scales,
+    first_part,
+    head,
+    parts,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PARTS_MAX: tl.constexpr,
+    JOINED_COLUMNS: tl.constexpr,
+):
+    """Write the result of one head of a row from the row's parts, of which all have a visible token.
+
+    Args:
+        attended: result of the row.
+        sums: see DecodeWork.
+        scales: see DecodeWork.
+        first_part: index of the row's first part in the buffers.
+        head: head of the row.
+        parts: parts of the row.
+        HEADS: heads of the row.
+        HEAD_DIM: numbers per head.
+        DIM_BLOCK: HEAD_DIM rounded up to a power of 2.
+        PARTS_MAX: largest number of parts, a power of 2.
+        JOINED_COLUMNS: numbers of a head that are computed at a time, a divisor of DIM_BLOCK.
+    """
+    part = tl.arange(0, PARTS_MAX)
+    written = part < parts
+    index = (first_part + part) * HEADS + head
+    # The loads bypass the first-level cache, which may hold numbers of an earlier launch.
+    maximum = tl.load(scales + index * 2, mask=written, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(scales + index * 2 + 1, mask=written, other=0.0, cache_modifier=".cg")
+    weights = tl.exp2(maximum - tl.max(maximum, 0))
+    total = tl.sum(total * weights, 0)
+    # A few columns at a time need fewer registers than the loop over tokens, so more programs fit on a multiprocessor.
+    for column in range(0, DIM_BLOCK, JOINED_COLUMNS):
+        dim = column + tl.arange(0, JOINED_COLUMNS)
+        part_sums = tl.load(
+            sums + index[:, None] * HEAD_DIM + dim[None, :],
+            mask=written[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        result = tl.sum(part_sums * weights[:, None], 0) / total
+        tl.store(attended + head * HEAD_DIM + dim, result.to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
 @triton.jit(do_not_specialize=["window", "table_stride", "page_stride", "parts_max"])
-def decode_split_kernel(
+def decode_kernel(
     attended,
     queries,
     pages,
@@ -37,6 +98,7 @@ def decode_split_kernel(
     contexts,
     sums,
     scales,
+    arrivals,
     sinks,
     window,
     score_scale,
@@ -55,22 +117,21 @@ def decode_split_kernel(
     GROUP_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
-    ONE_PART: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
 ):
     # Program (row, key/value head, n) computes part n of the row and every following part at a distance of the number
-    # of programs. Parts count from the part in which the window begins. With ONE_PART, the program writes the final
-    # result, because no parts have to be combined.
+    # of programs. Parts count from the part in which the window begins.
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     context = tl.load(contexts + row)
     first = tl.maximum(context - window, 0)
     part_tokens = _part_tokens(context, SPLIT_TOKENS, PARTS_MAX)
-    parts = tl.cdiv(context, part_tokens) - first // part_tokens
-    if ONE_PART:
-        parts = 1  # An empty context also has one part, because its result of zeros must be written.
-    if tl.program_id(2) >= parts:
+    # An empty context also has one part, because its result of zeros must be written.
+    parts = tl.maximum(tl.cdiv(context, part_tokens) - first // part_tokens, 1)
+    programs = tl.minimum(tl.num_programs(2), parts)
+    if tl.program_id(2) >= programs:
         # The grid is made for the longest context. With a short context, most programs end now.
         return
     member = tl.arange(0, GROUP_BLOCK)
@@ -110,62 +171,37 @@ def decode_split_kernel(
                 PAGE_TOKENS,
                 DIM_BLOCK,
                 IS_CAPPED,
+                KV_FORMAT,
+                False,
             )
-        if ONE_PART:
+        if parts == 1:
             result = result / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(attended + row * attended_stride + place, result.to(attended.dtype.element_ty), mask=inside)
         else:
-            index = (row * KV_HEADS * GROUP + head) * parts_max + part
-            tl.store(sums + index[:, None] * HEAD_DIM + dim[None, :], result, mask=inside)
-            tl.store(scales + index * 2, maximum, mask=member < GROUP)
-            tl.store(scales + index * 2 + 1, total, mask=member < GROUP)
-
-
-@triton.jit(do_not_specialize=["window", "parts_max"])
-def decode_join_kernel(
-    attended,
-    contexts,
-    sums,
-    scales,
-    window,
-    attended_stride,
-    parts_max,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    PARTS_MAX: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    PART_BLOCK: tl.constexpr,
-):
-    # There is one program for each row and head. It reads only parts with a visible token, because only these
-    # parts were written.
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    context = tl.load(contexts + row)
-    first = tl.maximum(context - window, 0)
-    part_tokens = _part_tokens(context, SPLIT_TOKENS, PARTS_MAX)
-    parts = tl.cdiv(context, part_tokens) - first // part_tokens
-    dim = tl.arange(0, DIM_BLOCK)
-    maximum = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    result = tl.zeros([DIM_BLOCK], tl.float32)
-    for start in range(0, parts, PART_BLOCK):
-        part = start + tl.arange(0, PART_BLOCK)
-        written = part < parts
-        index = (row * HEADS + head) * parts_max + part
-        part_maximum = tl.load(scales + index * 2, mask=written, other=float("-inf"))
-        part_total = tl.load(scales + index * 2 + 1, mask=written, other=0.0)
-        inside = written[:, None] & (dim < HEAD_DIM)[None, :]
-        part_sums = tl.load(sums + index[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
-        higher = tl.maximum(maximum, tl.max(part_maximum, 0))
-        shrunk = tl.exp2(maximum - higher)
-        weights = tl.exp2(part_maximum - higher)
-        total = total * shrunk + tl.sum(part_total * weights, 0)
-        result = result * shrunk + tl.sum(part_sums * weights[:, None], 0)
-        maximum = higher
-    place = attended + row * attended_stride + head * HEAD_DIM + dim
-    result = result / tl.where(total > 0, total, 1.0)  # An empty context has a total of 0.
-    tl.store(place, result.to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
+            index = (row * parts_max + part) * (KV_HEADS * GROUP)
+            tl.store(sums + index * HEAD_DIM + place, result, mask=inside)
+            tl.store(scales + (index + head) * 2, maximum, mask=member < GROUP)
+            tl.store(scales + (index + head) * 2 + 1, total, mask=member < GROUP)
+    if parts > 1:
+        # All threads of the program have written their numbers before one thread publishes them with the count.
+        tl.debug_barrier()
+        arrival = arrivals + row * KV_HEADS + kv_head
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == programs - 1:
+            tl.store(arrival, 0)
+            for joined in range(GROUP):
+                _join(
+                    attended + row * attended_stride,
+                    sums,
+                    scales,
+                    row * parts_max,
+                    kv_head * GROUP + joined,
+                    parts,
+                    KV_HEADS * GROUP,
+                    HEAD_DIM,
+                    DIM_BLOCK,
+                    PARTS_MAX,
+                    16,
+                )
 
 
 def paged_decode_(
@@ -181,25 +217,27 @@ def paged_decode_(
     sinks: Tensor | None = None,
 ) -> None:
     count = queries.shape[0]
-    _, page_tokens, _, kv_heads, head_dim = pages.shape
+    _, page_tokens, _, kv_heads, _ = pages.shape
+    head_dim = head_dim_of(pages)
     heads = queries.shape[1] // head_dim
+    numbers, kv_format = kv_bytes(pages)
     assert queries.stride(1) == attended.stride(1) == 1
     assert pages.is_contiguous()
     assert work.sums.shape[0] >= count
-    assert work.sums.shape[1] == heads
+    assert work.sums.shape[2] == heads
     assert work.parts_max >= parts
-    visible = NO_WINDOW if window is None else window
     dim_block = max(16, triton.next_power_of_2(head_dim))
-    decode_split_kernel[(count, kv_heads, decode_program_count(count, kv_heads, parts))](
+    decode_kernel[(count, kv_heads, decode_program_count(count, kv_heads, parts))](
         attended,
         queries,
-        pages,
+        numbers,
         block_tables,
         contexts,
         work.sums,
         work.scales,
+        work.arrivals,
         queries if sinks is None else sinks,
-        visible,
+        NO_WINDOW if window is None else window,
         *score_numbers(head_dim, score_cap),
         attended.stride(0),
         queries.stride(0),
@@ -214,27 +252,10 @@ def paged_decode_(
         PARTS_MAX=DECODE_PARTS_MAX,
         GROUP_BLOCK=max(16, triton.next_power_of_2(heads // kv_heads)),
         DIM_BLOCK=dim_block,
-        TOKEN_BLOCK=token_block(dim_block, pages.dtype.itemsize),
+        TOKEN_BLOCK=token_block(dim_block, 4 if kv_format else queries.dtype.itemsize),
         IS_CAPPED=score_cap is not None,
         HAS_SINKS=sinks is not None,
-        ONE_PART=parts == 1,
+        KV_FORMAT=kv_format,
         num_warps=4,
         num_stages=pipeline_stages(pages.device),
     )
-    if parts > 1:
-        decode_join_kernel[(count, heads)](
-            attended,
-            contexts,
-            work.sums,
-            work.scales,
-            visible,
-            attended.stride(0),
-            work.parts_max,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            SPLIT_TOKENS=SPLIT_TOKENS,
-            PARTS_MAX=DECODE_PARTS_MAX,
-            DIM_BLOCK=dim_block,
-            PART_BLOCK=PART_BLOCK,
-            num_warps=4,
-        )

@@ -27,7 +27,6 @@ from trioserve_kernels.triton import (
     gather_context,
     linear_by_head,
     paged_attention_decode,
-    paged_chunks_,
     paged_latents_,
     rms_norm,
     rotary_,
@@ -35,6 +34,7 @@ from trioserve_kernels.triton import (
     store_kv_,
     weighted_sum,
 )
+from trioserve_kernels.triton.attention_chunks import paged_chunks_ as _paged_chunks_
 from trioserve_kernels.triton.four_bit_product import four_bit_product
 from trioserve_kernels.triton.product import grouped_product
 from trioserve_kernels.triton.product import product as _product
@@ -100,3 +100,30 @@ def paged_decode_(
     # Each int64 is viewed as two int32: the number of a chunk, and 0, because its only tile begins at its first row.
     tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
     paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap, sinks)
+
+
+def paged_chunks_(
+    attended: Tensor,
+    queries: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    contexts: Tensor,
+    row_starts: Tensor,
+    tiles: Tensor,
+    window: int | None,
+    score_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    _paged_chunks_(
+        attended,
+        queries,
+        pages,
+        block_tables,
+        contexts,
+        row_starts,
+        tiles,
+        window,
+        score_cap,
+        sinks,
+        skips_masks=False,
+    )

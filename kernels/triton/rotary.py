@@ -1,4 +1,7 @@
-"""Rotates queries and keys (rotary embeddings) and writes keys and values into their slots, in one pass over a row."""
+"""Rotates queries and keys (rotary embeddings) and writes keys and values into their slots, in one pass over a row.
+
+Slots of 8 bits get the bytes that kv_format.py describes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trioserve_kernels.kv_format import LARGEST, TINY
+from trioserve_kernels.triton.attention import kv_bytes
+
 __all__ = ["rotary_and_store_kv_", "rotary_store_kernel"]
 
 HEAD_BLOCK = 8  # Number of heads of one program, usually with 8 x 128 numbers.
+
+
+@triton.jit
+def _codes(numbers, scales, KV_FORMAT: tl.constexpr):
+    """Return codes of 8 bits, rounded to the nearest and to even, as uint8.
+
+    Args:
+        numbers: float32, at most the format's largest number times the scale.
+        scales: float32, 0 to store zeros.
+        KV_FORMAT: see `kv_bytes`.
+    """
+    shares = tl.where(scales == 0.0, 0.0, tl.div_rn(numbers, tl.where(scales == 0.0, 1.0, scales)))
+    if KV_FORMAT == 1:
+        # The sum has no bits for fractions, so it is rounded.
+        codes = (shares + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    else:
+        bits = shares.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # e4m3 keeps 3 bits after the leading one. Below the exponent -6, numbers are multiples of 1 / 512.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        small = (tl.abs(shares) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+        codes = tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+    return codes.to(tl.uint8)
 
 
 @triton.jit
@@ -25,6 +54,9 @@ def rotary_store_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TINY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     # The slot is needed for an address. It is loaded before the first store, because the compiler does not move a load
@@ -50,9 +82,36 @@ def rotary_store_kernel(
     tl.store(second, rotated_high, mask=rotated)
     # A slot has the order of a row without its queries: all keys, then all values.
     kept = inside & (head >= HEADS)
-    target = slots_of_layer + slot * slot_stride + (head - HEADS) * HEAD_DIM + half
-    tl.store(target, tl.where(rotated, rotated_low, low), mask=kept)
-    tl.store(target + HEAD_DIM // 2, tl.where(rotated, rotated_high, high), mask=kept)
+    kept_low = tl.where(rotated, rotated_low, low)
+    kept_high = tl.where(rotated, rotated_high, high)
+    head_size = HEAD_DIM if KV_FORMAT == 0 else HEAD_DIM + 2
+    target = slots_of_layer + slot * slot_stride + (head - HEADS) * head_size + half
+    if KV_FORMAT == 0:
+        tl.store(target, kept_low, mask=kept)
+        tl.store(target + HEAD_DIM // 2, kept_high, mask=kept)
+    else:
+        kept_low = kept_low.to(tl.float32)
+        kept_high = kept_high.to(tl.float32)
+        size_low = tl.abs(kept_low)
+        size_high = tl.abs(kept_high)
+        is_finite_low = size_low < float("inf")
+        is_finite_high = size_high < float("inf")
+        flaws = tl.max(1 - is_finite_low.to(tl.int32), 1) + tl.max(1 - is_finite_high.to(tl.int32), 1)
+        is_finite = (flaws == 0)[:, None]
+        most = tl.maximum(
+            tl.max(tl.where(is_finite_low, size_low, 0.0), 1), tl.max(tl.where(is_finite_high, size_high, 0.0), 1)
+        )[:, None]
+        # The scale is rounded up to bfloat16, so that dividing by it does not make the largest number overflow.
+        bits = tl.div_rn(most, tl.full([HEAD_BLOCK, 1], LARGEST, tl.float32)).to(tl.int32, bitcast=True)
+        bits = tl.where(most <= TINY, 0, (bits + 0xFFFF) & -0x10000)
+        scales = tl.where(is_finite, bits.to(tl.float32, bitcast=True), 0.0)
+        tl.store(target, _codes(tl.where(is_finite, kept_low, 0.0), scales, KV_FORMAT), mask=kept)
+        tl.store(target + HEAD_DIM // 2, _codes(tl.where(is_finite, kept_high, 0.0), scales, KV_FORMAT), mask=kept)
+        bits = tl.where(is_finite, bits, 0x7FC00000)
+        scale = slots_of_layer + slot * slot_stride + (head - HEADS) * head_size + HEAD_DIM
+        is_kept = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
+        tl.store(scale, ((bits >> 16) & 0xFF).to(tl.uint8), mask=is_kept)
+        tl.store(scale + 1, ((bits >> 24) & 0xFF).to(tl.uint8), mask=is_kept)
 
 
 def rotary_and_store_kv_(
@@ -63,18 +122,22 @@ def rotary_and_store_kv_(
     assert qkv.stride(1) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()
+    numbers, kv_format = kv_bytes(slots_of_layer)
     if rows:
         rotary_store_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, HEAD_BLOCK))](
             qkv,
             cos,
             sin,
-            slots_of_layer,
+            numbers,
             slots,
             qkv.stride(0),
-            slots_of_layer.stride(0),
+            numbers.stride(0),
             HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             HEAD_BLOCK=HEAD_BLOCK,
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            KV_FORMAT=kv_format,
+            LARGEST=LARGEST.get(slots_of_layer.dtype, 0.0),
+            TINY=TINY,
         )

@@ -13,7 +13,6 @@ import pytest
 from trioserve.contracts.errors import StartupError
 from trioserve.contracts.ids import BlockIndex
 from trioserve.contracts.sampling import SamplingParams
-from trioserve.model import torch_step_model
 from trioserve.model.device import kv_block_bytes
 from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import ModelRunner
@@ -180,13 +179,6 @@ def test_nan_in_eight_bit_kv_fails_only_its_request(load: Load, step_driver: Mod
     pages.write(0, BlockIndex(driver._tables["a"][3]), 0, memoryview(b"\xff" * pages.layout.token_bytes))
     result = driver.step({"a": 10, "b": 25})
     assert list(result.errors) == ["a"]
-
-
-def test_triton_kernels_refuse_eight_bit_kv(tiny_checkpoint: Callable[..., Path]) -> None:
-    config = open_checkpoint(tiny_checkpoint("llama")).config
-    settings = ModelSettings(kv_cache_dtype="int8", gpu_kernels="triton")
-    with pytest.raises(StartupError, match="read no KV in 8 bits; use kv_cache_dtype auto"):
-        torch_step_model._kernels(config, settings, "cuda")
 
 
 def test_unknown_kv_cache_dtype_is_refused() -> None:

@@ -429,8 +429,7 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
             "gpu_kernels triton"
         )
     if device == "cuda" and settings.gpu_kernels != "torch":
-        reason = _why_not_triton(settings) or (None if is_needed else _why_not_launched(config))
-        reason = reason or why_not_triton()
+        reason = (None if is_needed else _why_not_launched(config)) or why_not_triton()
         if reason is None:
             name = "triton"
         elif is_needed:
@@ -438,13 +437,6 @@ def _kernels(config: ModelConfig, settings: ModelSettings, device: DeviceType) -
         else:
             logger.warning("plain torch computes, more slowly than Triton's kernels in CUDA graphs: %s", reason)
     return pick_kernels(name, batch_invariant=settings.batch_invariant)
-
-
-def _why_not_triton(settings: ModelSettings) -> str | None:
-    """Return the reason why Triton's kernels do not support the settings. None if they do."""
-    if kv_format_of(settings) != "plain":
-        return f"kv_cache_dtype is {settings.kv_cache_dtype}, and they read no KV in 8 bits; use kv_cache_dtype auto"
-    return None
 
 
 def _why_not_launched(config: ModelConfig) -> str | None:

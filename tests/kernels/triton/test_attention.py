@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trioserve_kernels import paged as paged_sizes
 from trioserve_kernels import reference, triton
+from trioserve_kernels.kv_format import CODED_DTYPES, encode, head_dim_of
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, chunk_tile_tokens, split_count
 
 # head_dim, key/value heads, query heads per key/value head, tokens per page, window
@@ -66,7 +67,7 @@ def decode(
     sinks: Tensor | None = None,
 ) -> Tensor:
     attended = torch.full(queries.shape, float("nan"), dtype=queries.dtype, device=queries.device)
-    head_dim = case.pages.shape[-1]
+    head_dim = head_dim_of(case.pages)
     parts = parts or split_count(int(case.contexts.max()), window)
     work = DecodeWork.make(len(queries), queries.shape[1] // head_dim, parts, head_dim, queries.device)
     work.sums.fill_(float("nan"))
@@ -265,3 +266,95 @@ def test_chunks_of_any_length_in_one_launch(
         wanted, queries.double(), case.pages.double(), case.block_tables, case.contexts, starts, tiles_there, window
     )
     check_close(attended, wanted)
+
+
+def run_chunks(
+    case: Paged, counts: tuple[int, ...], queries: Tensor, window: int | None, spare_tiles: int = 0
+) -> Tensor:
+    """Compute chunks of the last `counts` tokens of each context. Spare tiles begin after the end of chunk 0."""
+    device = queries.device
+    starts = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
+    tile_tokens = chunk_tile_tokens(queries.shape[1] // head_dim_of(case.pages) // case.pages.shape[3])
+    tiles = [(chunk, first) for chunk, count in enumerate(counts) for first in range(0, count, tile_tokens)]
+    tiles += [(0, counts[0] + index * tile_tokens) for index in range(spare_tiles)]
+    attended = torch.full(queries.shape, float("nan"), dtype=queries.dtype, device=device)
+    tiles_there = torch.tensor(tiles, dtype=torch.int32, device=device)
+    triton.paged_chunks_(attended, queries, case.pages, case.block_tables, case.contexts, starts, tiles_there, window)
+    return attended
+
+
+def wanted_chunks(case: Paged, counts: tuple[int, ...], queries: Tensor, window: int | None) -> Tensor:
+    wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+    starts = torch.tensor([0, *counts], device=queries.device).cumsum(0).to(torch.int32)
+    pages = case.pages if case.pages.dtype in CODED_DTYPES.values() else case.pages.double()
+    reference.paged_chunks_(
+        wanted, queries.double(), pages, case.block_tables, case.contexts, starts, torch.empty(0), window
+    )
+    return wanted
+
+
+@pytest.mark.parametrize("window", (None, 20))
+@pytest.mark.parametrize("kv_format", CODED_DTYPES)
+def test_keys_and_values_in_8_bits(
+    kv_format: str,
+    window: int | None,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+) -> None:
+    """Compare decodes of one part and of several, a whole prompt, and a chunk with whole tiles before it."""
+    dtype = torch.float16
+    contexts = (17, 2 * SPLIT_TOKENS + 3, 0)
+    case = paged(contexts, 16, 2, 80, torch.float32)
+    case.pages = encode(case.pages, CODED_DTYPES[kv_format]).view(CODED_DTYPES[kv_format])
+    queries = numbers(3, 6 * 80, dtype=dtype)
+    check_close(decode(queries, case, window), wanted_chunks(case, (1, 1, 1), queries, window))
+    counts = (17, 30, 0)
+    queries = numbers(sum(counts), 6 * 80, dtype=dtype)
+    check_close(run_chunks(case, counts, queries, window), wanted_chunks(case, counts, queries, window))
+
+
+@pytest.mark.parametrize("window", (None, 150))
+def test_tiles_that_are_seen_whole(
+    window: int | None,
+    numbers: Callable[..., Tensor],
+    paged: Callable[..., Paged],
+    check_close: Callable[..., None],
+) -> None:
+    """Use chunks that begin before, at and after the border of a tile of keys. With a window, its first tile is cut."""
+    contexts, counts = (400, 256, 255), (70, 64, 1)
+    case = paged(contexts, 16, 1, 64, torch.float32)
+    queries = numbers(sum(counts), 64)
+    check_close(run_chunks(case, counts, queries, window), wanted_chunks(case, counts, queries, window))
+
+
+def test_tiles_after_the_end_belong_to_no_row(numbers: Callable[..., Tensor], paged: Callable[..., Paged]) -> None:
+    contexts, counts = (40, 17), (23, 1)
+    case = paged(contexts, 16, 1, 64, torch.float32)
+    queries = numbers(sum(counts), 3 * 64)
+    got = run_chunks(case, counts, queries, None, spare_tiles=3)
+    assert torch.equal(got, run_chunks(case, counts, queries, None))
+
+
+def test_large_heads_in_float32_are_computed_in_pieces_of_a_tile(
+    numbers: Callable[..., Tensor], paged: Callable[..., Paged], check_close: Callable[..., None]
+) -> None:
+    contexts, counts = (50, 21), (50, 5)
+    case = paged(contexts, 16, 1, 256, torch.float32)
+    queries = numbers(sum(counts), 3 * 256)
+    check_close(run_chunks(case, counts, queries, None), wanted_chunks(case, counts, queries, None))
+
+
+def test_buffers_of_decodes_can_be_used_again(numbers: Callable[..., Tensor], paged: Callable[..., Paged]) -> None:
+    """Replay a launch, as a graph does: the last program of each row must set its count back to 0."""
+    case = paged((3 * SPLIT_TOKENS, 5, 0), 16, 2, 64, torch.float32)
+    queries = numbers(3, 4 * 64)
+    work = DecodeWork.make(3, 4, 3, 64, queries.device)
+    results = []
+    for _ in range(2):
+        attended = torch.full_like(queries, float("nan"))
+        triton.paged_decode_(attended, queries, case.pages, case.block_tables, case.contexts, None, 3, work)
+        assert work.arrivals.count_nonzero() == 0
+        results.append(attended)
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()

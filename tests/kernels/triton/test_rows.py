@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trioserve_kernels import reference, triton
+from trioserve_kernels.kv_format import CODED_DTYPES, encode
 
 
 @pytest.mark.parametrize("rows, columns", ((1, 64), (5, 576), (3, 1500)))
@@ -70,6 +71,32 @@ def test_rotary_rotates_heads_and_writes_keys_and_values(
     assert torch.equal(cache[slots], qkv[:, heads * head_dim :])
     others = [slot for slot in range(12) if slot not in (9, 0, 6)]
     assert torch.equal(cache[others], before[others])
+
+
+@pytest.mark.parametrize("kv_format", CODED_DTYPES)
+def test_writes_of_8_bits_equal_the_format(kv_format: str, numbers: Callable[..., Tensor], device: str) -> None:
+    """Use numbers of all sizes: large, small, zero, and heads with NaN or infinity. The bytes must be equal."""
+    head_dim, heads, kv_heads, rows = 80, 2, 3, 9
+    qkv = numbers(rows, (heads + 2 * kv_heads) * head_dim) * torch.logspace(-6, 4, rows, device=device)[:, None]
+    qkv *= torch.logspace(-4, 0, 8 * head_dim, device=device)[torch.randperm(8 * head_dim, device=device)]
+    values = qkv.view(rows, -1, head_dim)[:, heads + kv_heads :]
+    values[0, 0] = 0.0
+    values[1, 1, 3] = float("nan")
+    values[2, 2, 79] = -float("inf")
+    values[3, 0] *= 1e-35
+    cos, sin = numbers(rows, 1, head_dim, seed=1), numbers(rows, 1, head_dim, seed=2)
+    dtype = CODED_DTYPES[kv_format]
+    slots = torch.arange(rows, device=device) + 1
+    cache = torch.zeros(12, 2 * kv_heads * (head_dim + 2), dtype=torch.uint8, device=device)
+    triton.rotary_and_store_kv_(qkv, cos, sin, cache.view(dtype), slots, kv_heads)
+    wanted = encode(qkv.view(rows, -1, head_dim)[:, heads:], dtype)
+    got = cache[slots].view(wanted.shape)
+    for head in ((1, kv_heads + 1), (2, kv_heads + 2)):  # NaN has more than one representation
+        for bytes_of_head in (wanted, got):
+            assert bytes_of_head[head][-2:].view(torch.bfloat16).isnan().all()
+            bytes_of_head[head][-2:] = 0
+    assert torch.equal(got, wanted)
+    assert cache[[0, 10, 11]].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("columns", (10, 1025))

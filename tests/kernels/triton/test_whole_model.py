@@ -36,10 +36,18 @@ READS = (
 PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 
-def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def responses(
+    kernels: Any,
+    path: Path,
+    device: str,
+    step_driver: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    kv_cache_dtype: str = "auto",
+) -> Any:
     """Return the tokens, and the log-probabilities of prompts and responses."""
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
-    driver = step_driver.StepDriver(step_driver.load_runner(path, device=device, cpu_kernels="torch"))
+    runner = step_driver.load_runner(path, device=device, cpu_kernels="torch", kv_cache_dtype=kv_cache_dtype)
+    driver = step_driver.StepDriver(runner)
     for index, (name, length) in enumerate(PROMPTS.items()):
         sampling = SamplingParams(temperature=index % 2, top_p=0.9, logprobs=0, prompt_logprobs=0)
         driver.add(name, [(7 * length + 3 * position) % 320 for position in range(length)], sampling, seed=index)
@@ -71,6 +79,17 @@ def test_responses_equal_those_of_the_plain_kernels(
     plain_tokens, plain_logprobs = responses(reference, tmp_path, "cpu", step_driver, monkeypatch)
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=2e-4)
+
+
+def test_responses_with_kv_in_8_bits_equal_those_of_the_plain_kernels(
+    tiny_checkpoints: ModuleType, step_driver: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that differs in its last bit may get the next code. So the tolerance is larger than without 8 bits."""
+    tiny_checkpoints.write_checkpoint(tmp_path, "llama", dtype="float32", sharded=False)
+    tokens, logprobs = responses(triton, tmp_path, device, step_driver, monkeypatch, "int8")
+    plain_tokens, plain_logprobs = responses(reference, tmp_path, "cpu", step_driver, monkeypatch, "int8")
+    assert tokens == plain_tokens
+    assert logprobs == pytest.approx(plain_logprobs, abs=1e-3)
 
 
 class RecordedOperators(TorchDispatchMode):
@@ -333,8 +352,7 @@ def test_warm_up_compiles_everything_that_steps_launch(
         "best_parts_kernel",
         "choose_kernel",
         "chunks_kernel",
-        "decode_join_kernel",
-        "decode_split_kernel",
+        "decode_kernel",
         "rms_norm_kernel",
         "rotary_store_kernel",
         "activate_mul_kernel",
