@@ -2,38 +2,79 @@
 
 The check calls the kernels' functions with CPU tensors. A replacement for Triton's driver only reports the type of the
 GPU. Therefore, strides, alignments, constants and stages are those of a real launch. The check finds errors of types,
-layouts and shared memory. It does not check results.
+layouts, shared memory and registers. It does not check results. Triton's cache keeps what was compiled, so a kernel is
+compiled again only after a change. `--table` compiles the kernels of attention and sampling, whose registers and
+shared memory are in a table of README.md. `--write` writes this table, with a process for each GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from trioserve_kernels.kv_format import SCALE_BYTES
 from trioserve_kernels.paged import DecodeWork
 
-__all__ = ["main"]
+__all__ = ["SHARED_BYTES_MAX", "main", "read_table"]
 
-# Bytes of shared memory per program, by compute capability (CUDA programming guide). Other GPUs get the smallest limit.
-SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-# Each shape has head_dim, query heads, key/value heads and dtype.
+# Bytes of shared memory per program, by compute capability (CUDA programming guide).
+SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+README = Path(__file__).with_name("README.md")
+TABLE_BEGIN, TABLE_END = "<!-- compile_check: begin -->\n", "<!-- compile_check: end -->\n"
+# Each shape has head_dim, query heads, key/value heads, dtype, and dtype of the pages. The first ones are in the table.
 ATTENTION_SHAPES = (
-    (64, 9, 3, torch.bfloat16),
-    (80, 32, 32, torch.bfloat16),
-    (96, 32, 8, torch.bfloat16),
-    (128, 32, 4, torch.bfloat16),
-    (128, 32, 8, torch.float16),
-    (128, 32, 8, torch.float32),
-    (256, 8, 4, torch.bfloat16),
+    (64, 9, 3, torch.bfloat16, torch.bfloat16),
+    (128, 32, 8, torch.bfloat16, torch.bfloat16),
+    (256, 8, 4, torch.bfloat16, torch.bfloat16),
+    (128, 32, 8, torch.bfloat16, torch.float8_e4m3fn),
+    (256, 8, 4, torch.float32, torch.float32),
+    (80, 32, 32, torch.bfloat16, torch.bfloat16),
+    (96, 32, 8, torch.bfloat16, torch.bfloat16),
+    (128, 32, 8, torch.float16, torch.float16),
+    (128, 32, 8, torch.float32, torch.float32),
 )
+TABLE_SHAPES = 5
 LATENT_HEADS = (16, 20, 128)  # heads that share latents of 512 numbers
 # Rows of the first size are unaligned. Rows of the second size are aligned and allow wider loads.
 VOCAB_SIZES = (50_257, 128_256)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Result of compiling one launch.
+
+    Attributes:
+        kernel: name of the kernel's function.
+        case: description of the arguments.
+        registers: registers per thread.
+        spilled_bytes: memory per thread for values that do not fit into registers.
+        shared_bytes: shared memory per program.
+        seconds: time to compile.
+    """
+
+    kernel: str
+    case: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    seconds: float
+
+    @property
+    def cell(self) -> str:
+        spilled = f", {self.spilled_bytes} spilled" if self.spilled_bytes else ""
+        return f"{self.registers}, {self.shared_bytes / 1024:.1f} KiB{spilled}"
 
 
 class _NoDevice:
@@ -54,19 +95,21 @@ class _NoDevice:
         return 0
 
 
-def _attention(kernels: Any, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def _attention(
+    kernels: Any, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, page_dtype: torch.dtype
+) -> None:
     rows, width = 5, 3
     qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     queries = qkv[:, : heads * head_dim]
     attended = torch.zeros(rows, heads * head_dim, dtype=dtype)
-    pages = torch.zeros(4, 16, 2, kv_heads, head_dim, dtype=dtype)
+    page_dim = head_dim if page_dtype == dtype else head_dim + SCALE_BYTES
+    pages = torch.zeros(4, 16, 2, kv_heads, page_dim, dtype=page_dtype)
     angles = torch.zeros(rows, 1, head_dim, dtype=dtype)
     slots = torch.zeros(rows, dtype=torch.int64)
     tables, contexts = torch.zeros(rows, width, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     kernels.rotary_and_store_kv_(qkv, angles, angles, pages.view(64, -1), slots, kv_heads)
-    for parts in (1, 2):
-        work = DecodeWork.make(rows, heads, parts, head_dim, pages.device)
-        kernels.paged_decode_(attended, queries, pages, tables, contexts, None, parts, work)
+    work = DecodeWork.make(rows, heads, 2, head_dim, pages.device)
+    kernels.paged_decode_(attended, queries, pages, tables, contexts, None, 2, work)
     tiles = torch.zeros(7, 2, dtype=torch.int32)
     kernels.paged_chunks_(attended, queries, pages, tables, contexts, contexts, tiles, None)
 
@@ -139,10 +182,27 @@ def _sampling(kernels: Any, dtype: torch.dtype, vocab_size: int) -> None:
     kernels.choose_tokens(scores, parameters, words, (bits, torch.zeros(5, dtype=torch.int32)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trioserve_kernels.compile_check", description=__doc__)
-    parser.add_argument("--arch", type=int, default=90, help="compute capability without its dot (default: 90)")
-    arch: int = parser.parse_args().arch
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """Return the registers, and the bytes of the stack, of the only kernel of a compiled file."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = (knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def _compile(arch: int, is_table: bool) -> list[Compiled]:
+    """Compile kernels for a GPU. The process cannot launch a Triton kernel afterwards.
+
+    Args:
+        arch: compute capability without its dot.
+        is_table: True for the launches of the table only.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -150,38 +210,108 @@ def main() -> None:
     from trioserve_kernels.triton import attention
 
     launch = JITFunction.run
-    found: list[tuple[str, str, int, float]] = []
+    found: list[Compiled] = []
 
     def compile_only(self: Any, case: str, *args: Any, **options: Any) -> None:
         began = time.perf_counter()
         compiled = launch(self, *args, **options | {"warmup": True})
-        found.append((case, self.__name__, compiled.metadata.shared, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        has_masks = ", masks" if options.get("HAS_MASKS") else ""
+        sizes = (*_registers(compiled.asm["cubin"]), compiled.metadata.shared, seconds)
+        found.append(Compiled(self.__name__, case + has_masks, *sizes))
 
     def check(case: str, launches: Callable[..., None], *shape: Any) -> None:
         JITFunction.run = functools.partialmethod(compile_only, case)
         launches(kernels, *shape)
 
-    shared_bytes_max = SHARED_BYTES_MAX.get(arch, SHARED_BYTES_MAX[86])
-    # The driver and the patched function are not restored, because this process does nothing else.
+    # The driver and the patched function are not restored, because the process does nothing else.
     driver.set_active(_NoDevice(arch))
-    attention.shared_bytes_max = lambda device: shared_bytes_max  # type: ignore[assignment]  # the original has a cache
-    for head_dim, heads, kv_heads, dtype in ATTENTION_SHAPES:
-        name = f"head_dim {head_dim}, heads {heads}/{kv_heads}, {dtype}"
-        check(name, _attention, head_dim, heads, kv_heads, dtype)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        check(str(dtype), _rows, dtype)
-        check(str(dtype), _products, dtype)
-        check(f"4 bits, {dtype}", _four_bits, dtype)
-        check(f"128 experts, {dtype}", _mixtures, dtype)
-    for heads in LATENT_HEADS:
-        check(f"{heads} heads of latents", _latents, heads, torch.bfloat16)
+    attention.shared_bytes_max = lambda device: SHARED_BYTES_MAX[arch]  # type: ignore[assignment]  # it has a cache
+    for head_dim, heads, kv_heads, dtype, page_dtype in ATTENTION_SHAPES[: TABLE_SHAPES if is_table else None]:
+        pages = "" if page_dtype == dtype else f", KV in {_name(page_dtype)}"
+        case = f"heads of {head_dim}, {heads}/{kv_heads}, {_name(dtype)}{pages}"
+        check(case, _attention, head_dim, heads, kv_heads, dtype, page_dtype)
     for vocab_size in VOCAB_SIZES:
         for dtype in (torch.bfloat16, torch.float32):
-            check(f"{vocab_size} tokens, {dtype}", _sampling, dtype, vocab_size)
-    for case, name, shared_bytes, seconds in found:
-        print(f"{name:22} {case:45} shared memory {shared_bytes:7,} bytes {seconds:6.2f} s")
-        assert shared_bytes <= shared_bytes_max, f"{name} needs too much shared memory"
-    print(f"{len(found)} launches compiled for sm_{arch}")
+            if not is_table or (vocab_size, dtype) == (VOCAB_SIZES[-1], torch.bfloat16):
+                check(f"{vocab_size} tokens, {_name(dtype)}", _sampling, dtype, vocab_size)
+    if is_table:
+        return found
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check(_name(dtype), _rows, dtype)
+        check(_name(dtype), _products, dtype)
+        check(f"4 bits, {_name(dtype)}", _four_bits, dtype)
+        check(f"128 experts, {_name(dtype)}", _mixtures, dtype)
+    for heads in LATENT_HEADS:
+        check(f"{heads} heads of latents, bfloat16", _latents, heads, torch.bfloat16)
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read_table() -> tuple[str, dict[tuple[str, str, int], str]]:
+    """Read the table of README.md.
+
+    Returns:
+        The version of triton that compiled it, and the text of each cell by kernel, case and compute capability.
+    """
+    text = README.read_text(encoding="utf-8").split(TABLE_BEGIN)[1].split(TABLE_END)[0]
+    version = re.search(r"triton ([\d.]+)", text)
+    assert version is not None, "the table does not name a version of triton"
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if "|" in line]
+    archs = [int(name.removeprefix("sm_")) for name in rows[0][2:]]
+    cells = {}
+    for kernel, case, *row in rows[2:]:
+        cells.update({(kernel.strip("`"), case, arch): cell for arch, cell in zip(archs, row, strict=True)})
+    return version[1], cells
+
+
+def _write_table(archs: Sequence[int]) -> None:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for arch in archs:
+        command = (sys.executable, "-m", "trioserve_kernels.compile_check", "--table", "--arch", str(arch))
+        for line in subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines():
+            kernel, case, cell = line.split(" | ")
+            rows.setdefault((kernel, case), []).append(cell)
+    names = [f"sm_{arch}" for arch in archs]
+    lines = [
+        f"Compiled by triton {importlib.metadata.version('triton')}. A cell has registers and shared memory.",
+        "",
+        "| " + " | ".join(("kernel", "arguments", *names)) + " |",
+        "| " + " | ".join(["---"] * (2 + len(archs))) + " |",
+        *(f"| `{kernel}` | {case} | {' | '.join(cells)} |" for (kernel, case), cells in rows.items()),
+    ]
+    before, _, rest = README.read_text(encoding="utf-8").partition(TABLE_BEGIN)
+    after = rest.partition(TABLE_END)[2]
+    README.write_text(before + TABLE_BEGIN + "\n" + "\n".join(lines) + "\n\n" + TABLE_END + after, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trioserve_kernels.compile_check", description=__doc__)
+    parser.add_argument(
+        "--arch", type=int, default=90, choices=SHARED_BYTES_MAX, help="compute capability, without its dot"
+    )
+    parser.add_argument("--table", action="store_true", help="compile and print the launches of the table only")
+    parser.add_argument(
+        "--write", type=int, nargs="*", metavar="ARCH", help="write the table in README.md, for all GPUs or these"
+    )
+    chosen = parser.parse_args()
+    if chosen.write is not None:
+        _write_table(chosen.write or tuple(SHARED_BYTES_MAX))
+        return
+    found = _compile(chosen.arch, chosen.table)
+    for one in found:
+        if chosen.table:
+            print(f"{one.kernel} | {one.case} | {one.cell}")
+        else:
+            print(f"{one.kernel:22} {one.case:45} {one.cell:30} {one.seconds:6.2f} s")
+        assert one.shared_bytes <= SHARED_BYTES_MAX[chosen.arch], f"{one.kernel} needs too much shared memory"
+        if chosen.table and "float32" not in one.case:
+            assert not one.spilled_bytes, f"{one.kernel} spills registers: {one.case}, {one.cell}"
+    if not chosen.table:
+        print(f"{len(found)} launches compiled for sm_{chosen.arch}")
 
 
 if __name__ == "__main__":

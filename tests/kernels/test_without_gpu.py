@@ -15,6 +15,7 @@ import torch
 
 import trioserve_kernels
 from trioserve_kernels import pick_kernels
+from trioserve_kernels.compile_check import read_table
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (pip install trioserve[gpu])")
@@ -68,13 +69,29 @@ def test_triton_tests_pass_in_the_interpreter(part: str) -> None:
 
 @pytest.mark.slow
 @NEEDS_TRITON
-def test_every_triton_kernel_compiles_for_hopper(tmp_path: Path) -> None:
-    output = run("trioserve_kernels.compile_check", TRITON_CACHE_DIR=str(tmp_path))
+def test_every_triton_kernel_compiles_for_hopper() -> None:
+    output = run("trioserve_kernels.compile_check")
     folder = Path(trioserve_kernels.__path__[0]) / "triton"
     for file in folder.glob("*.py"):
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith("def ") and "_kernel(" in line:
                 assert line.removeprefix("def ").split("(")[0] in output
+
+
+@pytest.mark.slow
+@NEEDS_TRITON
+@pytest.mark.timeout(900)  # seconds. It takes 90, or 3 if Triton's cache has the kernels.
+@pytest.mark.parametrize("arch", sorted({arch for _kernel, _case, arch in read_table()[1]}))
+def test_registers_and_shared_memory_are_those_of_the_table(arch: int) -> None:
+    """The process checks the limits: shared memory of the GPU, and no spilled register in 16 bits."""
+    lines = run("trioserve_kernels.compile_check", "--table", "--arch", str(arch)).splitlines()
+    compiled = {tuple(line.split(" | ")[:2]): line.split(" | ")[2] for line in lines}
+    version, cells = read_table()
+    listed = {(kernel, case): cell for (kernel, case, column), cell in cells.items() if column == arch}
+    assert compiled.keys() == listed.keys()
+    if version == importlib.metadata.version("triton"):
+        changed = {key: (cell, listed[key]) for key, cell in compiled.items() if cell != listed[key]}
+        assert not changed, "check the change, then run: python -m trioserve_kernels.compile_check --write"
 
 
 @NEEDS_TRITON
