@@ -47,7 +47,7 @@ A factory, `ConnectorFactory`, makes connectors. The engine finds it by name amo
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -351,7 +351,7 @@ class BlockCopies(Protocol):
     then, but its result is dropped.
     """
 
-    async def fetch(self, layers: range, blocks: Sequence[BlockIndex]) -> memoryview:
+    def fetch(self, layers: range, blocks: Sequence[BlockIndex]) -> Awaitable[memoryview]:
         """Copy blocks to the host.
 
         Args:
@@ -363,14 +363,14 @@ class BlockCopies(Protocol):
         """
         ...
 
-    async def store(
+    def store(
         self,
         layers: range,
         blocks: Sequence[BlockIndex],
         content: memoryview,
         last_token_count: int,
         is_wanted: Callable[[], bool],
-    ) -> bool:
+    ) -> Awaitable[bool]:
         """Write blocks from the host. The blocks have the content after the return.
 
         Args:
