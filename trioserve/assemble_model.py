@@ -159,8 +159,8 @@ class ModelFiles:
             checkpoint: the model.
             weights_come: set when reading the weights has begun.
         """
-        # The libraries for tokens and grammars hold the GIL for tenths of a second. The load of weights does not need
-        # the GIL once it has begun, so wait for its begin.
+        # The tokenizer and grammar libraries hold the GIL for tenths of a second. So they run only after the task that
+        # loads the weights has begun to read. From then on, reading does not need the GIL.
         await weights_come.wait()
         assert self.defaults is not None, "they are read with the checkpoint"
         is_first = self.compiler is None

@@ -40,7 +40,9 @@ BROKEN = {
 async def test_an_unusable_grammar_is_400_and_the_engine_keeps_running(
     make_api: Any, fields: dict[str, Any], autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Scenario S17: another request runs at the same time. The test uses both APIs, streamed and whole."""
+    """Scenario S17 of tests/README.md: another request runs at the same time. The test uses both APIs, streamed and
+    whole.
+    """
     async with open_fake_engine(step_seconds=0.01) as fake:
         api = make_api()
         api.engine = fake

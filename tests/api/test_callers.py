@@ -136,7 +136,7 @@ async def test_a_key_gains_no_turn_by_sending_other_tenant_names(kind, autojump_
 
 
 @BOTH
-async def test_tenant_header_counts_at_a_server_without_keys(kind, autojump_clock):
+async def test_tenant_header_sets_the_tenant_if_the_server_has_no_keys(kind, autojump_clock):
     ended = await order_of_ends(kind, lambda _: {"x_tenant_id": "alice"}, {}, keys=())
     assert ended.index("bob") < 8
 

@@ -85,7 +85,7 @@ async def test_stream_shows_usage_so_far_in_every_chunk_if_requested(api: Any) -
 async def test_head_of_a_stream_is_sent_before_the_first_token(
     api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Scenario S25."""
+    """Scenario S25 of tests/README.md: the head has the id of the request, so a client can abort a prefill."""
     may_speak = trio.Event()
     api.engine.script = lambda *_: [may_speak, *api.say("late")(*_)]
     exchange = api.exchange("POST", CHAT, {"messages": [USER], "stream": True}, {"x-request-id": "mine"})
@@ -368,7 +368,7 @@ async def test_token_ids_are_in_the_response_if_requested(api: Any) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
-async def test_invalid_field_of_a_chat_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
+async def test_error_of_an_invalid_chat_names_the_field(api: Any, fields: dict[str, Any], param: str) -> None:
     await api.check_refused(CHAT, {"messages": [USER], **fields}, param=param)
     assert api.engine.streams == []
 

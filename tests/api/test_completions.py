@@ -107,7 +107,7 @@ async def test_completion_prompt_may_have_each_of_four_types(api: Any, prompt: A
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_invalid_field_of_a_completion_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
+async def test_error_of_an_invalid_completion_names_the_field(api: Any, fields: dict[str, Any], param: str) -> None:
     await api.check_refused(PATH, {"prompt": "ab", **fields}, param=param)
     assert api.engine.streams == []
 

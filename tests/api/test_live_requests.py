@@ -62,7 +62,7 @@ async def ask(server: MemoryServer, method: str, path: str, body: object = None,
     ],
 )
 async def test_deadline_in_the_queue_gives_status_504(stream, fields, headers, reason, seconds, autojump_clock):
-    """Scenario S35."""
+    """Scenario S35 of tests/README.md: the time in the queue is bounded."""
     async with (
         open_memory_server(step_seconds=0.1, max_num_seqs=1) as server,
         server.engine.generate("in the way") as _,
@@ -104,7 +104,7 @@ async def test_invalid_deadline_is_refused_with_400_and_the_field(fields, header
 
 
 async def test_a_request_is_listed_and_aborted_by_id_and_its_client_gets_an_error_event(autojump_clock):
-    """Scenario S25."""
+    """Scenario S25 of tests/README.md: a request can be aborted by the id in the head of its response."""
     async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
         client = RemoteRequest(server)
         nursery.start_soon(

@@ -68,7 +68,7 @@ OWN_PAGE = {"origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_get_changes_nothing_and_other_methods_are_for_operators_or_listed(route):
+def test_get_only_reads_and_post_and_delete_need_an_operator_unless_clients_may_call_them(route):
     for method, operation in route.operations.items():
         name = operation.handler.__name__
         if method == "GET":

@@ -320,7 +320,7 @@ async def test_whole_resumed_response_includes_the_known_output(make_api: Any) -
         ({"prompt_digest": "0" * 32}, 409, "resume.prompt_digest"),
     ],
 )
-async def test_an_invalid_resume_field_is_refused_by_name(
+async def test_error_of_an_invalid_resume_value_names_the_field(
     make_api: Any, change: dict[str, Any], status: int, param: str
 ) -> None:
     body = {"prompt": "hello", "max_tokens": 8, "stop": "stop", "stream": True}

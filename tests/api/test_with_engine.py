@@ -130,7 +130,7 @@ async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
 async def test_a_burst_beyond_the_queue_is_refused_with_retry_after(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Scenario S42: the prompts of one request wait for each other, and do not count as a burst."""
+    """Scenario S42 of tests/README.md: the prompts of one request wait for each other, and do not count as a burst."""
     async with opened(make_api, max_num_seqs=2, max_queued_requests=1) as (api, fake):
         assert (await api.complete(prompt=["a", "b", "c", "d"])).status == 200
         fake.steps.hold()

@@ -21,12 +21,12 @@ class Left(Exception):
 
 
 class Request:
-    """A request and how it ends.
+    """A request with a body that the test can end.
 
     Attributes:
-        leave: set to make the body leave.
+        leave: the test sets this event. Then the body leaves the scope of the request.
         patience: timeout scope around the body.
-        has_begun: set when the first delta was read.
+        has_begun: the body sets this event when it has read the first delta.
     """
 
     def __init__(self, fake: Fake) -> None:

@@ -32,7 +32,9 @@ async def measured(server, **settings):
 
 
 async def test_rows_are_compared_within_their_rounds(start_server, autojump_clock):
-    """Free text takes 0.1 s per token and JSON takes 0.05 s, so JSON is twice as fast in both kinds of rows."""
+    """The server takes 0.1 s for each token of free text and 0.05 s for each token of JSON. So the report must say that
+    JSON is twice as fast, both for single requests and for simultaneous requests.
+    """
 
     async def answer(call):
         await call.start(200)
@@ -130,7 +132,7 @@ async def test_each_schema_gets_one_judged_request(start_server, tmp_path, autoj
         ('{"x": 1.', True, Verdict.INVALID),
     ],
 )
-def test_response_gets_its_expected_verdict(text, is_cut, verdict):
+def test_judge_tells_valid_json_from_invalid_and_cut_off_json(text, is_cut, verdict):
     assert Judge().judge(POINT, text, is_cut=is_cut)[0] is verdict
 
 

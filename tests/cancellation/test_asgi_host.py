@@ -106,7 +106,7 @@ HANDLERS = [
 
 @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: handler.__name__)
 async def test_disconnect_cancels_a_handler_that_sends_waits_computes_or_catches_exceptions(handler, autojump_clock):
-    """S43."""
+    """Scenario S43 of tests/README.md: a disconnect is noticed whatever the handler does."""
     ended_at = []
 
     async def watched(exchange):
@@ -132,8 +132,8 @@ async def test_disconnect_cancels_a_handler_that_sends_waits_computes_or_catches
 @pytest.mark.parametrize("takes", [True, False], ids=["takes", "takes nothing"])
 @pytest.mark.parametrize("steps_before", [0, 1, 5], ids=lambda count: f"{count} steps")
 async def test_disconnect_frees_the_blocks_when_the_step_in_flight_ends(stream, takes, steps_before, autojump_clock):
-    """S28, S43: responses are streamed or not, the step is a prefill or a decode, and the host may accept no
-    messages.
+    """Scenarios S28 and S43 of tests/README.md: responses are streamed or not, the step is a prefill or a decode, and
+    the host may accept no messages.
     """
     async with open_fake_engine(max_num_batched_tokens=16) as fake, trio.open_nursery() as nursery:
         app = AsgiApp(App(fake))

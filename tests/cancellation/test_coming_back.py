@@ -33,7 +33,7 @@ def small_server():
 async def test_repeated_request_finds_the_blocks_of_an_abandoned_request_in_the_prefix_cache(
     leaver, stream, steps_before, autojump_clock
 ):
-    """S33: full blocks stay cached when a client leaves during prefill or decode.
+    """Scenario S33 of tests/README.md: full blocks stay cached when a client leaves during prefill or decode.
 
     The step in flight caches no further blocks for the client that left.
     """
@@ -67,7 +67,9 @@ async def test_repeated_request_finds_the_blocks_of_an_abandoned_request_in_the_
 
 
 async def test_stream_can_be_aborted_before_its_first_token_by_the_id_in_its_head(new_client, autojump_clock):
-    """S25: the head is sent when prefill starts, and the id in the head can be aborted at once."""
+    """Scenario S25 of tests/README.md: the head is sent when prefill starts, and the id in the head can be aborted at
+    once.
+    """
     async with small_server() as server, trio.open_nursery() as nursery:
         engine, steps = server.engine, server.engine.steps
         steps.hold()

@@ -108,7 +108,7 @@ async def test_client_that_leaves_before_its_body_is_complete_never_reaches_the_
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_leaves_the_queue_is_removed_from_it_at_once(leaver, stream, http1_client, autojump_clock):
-    """S28, S32, S37: streamed and unstreamed responses."""
+    """Scenarios S28, S32 and S37 of tests/README.md: streamed and unstreamed responses."""
     new_client, way = leaver
     async with scene(http1_client, max_num_seqs=1) as here:
         queries_before = here.core.stats().prefix_query_tokens_total
@@ -130,7 +130,7 @@ async def test_client_that_leaves_the_queue_is_removed_from_it_at_once(leaver, s
 async def test_client_that_leaves_during_a_long_prefill_frees_its_blocks_with_the_step(
     leaver, stream, chunks_before, http1_client, autojump_clock
 ):
-    """S10, S28: streamed and unstreamed responses."""
+    """Scenarios S10 and S28 of tests/README.md: streamed and unstreamed responses."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -157,7 +157,7 @@ async def test_client_that_leaves_during_a_long_prefill_frees_its_blocks_with_th
 async def test_client_that_leaves_between_two_tokens_frees_its_blocks_with_the_step(
     leaver, stream, http1_client, autojump_clock
 ):
-    """S22, S28, S31: streamed and unstreamed responses."""
+    """Scenarios S22, S28 and S31 of tests/README.md: streamed and unstreamed responses."""
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)
@@ -175,7 +175,9 @@ async def test_client_that_leaves_between_two_tokens_frees_its_blocks_with_the_s
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_leaves_during_the_last_step_counts_as_aborted(leaver, stream, http1_client, autojump_clock):
-    """S01: the request counts as aborted, not as a success, and its blocks are free before the next schedule."""
+    """Scenario S01 of tests/README.md: the request counts as aborted, not as a success, and its blocks are free before
+    the next schedule.
+    """
     new_client, way = leaver
     async with scene(http1_client) as here:
         client = new_client(here.server)

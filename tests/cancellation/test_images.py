@@ -29,7 +29,9 @@ def ended(fake: FakeImageEngine, reason: str) -> float:
 
 
 async def test_image_request_aborted_during_its_last_step_counts_as_aborted(autojump_clock):
-    """S01: the request does not count as a success, and its slot is free before the next schedule."""
+    """Scenario S01 of tests/README.md: the request does not count as a success, and its slot is free before the next
+    schedule.
+    """
     async with open_fake_image_engine(paused=True) as fake:
         async with fake.generate_image("a cat", ImageParams(steps=STEPS), request_id="it") as stream:
             await fake.step(1 + STEPS)
@@ -44,7 +46,7 @@ async def test_image_request_aborted_during_its_last_step_counts_as_aborted(auto
 
 
 async def test_drain_lets_a_preempted_image_resume_from_its_kept_latent(autojump_clock):
-    """S21: a drain refuses only requests that have not run yet."""
+    """Scenario S21 of tests/README.md: a drain refuses only requests that have not run yet."""
     async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         outcomes: dict[str, object] = {}
 
@@ -123,7 +125,7 @@ async def test_failure_of_one_image_does_not_end_the_other_images_of_its_request
 
 
 async def test_image_stream_can_be_aborted_before_its_first_event_by_the_id_in_its_head():
-    """Scenario S25 of README.md."""
+    """Scenario S25 of tests/README.md: a request can be aborted by the id in the head of its response."""
     async with open_memory_image_server(paused=True) as server:
         body = {"prompt": "a cat", "steps": STEPS, "stream": True}
         async with server.client().ask(GENERATIONS, body) as response:
@@ -149,7 +151,9 @@ class Noise(FakeImageExecutor):
 
 
 async def test_image_client_that_reads_nothing_delays_neither_its_own_images_nor_other_requests():
-    """S49: slots are free when the images are done, and only the newest preview of each image is kept."""
+    """Scenario S49 of tests/README.md: slots are free when the images are done, and only the newest preview of each
+    image is kept.
+    """
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=512, pixels_per_work=256 * 256)
     async with open_memory_image_server(model=model, new_executor=Noise) as server:
         body = {"prompt": "a cat", "size": "256x256", "n": 4, "steps": 6, "partial_images": 5, "stream": True}

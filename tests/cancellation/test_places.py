@@ -97,7 +97,8 @@ async def check_capacity(server: MemoryServer, new_client, count: int) -> None:
 
 @pytest.mark.slow
 async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client, http2_client):
-    """S13, S14, S42: requests are counted before tokenization. Refused requests get a retry time and a reason.
+    """Scenarios S13, S14 and S42 of tests/README.md: requests are counted before tokenization. Refused requests get a
+    retry time and a reason.
 
     The test blocks the tokenizer in its real thread, so the clock is real. But the test does not wait for time to pass.
     """
@@ -156,7 +157,7 @@ async def test_burst_of_long_prompts_never_exceeds_the_queue_bound(http1_client,
 
 
 async def test_queue_is_bounded_by_default(http1_client, autojump_clock):
-    """S13: a server has this bound by default."""
+    """Scenario S13 of tests/README.md: a server has this bound by default."""
     waiting_max = make_config().engine_settings().waiting_requests_max
     assert waiting_max < 1000
     async with (
@@ -182,7 +183,7 @@ async def test_queue_is_bounded_by_default(http1_client, autojump_clock):
 async def test_request_is_refused_at_once_if_the_queue_is_full_or_ends_at_its_queue_deadline(
     new_client, autojump_clock
 ):
-    """S35: both the length of the queue and the time in the queue are bounded."""
+    """Scenario S35 of tests/README.md: both the length of the queue and the time in the queue are bounded."""
     async with served(max_num_seqs=1, max_queued_requests=2, max_model_len=512) as server:
         async with server.engine.generate("in the way", SamplingParams(max_tokens=400, ignore_eos=True)):
             await trio.sleep(0.1)
@@ -207,7 +208,9 @@ async def test_request_is_refused_at_once_if_the_queue_is_full_or_ends_at_its_qu
 
 
 async def test_running_request_counts_until_the_end_of_its_response_not_only_until_its_head(new_client, autojump_clock):
-    """S26: running requests count until their end, and waiting requests have their own count."""
+    """Scenario S26 of tests/README.md: running requests count until their end, and waiting requests have their own
+    count.
+    """
     async with served(max_num_seqs=1, max_queued_requests=1) as server, trio.open_nursery() as nursery:
         first, second = new_client(server), new_client(server)
         for client in (first, second):
@@ -233,7 +236,9 @@ async def test_running_request_counts_until_the_end_of_its_response_not_only_unt
 
 @pytest.mark.slow
 async def test_request_whose_client_left_the_queue_is_never_planned(http1_client, http2_client, autojump_clock):
-    """S32, S37: of 200 waiting clients, 199 leave. They use both protocols, streamed or not, and each way to leave."""
+    """Scenarios S32 and S37 of tests/README.md: of 200 waiting clients, 199 leave. They use both protocols, streamed or
+    not, and each way to leave.
+    """
     async with served(max_num_seqs=1, max_queued_requests=300, step_seconds=0.0) as server:
         core, steps = server.engine.core, server.engine.steps
         planned: dict[RequestId, bytes] = {}
@@ -293,7 +298,8 @@ PHASES = {
 async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
     phase, http1_client, http2_client, autojump_clock
 ):
-    """S22, S48: the server accepts three requests at the same time. 300 clients leave one after the other, in each way.
+    """Scenarios S22 and S48 of tests/README.md: the server accepts three requests at the same time. 300 clients leave
+    one after the other, in each way.
 
     Each request has ended when the step in flight ends.
     """
@@ -353,7 +359,9 @@ async def test_capacity_is_unchanged_after_300_clients_left_in_one_phase(
 
 @pytest.mark.slow
 async def test_gauges_of_requests_return_to_zero_and_are_never_negative(http1_client, http2_client, autojump_clock):
-    """S20, S29: 400 requests overlap and end in each possible way. The test checks all metrics at each step."""
+    """Scenarios S20 and S29 of tests/README.md: 400 requests overlap and end in each possible way. The test checks all
+    metrics at each step.
+    """
     async with served(max_num_seqs=4, max_queued_requests=8, max_num_batched_tokens=32) as server:
         engine, core = server.engine, server.engine.core
         most_live = 0

@@ -25,7 +25,7 @@ def last_event(received: bytes) -> dict[str, object] | str:
 async def test_drain_ends_streams_complete_or_with_an_error_event_and_refuses_queued_requests(
     in_time, http1_client, http2_client, autojump_clock
 ):
-    """S21: running streams get all of their text, or an error event with the reason.
+    """Scenario S21 of tests/README.md: running streams get all of their text, or an error event with the reason.
 
     Queued requests get status 503, streamed or not. The clients use both protocols.
     """

@@ -28,7 +28,9 @@ class TestNone(ConnectorConformance):
 
 @pytest.mark.parametrize("suite", [TestLoopback, TestNone])
 def test_connector_that_only_sees_aborts_ends_each_request(suite):
-    """S06: the connector learns of the end of every request, also of requests that never ran."""
+    """Scenario S06 of tests/README.md: the connector learns of the end of every request, also of requests that never
+    ran.
+    """
     suite().test_connector_accepts_the_end_of_requests_that_it_never_saw()
 
 
@@ -162,7 +164,7 @@ class MatchesWithAPromise(LoopbackConnector):
 
 
 class AssertsOnAborts(LoopbackConnector):
-    """S06: asserts that it has seen a request before its end."""
+    """Scenario S06 of tests/README.md: asserts that it has seen a request before its end."""
 
     def request_finished(self, request, block_table, tokens, reason) -> bool:
         assert reason is not FinishReason.ABORT or block_table, f"{request.id} is unknown"

@@ -182,7 +182,9 @@ class History:
         self.take(self.core.update_from_output(plan, result, self.now))
 
     def thread(self) -> None:
-        """Advance one lane by one step: begin a job, run a piece of work, or return its result."""
+        """Do what the worker thread of a random lane does next: begin a job, run a piece of a job, or return the result
+        of a piece.
+        """
         lane = self.chance.choice(tuple(Lane))
         if lane not in self.jobs:
             job = self.host.begin_job(lane)

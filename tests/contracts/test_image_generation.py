@@ -30,7 +30,7 @@ def picture(width: int, height: int) -> RGBImage:
         ("image", b"png"),
     ],
 )
-def test_invalid_image_parameters_are_refused_by_name(name: str, value: object) -> None:
+def test_error_of_an_invalid_image_parameter_names_it(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=name) as refused:
         ImageParams(**{name: value})  # type: ignore[arg-type]  # wrong types are the purpose of this test
     assert refused.value.param == name

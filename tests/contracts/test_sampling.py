@@ -73,7 +73,7 @@ def test_each_parameter_accepts_only_values_in_its_range(name, allowed, refused)
         ("include_stop_str_in_output", ["no"]),
     ],
 )
-def test_sampling_values_of_a_wrong_type_are_refused_by_name(name, wrong):
+def test_error_of_a_sampling_value_of_a_wrong_type_names_the_field(name, wrong):
     for value in wrong:
         with pytest.raises(InvalidRequest, match=f"^{name} (is|holds) .*, allowed is ") as raised:
             SamplingParams(**{name: value})

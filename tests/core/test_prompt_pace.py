@@ -176,7 +176,7 @@ def test_the_allowed_time_is_used(count):
     steps = timed.until_end("wide")
     timed.leave()
     assert sum(seconds for seconds, _ in steps) / len(steps) >= 0.75 * STRETCH * alone
-    # Only probes contain no prompt tokens.
+    # A step without prompt tokens only measures the time of decodes. One in PROBE_EVERY steps is such a measurement.
     assert sum(1 for _, tokens in steps if not tokens) <= len(steps) // PROBE_EVERY + 2
 
 

@@ -91,7 +91,7 @@ def test_nghttp_gets_the_response_to_a_get_request(server):
 
 
 def test_streamed_events_arrive_in_separate_data_frames(server, body_file):
-    """S25: the id is in the head, which comes before the first token."""
+    """Scenario S25 of tests/README.md: the id is in the head, which comes before the first token."""
     output = nghttp("-v", "-d", body_file(), server.url + "/v1/completions")
     lengths = [int(n) for n in re.findall(r"recv DATA frame <length=(\d+),", output)]
     assert len(lengths) >= 8  # The end of the stream may be in the same frame as the last token.
@@ -182,7 +182,7 @@ def wait_until_running(server, count: int) -> None:
 
 
 def test_killed_http2_client_ends_its_requests(server, body_file):
-    """S11."""
+    """Scenario S11 of tests/README.md: a killed client ends its requests."""
     path = body_file(max_tokens=4000)
     client = subprocess.Popen(
         ["nghttp", "-n", "-m4", "-d", path, server.url + "/v1/completions"],
@@ -199,7 +199,9 @@ def test_killed_http2_client_ends_its_requests(server, body_file):
 
 
 def test_drain_completes_streams_and_then_sends_goaway(start_server, body_file):
-    """S21: nghttp closes after its last response. A client that stays connected gets GOAWAY."""
+    """Scenario S21 of tests/README.md: nghttp closes after its last response. A client that stays connected gets
+    GOAWAY.
+    """
     server = start_server()
     path = body_file(max_tokens=400)
     client = subprocess.Popen(

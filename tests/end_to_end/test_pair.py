@@ -257,7 +257,7 @@ def test_client_that_leaves_during_prefill_leaks_no_block_and_no_lease(patient):
 
 @pytest.mark.slow
 def test_client_that_leaves_while_its_blocks_are_held_frees_them(patient):
-    """S10: the suspended decode server reads no blocks, and the deadline is far away."""
+    """Scenario S10 of tests/README.md: the suspended decode server reads no blocks, and the deadline is far away."""
     patient.decode.process.send_signal(signal.SIGSTOP)
     asker = patient.ask()
     wait_until(lambda: patient.blocks(patient.prefill, "held") > 0)
@@ -307,7 +307,7 @@ def test_many_clients_that_leave_at_any_time_leak_no_block_and_no_lease(patient)
 
 @pytest.mark.slow
 def test_prefill_server_replaces_a_killed_decode_server(start_server):
-    """S07"""
+    """Scenario S07 of tests/README.md: the decode server dies, and no block stays in use."""
     pair = patient_pair(start_server)
     expected = pair.ask().text()
     whole = pair.ask(max_tokens=200).text()
@@ -345,7 +345,9 @@ def test_kill_of_the_router_frees_the_blocks_held_for_its_request(start_server):
 
 @pytest.mark.slow
 def test_suspended_decode_server_loses_the_held_blocks_at_their_deadline(start_server):
-    """S08: held blocks are freed at their deadline. The decode server resumes later and computes the prompt itself."""
+    """Scenario S08 of tests/README.md: held blocks are freed at their deadline. The decode server resumes later and
+    computes the prompt itself.
+    """
     pair = Pair(start_server, hold_seconds=2.0, health_seconds=600.0)
     expected = pair.ask().text()
     pair.decode.process.send_signal(signal.SIGSTOP)
@@ -364,7 +366,9 @@ def test_suspended_decode_server_loses_the_held_blocks_at_their_deadline(start_s
 
 @pytest.mark.slow
 def test_partition_between_servers_costs_the_load_deadline_and_no_response(start_server, partition):
-    """S03: the load never ends. The request computes its prompt itself, and the hold ends at its deadline."""
+    """Scenario S03 of tests/README.md: the load never ends. The request computes its prompt itself, and the hold ends
+    at its deadline.
+    """
     pair = Pair(start_server, hold_seconds=2.0, partition=partition)
     bystander = Asker(pair.decode.url, "A long story:", 80)
     assert pair.ask().text() == Asker(pair.prefill.url, LONG, 16).text()

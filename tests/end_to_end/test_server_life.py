@@ -191,7 +191,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("how", ["streamed", "whole"])
 def test_killed_client_ends_its_request_and_frees_its_blocks(server, how):
-    """S11, S28: a client over HTTP/1.1 is killed with SIGKILL while it reads nothing."""
+    """Scenarios S11 and S28 of tests/README.md: SIGKILL kills a client over HTTP/1.1 while the client reads nothing."""
     used_before = server.metric('trioserve:kv_blocks{state="used"}')
     with subprocess.Popen(
         [sys.executable, "-c", ASKS_AND_READS_THE_HEAD, server.url, how], stdin=subprocess.PIPE
@@ -208,7 +208,7 @@ def test_killed_client_ends_its_request_and_frees_its_blocks(server, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_drains_until_running_requests_finish(start_server, number):
-    """S21."""
+    """Scenario S21 of tests/README.md: after a signal to end, running streams still complete."""
     server = start_server()
     client = Client(server.url, max_tokens=400)
     wait_until_running(server, 1)
@@ -221,7 +221,7 @@ def test_signal_drains_until_running_requests_finish(start_server, number):
 
 @pytest.mark.slow
 def test_drain_deadline_ends_a_request_with_an_error_event(start_server):
-    """S21."""
+    """Scenario S21 of tests/README.md: a stream that is too long for the drain ends with an error event."""
     server = start_server("--drain-timeout", "0.2")
     client = Client(server.url, max_tokens=5000)
     wait_until_running(server, 1)
@@ -316,7 +316,7 @@ def test_hypercorn_serves_the_same_api(start_server):
 @pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["native", "hypercorn"])
 def test_client_that_stopped_reading_does_not_delay_the_shutdown(start_server, frontend):
-    """S50."""
+    """Scenario S50 of tests/README.md: a client that reads nothing cannot block the shutdown."""
     server = start_server("--frontend", frontend, "--drain-timeout", "0.5")
     host, port = server.url.removeprefix("http://").split(":")
     # Each step sends about 20 KB, so the socket buffers of a client that does not read fill up after a few steps.

@@ -69,7 +69,7 @@ async def response_of(fake: FakeEngine, prompt: object = "a prompt", **arguments
         ({"kv_transfer": KVTransferParams(remote_block_ids=object())}, "kv_transfer", r"remote_block_ids"),
     ],
 )
-async def test_wrong_argument_is_refused_by_name_without_using_a_slot(arguments, param, words, autojump_clock):
+async def test_error_of_a_wrong_argument_names_it_and_no_slot_is_used(arguments, param, words, autojump_clock):
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         expected = await response_of(fake)
         for _ in range(2):  # The only slot is free again.

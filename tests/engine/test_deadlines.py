@@ -31,7 +31,7 @@ async def end_of(stream) -> tuple[object, object, float]:
     ],
 )
 async def test_queued_request_ends_at_any_deadline_without_running(deadlines, reason, autojump_clock):
-    """S35, S37."""
+    """Scenarios S35 and S37 of tests/README.md: the time in the queue is bounded."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=1) as fake:
         async with (
             fake.generate("runs", LONG),
@@ -101,7 +101,7 @@ async def test_server_defaults_and_limits_of_deadlines_apply(autojump_clock):
 
 @pytest.mark.parametrize("field", ["queue_timeout", "ttft_timeout", "timeout"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), DEADLINE_SECONDS_MAX + 1])
-def test_deadline_out_of_range_is_refused_by_name(field, value):
+def test_error_of_a_deadline_out_of_range_names_the_field(field, value):
     with pytest.raises(InvalidRequest, match=field) as caught:
         Deadlines(**{field: value})
     assert caught.value.param == field

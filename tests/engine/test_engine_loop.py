@@ -87,7 +87,7 @@ async def running(stage: Stage) -> AsyncIterator[float]:
 
 
 async def test_kv_load_without_report_ends_at_its_deadline(autojump_clock):
-    """S03."""
+    """Scenario S03 of tests/README.md: the load never ends, so its deadline ends it."""
     stage = Stage(remote_kv_seconds_max=5.0, hold_seconds_max=3.0)
     async with running(stage) as begun_at:
         stage.add()

@@ -96,7 +96,7 @@ async def test_pause_with_abort_ends_begun_requests_and_keeps_queued_requests(au
         fake.assert_all_free()
         nursery.start_soon(late.read, fake, "late")
         await wait_all_tasks_blocked()
-        await fake.pause_generation()  # Pause again, because the waiting request has not begun.
+        await fake.pause_generation()  # A second pause must not abort the request "late", which has not begun.
         assert late.deltas == []
         fake.resume_generation()
     assert late.end[0] is FinishReason.LENGTH

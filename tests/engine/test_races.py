@@ -209,7 +209,7 @@ async def test_text_thread_finishes_queued_jobs_and_refuses_later_jobs():
 
 
 async def test_closing_waits_for_the_step_in_flight_even_when_cancelled(autojump_clock):
-    """S36: the weights stay loaded as long as a step reads them."""
+    """Scenario S36 of tests/README.md: the weights stay loaded as long as a step reads them."""
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery, open_fake_engine() as fake:
             fake.steps.hold()
@@ -260,7 +260,7 @@ async def test_owner_error_and_fault_of_the_last_step_are_raised_together(autoju
 
 
 async def test_fault_of_one_engine_does_not_affect_another(autojump_clock):
-    """S30, for two engines in one process."""
+    """Scenario S30 of tests/README.md, for two engines in one process."""
     async with open_fake_engine(step_seconds=0.01) as first:
         async with first.generate("prompt", SamplingParams(max_tokens=20)) as stream:
             with pytest.raises(EngineFault):
@@ -295,7 +295,7 @@ def test_ctrl_c_inside_the_engine_scope_ends_the_engine():
 
 
 async def test_prompts_in_preparation_count_against_the_queue():
-    """S14."""
+    """Scenario S14 of tests/README.md: a request counts before its prompt is tokenized."""
     async with (
         open_fake_engine(
             max_num_seqs=1,

@@ -81,7 +81,7 @@ async def test_slow_reader_gets_merged_deltas(autojump_clock):
 
 
 async def test_request_that_leaves_between_two_tokens_frees_its_blocks_before_the_next_schedule(autojump_clock):
-    """S22."""
+    """Scenario S22 of tests/README.md: an abort takes effect with the step in flight."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, SamplingParams(max_tokens=100)) as stream:
             async for _ in stream:
@@ -113,7 +113,7 @@ async def test_request_that_leaves_during_a_forward_pass_frees_its_blocks_after_
 
 
 async def test_request_that_leaves_the_queue_frees_its_queue_slot_and_never_runs(autojump_clock):
-    """S32."""
+    """Scenario S32 of tests/README.md: no step contains a request whose client has left."""
     async with open_fake_engine(max_num_seqs=1) as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT, SamplingParams(max_tokens=5)) as first:
@@ -321,7 +321,7 @@ async def test_end_tokens_end_the_response_unless_ignored(autojump_clock):
 
 
 async def test_full_queue_refuses_a_request_before_its_prompt_is_tokenized(autojump_clock, monkeypatch):
-    """S14."""
+    """Scenario S14 of tests/README.md: a request counts before its prompt is tokenized."""
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=2) as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT), fake.generate(PROMPT), trio.open_nursery() as nursery:
@@ -515,7 +515,7 @@ async def test_wait_until_begun_returns_the_end_even_if_another_task_has_read_it
 
 
 async def test_a_stop_string_ends_the_sequence_before_another_step(autojump_clock):
-    """S18: the core samples no token after the end of the sequence."""
+    """Scenario S18 of tests/README.md: the core samples no token after the end of the sequence."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         text = ""
         async with fake.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0)) as stream:

@@ -275,7 +275,7 @@ async def test_resume_with_another_prompt_is_refused() -> None:
         ({"end_thinking": 1}, "resume.end_thinking"),
     ],
 )
-def test_resume_fields_of_wrong_types_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_error_of_a_resume_field_of_a_wrong_type_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Resume(**{"token_ids": ((1,),), "finished": (False,), **fields})
     assert refused.value.param == param

@@ -142,7 +142,7 @@ async def test_disconnect_cancels_the_handler_at_once(autojump_clock, nursery, w
 
 
 async def test_disconnect_cancels_the_handler_while_the_host_is_in_a_shielded_send(autojump_clock, nursery, watched):
-    """Scenarios S43 and S50."""
+    """Scenarios S43 and S50 of tests/README.md: a disconnect is noticed although the host is sending."""
     handler = watched(stream_for_ever)
     app = AsgiApp(handler)
     host = Host(app)

@@ -301,7 +301,9 @@ async def test_idle_http_2_connection_ends_with_a_goaway_for_a_new_connection(h2
 
 
 async def test_connection_is_no_longer_counted_however_its_client_leaves():
-    """Scenario S48: the server accepts one connection at a time, and clients leave in each phase of a request."""
+    """Scenario S48 of tests/README.md: the server accepts one connection at a time, and clients leave in each phase of
+    a request.
+    """
 
     async def handler(exchange):
         await exchange.body()
@@ -440,8 +442,9 @@ async def test_client_that_reads_nothing_is_counted_as_stalled(autojump_clock, f
 
 @pytest.mark.parametrize(("vanished", "stall", "unacknowledged"), [(12, 7, 12), (30, 60, 60)])
 async def test_tcp_notices_a_machine_that_vanished(monkeypatch, vanished, stall, unacknowledged):
-    """Scenario S11: keepalive ends a silent connection. Unacknowledged bytes time out, but not before the stall
-    limit."""
+    """Scenario S11 of tests/README.md: keepalive ends a silent connection. Unacknowledged bytes time out, but not
+    before the stall limit.
+    """
     options: dict[str, int] = {}
     serve_connection = FrontendServer.serve_connection
 

@@ -37,7 +37,7 @@ async def check_ended(the_front, client, code):
 
 
 async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clock, front):
-    """Scenario S51: in another server, one such frame ended the server."""
+    """Scenario S51 of tests/README.md: in another server, one such frame ended the server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     stream_id = await client.request(body=b"abc", end=False)
@@ -53,7 +53,7 @@ async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clo
 
 
 async def test_http2_priority_frames_are_ignored(autojump_clock, front):
-    """Scenario S51: in another server, 1,001 PRIORITY frames ended the server."""
+    """Scenario S51 of tests/README.md: in another server, 1,001 PRIORITY frames ended the server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     await client.send(*(frames.PriorityFrame(2 * n + 1001, depends_on=0, stream_weight=n % 256) for n in range(1001)))
@@ -89,7 +89,7 @@ async def test_http2_frames_may_arrive_byte_by_byte(autojump_clock, front, h2_cl
 
 @pytest.mark.parametrize("pieces", [1, 5])
 async def test_data_after_the_end_of_the_request_resets_only_its_stream(autojump_clock, front, watched, pieces):
-    """Scenario S51."""
+    """Scenario S51 of tests/README.md: a late DATA frame does not end the connection."""
     handler = watched()
     the_front = front(handler)
     client = await the_front.h2()

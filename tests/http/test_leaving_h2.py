@@ -143,7 +143,7 @@ async def test_running_streams_finish_after_a_goaway_of_the_client(autojump_cloc
 
 
 async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock, front):
-    """Scenario S11: the client's FIN was lost, and the server notices at a failed write."""
+    """Scenario S11 of tests/README.md: the client's FIN was lost, and the server notices at a failed write."""
 
     async def handler(exchange):
         await exchange.start(200, [])
@@ -164,7 +164,7 @@ async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock
 
 
 async def test_stream_without_window_is_reset_after_the_stall_limit(autojump_clock, front, watched):
-    """Scenario S49: the other streams of the connection continue."""
+    """Scenario S49 of tests/README.md: the other streams of the connection continue."""
 
     async def stream(exchange):
         if exchange.path == "/other":
@@ -242,7 +242,7 @@ async def test_reset_by_the_client_is_noticed_while_a_write_is_blocked(autojump_
 async def test_cancelling_the_server_ends_its_connections_at_once_even_if_a_write_is_blocked(
     autojump_clock, front, watched, h2_client
 ):
-    """Scenario S50."""
+    """Scenario S50 of tests/README.md: a client that reads nothing cannot block the shutdown."""
     handler = watched(while_sending)
     the_front = front(handler, close_seconds_max=1)
     stuck = h2_client(the_front.connect(lockstep_stream_pair))

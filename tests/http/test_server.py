@@ -493,7 +493,7 @@ async def test_httpx_that_leaves_a_stream_over_http2_cancels_the_handler(watched
 
 
 async def test_tcp_reset_cancels_the_handler(watched):
-    """Scenario S11."""
+    """Scenario S11 of tests/README.md: a killed client ends its request."""
     handler = watched()
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(handler)

@@ -115,7 +115,7 @@ STALLS = [stalls_in_http_2, stalls_in_tcp_behind_http_2, stalls_in_http_1]
 @pytest.mark.slow
 @pytest.mark.parametrize("stall", STALLS)
 async def test_stalled_readers_do_not_slow_down_other_clients(autojump_clock, nursery, h2_client, stall):
-    """Scenario S49."""
+    """Scenario S49 of tests/README.md: other clients do not wait for a client that reads nothing."""
     async with opened() as server:
         alone = await quick_reader(server, h2_client)
         await alone.read("alone")
@@ -137,8 +137,9 @@ async def test_stalled_readers_do_not_slow_down_other_clients(autojump_clock, nu
 
 @pytest.mark.parametrize("stall", STALLS)
 async def test_stalled_reader_holds_few_bytes_and_its_request_is_cancelled(autojump_clock, nursery, h2_client, stall):
-    """Scenarios S43 and S49: the handler only sends, and is still cancelled. Its blocks are free long before the
-    end."""
+    """Scenarios S43 and S49 of tests/README.md: the handler only sends, and is still cancelled. Its blocks are free
+    long before the end.
+    """
     async with opened() as server:
         await stall(server, h2_client, nursery)
         most_held, began_at = 0, trio.current_time()
@@ -157,7 +158,7 @@ async def test_stalled_reader_holds_few_bytes_and_its_request_is_cancelled(autoj
 
 
 async def test_slow_reader_gets_all_text_in_fewer_events(autojump_clock, h2_client):
-    """Scenario S49: deltas are merged."""
+    """Scenario S49 of tests/README.md: deltas are merged."""
     async with opened(stall_seconds_max=30) as server:
         quick = await quick_reader(server, h2_client)
         await quick.read("a prompt")
@@ -180,7 +181,7 @@ async def test_slow_reader_gets_all_text_in_fewer_events(autojump_clock, h2_clie
 
 @pytest.mark.parametrize("stall", STALLS)
 async def test_stalled_readers_do_not_delay_the_shutdown(autojump_clock, h2_client, stall):
-    """Scenario S50."""
+    """Scenario S50 of tests/README.md: a client that reads nothing cannot block the shutdown."""
     async with (
         open_memory_server(
             limits=FrontendLimits(stream_buffer_bytes_max=BUFFER_BYTES, stall_seconds_max=1000, close_seconds_max=1),
@@ -202,7 +203,7 @@ async def test_stalled_readers_do_not_delay_the_shutdown(autojump_clock, h2_clie
 
 
 async def test_stream_reset_is_noticed_from_a_client_that_does_not_read(autojump_clock, h2_client):
-    """Scenarios S31 and S43: the request ends with the running step, not at the end of its response."""
+    """Scenarios S31 and S43 of tests/README.md: the request ends with the running step, not with its last token."""
     async with opened(stall_seconds_max=1000) as server:
         ours, theirs = memory_stream_pair()
         async with trio.open_nursery() as nursery:

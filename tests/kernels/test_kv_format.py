@@ -39,7 +39,7 @@ def test_rounding_error_of_8_bit_kv_is_at_most_half_a_step(kv_format: str) -> No
 
 
 @FORMATS
-def test_head_with_nan_or_infinity_becomes_nan_alone(kv_format: str) -> None:
+def test_nan_or_infinity_in_one_kv_head_changes_no_other_head(kv_format: str) -> None:
     heads = random(4, 3, 32)
     heads[1, 2, 5], heads[3, 0, 31] = float("nan"), float("-inf")
     is_finite = decode(coded(heads, kv_format), torch.bfloat16).isfinite().all(-1)

@@ -260,7 +260,7 @@ def read_changed(
         ({"rank_pattern": {"q_proj": 9}}, "says 9"),
     ],
 )
-def test_unsupported_field_of_an_adapter_is_refused_by_name(
+def test_error_of_an_unsupported_adapter_says_what_is_wrong(
     saved: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=words.replace("(", r"\(")):

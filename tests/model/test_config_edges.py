@@ -128,7 +128,7 @@ def test_excessive_sizes_are_refused_before_any_allocation(
 
 
 @pytest.mark.parametrize("kind, fields, said", REFUSED, ids=_id)
-def test_extreme_field_is_refused_by_name(
+def test_error_of_an_extreme_config_value_names_the_field(
     kind: str,
     fields: dict[str, Any],
     said: str,

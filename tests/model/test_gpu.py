@@ -1,4 +1,4 @@
-"""Placement on GPUs and defaults of a GPU, with stand-ins for torch.cuda's answers and for NVIDIA's driver."""
+"""Tests which GPU a rank takes, and which defaults a GPU changes. Fakes replace torch.cuda and NVIDIA's driver."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_kv_pages_of_latent_attention_contain_only_latents(
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "topk_method in config.json is 'greedy'"),
     ],
 )
-def test_unsupported_variant_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+def test_error_of_an_unsupported_latent_attention_variant_says_what_is_wrong(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         read(**fields)
     assert said in str(caught.value)

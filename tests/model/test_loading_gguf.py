@@ -401,7 +401,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
         ({"tokenizer.ggml.eos_token_id": 5000}, "special token id is 5000"),
     ],
 )
-def test_unsupported_gguf_metadata_is_refused_by_name(
+def test_error_of_unsupported_gguf_metadata_says_what_is_unsupported(
     tiny_gguf: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)

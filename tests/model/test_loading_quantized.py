@@ -333,7 +333,7 @@ GROUP = "config_groups.group_0"
         ("fp8-block", {"weight_block_size": [128]}, "weight_block_size in quantization_config of config.json is [128]"),
     ),
 )
-def test_unsupported_field_of_a_quantized_checkpoint_is_refused_by_name(
+def test_error_of_an_unsupported_quantized_checkpoint_names_the_field(
     variant: str, changes: dict[str, Any], said: str, copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
     def change(config: dict[str, Any]) -> None:

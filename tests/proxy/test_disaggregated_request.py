@@ -362,7 +362,9 @@ async def test_unreachable_prefill_endpoint_is_replaced(open_pair):
     ],
 )
 async def test_prefill_endpoint_computes_all_if_the_decode_endpoint_fails(open_pair, failure, outcome):
-    """S07: the decode endpoint refuses the request, and the prefill endpoint releases all blocks."""
+    """Scenario S07 of tests/README.md: the decode endpoint refuses the request, and the prefill endpoint releases all
+    blocks.
+    """
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
@@ -606,7 +608,9 @@ async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: o
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_client_that_leaves_ends_both_stages(open_pair, moment, http):
-    """S07, S10: at any moment, both connections are closed and both leases are returned."""
+    """Scenarios S07 and S10 of tests/README.md: at any moment, both connections are closed and both leases are
+    returned.
+    """
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, http=http):
             pass

@@ -208,7 +208,9 @@ def held_naming(monkeypatch):
 
 
 async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open_routed, held_naming, autojump_clock):
-    """S32: if the client leaves during the naming, its request is never sent."""
+    """Scenario S32 of tests/README.md: if the client leaves while the blocks of its prompt are hashed, its request is
+    never sent.
+    """
     async with open_routed() as setup:
         await known(setup)
         async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)):

@@ -87,7 +87,7 @@ async def test_alias_is_replaced_by_the_endpoints_model_name(open_setup):
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(open_setup, http, stream):
-    """S28, S29, S31, S47: streamed and whole responses use the same cancel scope."""
+    """Scenarios S28, S29, S31 and S47 of tests/README.md: streamed and whole responses use the same cancel scope."""
     async with open_setup("a", engine={"paused": True}) as setup:
         engine = setup.servers["a"].engine
         free = engine.stats().blocks_free
@@ -102,7 +102,7 @@ async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(
 
 
 async def test_request_of_a_client_that_leaves_the_queue_is_never_sent(open_setup):
-    """S32, S37."""
+    """Scenarios S32 and S37 of tests/README.md: a request whose client left the queue uses no endpoint."""
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         async with setup.client().ask(CHAT, body()):
             await wait_all_tasks_blocked()
@@ -331,7 +331,7 @@ async def test_endpoint_gets_the_remaining_deadline(open_setup, autojump_clock):
 
 
 async def test_requests_leave_a_hanging_endpoint_when_its_checks_fail(open_setup, autojump_clock):
-    """S30: a dead endpoint does not block requests at other endpoints."""
+    """Scenario S30 of tests/README.md: a dead endpoint does not block requests at other endpoints."""
     from trioserve.proxy.endpoint_watch import WatchSettings
 
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)

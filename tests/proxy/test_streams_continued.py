@@ -104,7 +104,7 @@ async def test_stream_that_was_ended_on_purpose_ends_with_the_endpoints_error(op
     await pair.assert_all_free()
 
 
-async def test_stream_that_breaks_after_its_last_group_counts_as_complete(open_pair):
+async def test_stream_is_complete_if_the_connection_breaks_after_its_done_event(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()

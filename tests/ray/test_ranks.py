@@ -95,7 +95,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Path, **options: Any) -> Any:
-    """Open an engine with two ranks in Ray. It needs four threads, so each rank fills a node."""
+    """Open an engine with two ranks that Ray places. Each rank has two of the four threads, and each node has two CPUs,
+    so the ranks run on different nodes.
+    """
     given: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "threads": 4}
     return trioserve.open_engine(str(model), **{"dtype": "float32", "kv_cache_memory": 0.01, **given, **options})
 

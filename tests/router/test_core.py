@@ -60,7 +60,7 @@ def test_request_that_leaves_twice_releases_its_lease_once(make_router):
 
 
 def test_request_that_left_the_queue_never_gets_a_lease(make_router):
-    """S32: a request whose client left is never executed."""
+    """Scenario S32 of tests/README.md: a request whose client left is never executed."""
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder, leaver, stayer = router.enter(), router.enter(), router.enter()
@@ -71,7 +71,7 @@ def test_request_that_left_the_queue_never_gets_a_lease(make_router):
 
 
 def test_lease_ends_at_the_first_token_if_configured_and_only_once(make_router):
-    """S26: the end of a lease is configurable, and waiting requests are counted separately."""
+    """Scenario S26 of tests/README.md: the end of a lease is configurable. Waiting requests are counted separately."""
     router = make_router(lease_until="first_token")
     router.endpoint("a", leases_max=1)
     first = router.sent()
@@ -155,7 +155,9 @@ def test_returning_tenant_gets_no_credit_for_its_absence(make_router):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_full_queue_refuses_with_a_reason_and_a_retry_time(make_router, count):
-    """S13, S42: the queue is bounded by default, and each refusal has a time for the retry."""
+    """Scenarios S13 and S42 of tests/README.md: the queue is bounded by default, and each refusal has a time for the
+    retry.
+    """
     router = make_router(queue_requests_max=count)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -208,7 +210,7 @@ def test_retry_after_follows_the_rate_at_which_requests_end(make_router):
 
 
 def test_request_is_refused_when_its_queue_deadline_passes(make_router):
-    """S35: a request is neither refused at once nor kept forever."""
+    """Scenario S35 of tests/README.md: a request is neither refused at once nor kept forever."""
     router = make_router(queue_seconds_max=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -313,7 +315,7 @@ def test_two_endpoints_with_one_id_are_refused(make_router):
 
 
 def test_drained_endpoint_is_removed_when_its_last_request_ends(make_router):
-    """S36: an endpoint stays while requests run there."""
+    """Scenario S36 of tests/README.md: an endpoint stays while requests run there."""
     router = make_router()
     a = router.endpoint("a")
     running = router.sent()

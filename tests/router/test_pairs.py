@@ -234,7 +234,9 @@ def test_router_uses_roles_of_endpoints_reported_later(make_router):
 
 @pytest.mark.parametrize("moment", ["leased", "sent", "waiting", "leased again", "sent again", "answering"])
 def test_disaggregated_request_that_leaves_releases_leases_and_held_blocks_once(pair, moment):
-    """S10: at every moment the request has at most one lease. After the request has left, it has no lease."""
+    """Scenario S10 of tests/README.md: at every moment the request has at most one lease. After the request has left,
+    it has no lease.
+    """
     router = pair()
     holder = router.enter() if moment == "waiting" else None
     ticket = split(router)

@@ -334,7 +334,7 @@ ITERATIVE_MOMENTS = [
 ]
 
 
-def test_core_script_is_parsed_as_it_was_written():
+def test_parsing_a_script_of_a_core_history_restores_the_history():
     assert case_of(script_of(EVERYTHING), History) == EVERYTHING
 
 
@@ -367,7 +367,7 @@ def test_core_history_still_runs_without_some_of_its_events(missing):
 
 
 @pytest.mark.parametrize("plan", [STACK, LENDING, HALTS, SWAPS], ids=["connections", "lending", "halts", "swaps"])
-def test_stack_script_is_parsed_as_it_was_written(plan):
+def test_parsing_a_script_of_a_stack_plan_restores_the_plan(plan):
     assert case_of(script_of(plan), StackPlan) == plan
 
 
@@ -381,7 +381,7 @@ def test_stack_plan_still_runs_without_some_of_its_parts(plan, missing):
         assert runs_of("stack").run_script(script_of(StackPlan(plan.stage, kept))).failure is None
 
 
-def test_router_script_is_parsed_as_it_was_written():
+def test_parsing_a_script_of_a_router_history_restores_the_history():
     assert case_of(script_of(ROUTER), RouterHistory) == ROUTER
 
 
@@ -398,7 +398,7 @@ def test_router_history_still_runs_without_some_of_its_events(missing):
         assert runs_of("router").run_script(script_of(RouterHistory(ROUTER.world, kept))).failure is None
 
 
-def test_routers_script_is_parsed_as_it_was_written():
+def test_parsing_a_script_of_several_routers_restores_the_history():
     assert case_of(script_of(ROUTERS), RoutersHistory) == ROUTERS
 
 
@@ -415,7 +415,7 @@ def test_history_of_several_routers_still_runs_without_some_of_its_events(missin
         assert runs_of("routers").run_script(script_of(RoutersHistory(ROUTERS.world, kept))).failure is None
 
 
-def test_iterative_script_is_parsed_as_it_was_written():
+def test_parsing_a_script_of_an_iterative_history_restores_the_history():
     assert case_of(script_of(ITERATIVE), iterative.IterativeHistory) == ITERATIVE
 
 

@@ -50,7 +50,7 @@ MOMENTS = [
 SELDOM = ("clients: got the engine's fault", "engines broken", "wakes: done")
 
 
-def test_image_script_is_parsed_as_it_was_written():
+def test_parsing_a_script_of_image_requests_restores_the_case():
     assert case_of(script_of(EVERYTHING), ImagesPlan) == EVERYTHING
 
 

@@ -138,7 +138,7 @@ def test_decode_continues_from_the_kv_of_prefill():
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_leaving_client_frees_blocks_of_both_engines_at_once(phase):
-    """S07, S10: No message is lost in this test, so no block may wait for a deadline."""
+    """Scenarios S07 and S10 of tests/README.md: this test loses no message, so no block may wait for a deadline."""
     played = Played()
     played.until(getattr(played, phase)).do(Leave(id="a"))
     played.end()
@@ -159,7 +159,7 @@ def test_killed_engine_leaves_no_blocks_at_the_other_and_no_wrong_response(phase
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("host", ["prefill", "decode"])
 def test_engine_stopped_longer_than_a_hold_loses_no_blocks(phase, host):
-    """S08: If the hold expires while its blocks are read, the KV that was read is not used."""
+    """Scenario S08 of tests/README.md: if a hold expires while its blocks are read, the engine does not use this KV."""
     played = Played()
     played.until(getattr(played, phase)).do(Stop(host=host), PairWait(seconds=15.0), Continue(host=host))
     played.end()
@@ -167,7 +167,7 @@ def test_engine_stopped_longer_than_a_hold_loses_no_blocks(phase, host):
 
 
 def test_hold_that_expires_while_read_is_noticed():
-    """S08: The decode engine does not use the KV that it read before the hold expired."""
+    """Scenario S08 of tests/README.md: the decode engine does not use the KV that it read before the hold expired."""
     played = Played(hold_seconds=2.0)
     played.until(played.is_half_read).do(PairWait(seconds=2.5))
     assert not played.is_held()
@@ -178,7 +178,7 @@ def test_hold_that_expires_while_read_is_noticed():
 
 
 def test_slow_reader_keeps_its_hold():
-    """S08: Heartbeats of the reader extend the hold, even while no KV is sent."""
+    """Scenario S08 of tests/README.md: heartbeats of the reader extend the hold, even while no KV is sent."""
     played = Played(load_seconds=100.0)
     played.until(played.is_half_read)
     for _ in range(6):
@@ -191,7 +191,7 @@ def test_slow_reader_keeps_its_hold():
 
 
 def test_prefill_engine_responds_if_decode_engine_refuses():
-    """S07."""
+    """Scenario S07 of tests/README.md: the decode engine refuses, and no block stays in use."""
     played = Played()
     counts = played.do(Refuse(host="decode")).end()
     assert played.client.state == "done"
@@ -199,7 +199,7 @@ def test_prefill_engine_responds_if_decode_engine_refuses():
     assert played.simulation.now < 10.0
 
 
-def test_pair_script_is_parsed_as_it_was_written():
+def test_parsing_a_script_of_an_engine_pair_restores_the_case():
     assert case_of(script_of(EVERYTHING), PairHistory) == EVERYTHING
 
 

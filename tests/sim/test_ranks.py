@@ -68,7 +68,7 @@ def test_seeds_of_ranks_pass_and_reach_every_phase() -> None:
     assert {phase for _, _, phase in harms if phase} == {*PHASES}
 
 
-def test_script_of_ranks_is_parsed_as_it_was_written() -> None:
+def test_parsing_a_script_of_ranks_restores_the_case() -> None:
     assert case_of(script_of(PLAN), RanksPlan) == PLAN
     assert runs_of("ranks").run_script(script_of(PLAN)).failure is None
 

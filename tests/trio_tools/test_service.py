@@ -92,7 +92,7 @@ async def run_with_orders_at(service: Service, *times: float, order: object = "s
 
 
 async def test_drain_ends_when_the_last_running_request_has_ended(autojump_clock):
-    """S36: the server unloads the model only after the last request has ended."""
+    """Scenario S36 of tests/README.md: the server unloads the model only after the last request has ended."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1)
@@ -145,7 +145,7 @@ async def test_sighup_reloads_a_service_without_stopping_it(autojump_clock):
 
 
 async def test_drain_deadline_ends_running_requests_with_a_reason(autojump_clock):
-    """S21: clients whose requests end at the deadline get the reason."""
+    """Scenario S21 of tests/README.md: clients whose requests end at the deadline get the reason."""
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=3)), 1)
@@ -179,7 +179,7 @@ async def test_clients_that_do_not_read_their_response_do_not_block_the_exit(aut
 
 
 async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends(autojump_clock):
-    """S21: clients get an error after a fault of the engine."""
+    """Scenario S21 of tests/README.md: clients get an error after a fault of the engine."""
     with pytest.raises(EngineFault):
         async with open_fake_engine(step_seconds=0.1) as fake:
             front_end = ScriptedFrontEnd(fake, ["one", "two"], tell_seconds=1)

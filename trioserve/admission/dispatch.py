@@ -599,7 +599,7 @@ class AdmissionScope:
 
     @property
     def pair_outcome(self) -> PairOutcome | None:
-        """Return the outcome if the request should run at two endpoints."""
+        """Return how the split of a disaggregated request ended. None for other requests, or while the end is open."""
         return self.ticket.pair_outcome
 
     @property

@@ -1,4 +1,4 @@
-"""Loads the tokenizer with which a router computes the block names of prompts. No numpy and no weights are needed."""
+"""Loads the tokenizer that a router needs to hash the blocks of prompts. No numpy and no weights are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["load_tokenizer", "open_prompt_naming"]
 
 @asynccontextmanager
 async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> AsyncIterator[PromptBlocks]:
-    """Open the object that computes the block names of prompts. Its threads for text run until the scope ends.
+    """Open the object that hashes the blocks of prompts. Its tokenizer threads run until the scope ends.
 
     Args:
         model: model directory or name, as in an engine's --model.

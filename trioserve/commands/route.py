@@ -264,13 +264,13 @@ class Routing:
 
     @asynccontextmanager
     async def naming(self, tokenizer: str | None) -> AsyncIterator[PromptBlocks | None]:
-        """Open the object that computes the block names of prompts, for policies that compare them with KV caches.
+        """Open the object that hashes the blocks of prompts, for policies that compare these hashes with KV caches.
 
         Args:
             tokenizer: directory or name of a model. Only its tokenizer is loaded. None if it is not configured.
 
         Returns:
-            The object, or None if the policy does not need block names.
+            The object, or None if the policy does not need the hashes.
 
         Raises:
             StartupError: the policy needs a tokenizer and none is configured, or one is configured but not needed.
@@ -303,7 +303,7 @@ class Routing:
         """Create the router's HTTP app.
 
         Args:
-            naming: computes the block names of prompts. See the method `naming`.
+            naming: hashes the KV blocks of prompts. None: the policy needs no hashes. See the method `naming`.
             more_metrics: returns metrics text that follows the router's own metrics.
             tracer: records spans of requests.
         """

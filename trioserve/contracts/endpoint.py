@@ -122,7 +122,8 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         running: Running sequences.
         waiting: Waiting sequences.
-        max_num_seqs: Most sequences that may run at once, "seats" in JSON. None if the endpoint does not report it.
+        max_num_seqs: Maximum number of sequences that run at once, "seats" in JSON. None if the endpoint does not
+            report it.
         kv_usage: Used fraction of the KV cache, 0 to 1.
         role: Role of the engine, if it can send KV to other engines or load it from them. Unset otherwise.
         fingerprint: Identifies all properties of the engine that determine output tokens. A response can resume at an

@@ -94,7 +94,7 @@ class Guide(Protocol):
         Does not advance the guide: the caller calls accept for each token that it uses.
 
         Args:
-            count_max: Most tokens to return.
+            count_max: Maximum number of tokens to return.
         """
         ...
 

@@ -107,8 +107,8 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
         version: Version of this program.
         executor: Name of the code that computes steps. None if the server computes no steps, or if the name is not
             known.
-        max_num_seqs: Most sequences that run at once.
-        max_model_len: Most tokens of prompt and output.
+        max_num_seqs: Maximum number of sequences that run at once.
+        max_model_len: Maximum number of tokens of prompt and output.
         block_size: Tokens in a block.
         block_count: Blocks in the pool.
         role: Role of the engine in KV transfers.

@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         frequency_penalty: Number that is subtracted from a token's logit for each occurrence in the output.
         repetition_penalty: Factor that makes tokens of prompt and output less probable. 1 turns it off.
         seed: Seed of the request. None: the engine draws a seed when the request enters.
-        max_tokens: Most output tokens. None for as many tokens as fit the context.
+        max_tokens: Maximum number of output tokens. None for as many tokens as fit the context.
         clamp_max_tokens: True to reduce max_tokens to the rest of the context. False to refuse the request instead.
         min_tokens: Before this number of output tokens, no end token is sampled and no stop condition applies.
         stop: Strings that end the text. The output includes them only with include_stop_str_in_output.

@@ -51,7 +51,7 @@ class DraftTask(msgspec.Struct, frozen=True):
         start: First position to compute.
         end: Position before which to stop: compute the KV of known tokens up to there, and propose nothing. None:
             compute the KV of all tokens that are known after sampling, and propose draft tokens.
-        token_count: Most draft tokens to propose.
+        token_count: Maximum number of draft tokens to propose.
     """
 
     start: int

@@ -34,7 +34,8 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
             reasoning is over.
         begin: Text that begins the reasoning, in the prompt's last turn or at the start of the response. Empty if the
             response begins inside of the reasoning.
-        tokens_max: Most tokens of reasoning. At this limit the server forces the end marker. None for no limit.
+        tokens_max: Maximum number of tokens of reasoning. At this limit the server forces the end marker. None: no
+            limit.
 
     Raises:
         InvalidRequest: a value is out of range.

@@ -56,7 +56,7 @@ class EvictedNames:
         self._names_max = names_max
         # The entry that is dropped next comes first.
         self._by_hash: OrderedDict[BlockHash, PublishedBlock] = OrderedDict()
-        # For each parent, the number of its children that are published or remembered.
+        # For each parent, the number of its children in the prefix cache and in this object.
         self._child_counts: Counter[ContentId | str | None] = Counter()
 
     def __len__(self) -> int:
@@ -78,11 +78,11 @@ class EvictedNames:
             self._child_counts[entry.parent] += 1
 
     def evicted(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """Remember an entry whose block was evicted, if later blocks of the same prefix are published or remembered.
+        """Keep the entry of an evicted block if a later block of the same prefix has an entry. Else drop the entry.
 
         Args:
             block_hash: hash of the block.
-            entry: the entry before the eviction.
+            entry: the block's entry in the prefix cache before the eviction.
         """
         if not self._names_max:
             return
@@ -92,11 +92,11 @@ class EvictedNames:
         self.remember(block_hash, msgspec.structs.replace(entry, block=None))
 
     def remember(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """Remember an entry without a block. If there are too many entries, drop the oldest.
+        """Keep the entry of an evicted block. If there are too many entries, drop the oldest.
 
         Args:
-            block_hash: hash of the block.
-            entry: an entry that already has a child, or will get one in the next call.
+            block_hash: hash of the evicted block.
+            entry: an entry without a block. It already has a child, or gets one in the next call.
         """
         self._by_hash[block_hash] = entry
         if len(self._by_hash) > self._names_max:
@@ -104,11 +104,10 @@ class EvictedNames:
             self.withdrawn(oldest)
 
     def back(self, block_hash: BlockHash) -> None:
-        """Drop an entry because its content was computed again. From now on, the entry is in the prefix cache.
-
+        """Drop an entry because its block was computed again, so the prefix cache has the entry with a block.
 
         Args:
-            block_hash: hash of a remembered entry.
+            block_hash: hash of an entry of this object.
         """
         del self._by_hash[block_hash]
 
@@ -133,11 +132,11 @@ class EvictedNames:
             self.discard(block_hash)
 
     def withdrawn(self, entry: PublishedBlock) -> None:
-        """Note that an entry is neither published nor remembered any more. Drop its remembered ancestors that have no
-        other children.
+        """Note that neither the prefix cache nor this object has an entry any more. Then drop those ancestors of the
+        entry that this object keeps and that have no other children.
 
         Args:
-            entry: the entry.
+            entry: the entry that was removed.
         """
         if not self._names_max:
             return

@@ -24,7 +24,7 @@ from trioserve.contracts.step import StepPlan
 __all__ = ["PromptPace"]
 
 CHUNK_TOKENS_MIN = 16  # Number of rows in one matrix tile. Fewer rows cost the same time.
-PROBE_EVERY = 16  # Number of steps between two probes. The probes slow a prompt by a sixteenth.
+PROBE_EVERY = 16  # Number of steps between two measurements of decodes alone. They slow a prompt by a sixteenth.
 HALF_EVERY = 4  # Number of steps between two half chunks. They slow a prompt by an eighth.
 HALF_OF_MIN_EVERY = 8  # The same for the smallest chunks, which hardly depend on the time per token.
 # Weight of a prompt relative to a decode, if there are so many prompts that they get more time than stretch_max allows.

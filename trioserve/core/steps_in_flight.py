@@ -8,12 +8,13 @@ first step, so the last row of the table never happens. Steps return in the orde
 Each request counts the steps in flight that read or write its blocks (steps_in_flight). The request keeps its blocks
 until the last of these steps has returned:
 
-| event                                         | effect                            | blocks are freed in       |
-|-----------------------------------------------|-----------------------------------|---------------------------|
-| abort                                         | marked, no further tokens         | the update of the last    |
-| ended by a token, and is in no further step   | end reported in that step's update | that update               |
-| ended by a token, and is in the step behind   | end reported, ENDED, next token   | the update of the step    |
-|                                               | discarded                         | behind                    |
+| event                            | effect on the request                         | its blocks are freed when      |
+|----------------------------------|-----------------------------------------------|--------------------------------|
+| it is aborted                    | it is marked and gets no more tokens          | its last step returns          |
+| a token ends it, and it is not   | its end is reported                           | the step of that token returns |
+| in the next step                 |                                               |                                |
+| a token ends it, but it is also  | its end is reported, its state becomes ENDED, | the next step returns          |
+| in the next step                 | and its token of the next step is dropped     |                                |
 """
 
 from __future__ import annotations

@@ -436,18 +436,18 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
             inputs: one prompt, or a list of up to INPUTS_MAX (2048) prompts, as for `generate`. A list of integers is
                 one prompt. For scores: a TextPair, or several.
             pooling: what is computed. Default: vectors, as the model's makers recommend.
-            request_id: as for `generate`.
-            priority: as for `generate`.
-            cache_salt: as for `generate`.
-            add_special_tokens: as for `generate`.
+            request_id: see `generate`.
+            priority: see `generate`.
+            cache_salt: see `generate`.
+            add_special_tokens: see `generate`.
             cut: how to shorten an input that is too long. Default: entering raises ContextTooLong, which names the
                 input.
             name_of: returns the name of an input for error messages, by its index. Default: "input[index]".
-            deadlines: as for `generate`. The first vector counts as the first token.
-            owner: as for `generate`.
-            tenant: as for `generate`.
-            adapter: as for `generate`.
-            part_of: as for `generate`.
+            deadlines: see `generate`. The first vector counts as the first token.
+            owner: see `generate`.
+            tenant: see `generate`.
+            adapter: see `generate`.
+            part_of: see `generate`.
 
         Returns:
             The stream, to be awaited or entered.
@@ -651,7 +651,7 @@ class Engine(EngineLifecycle[OpenRequest, EngineParts]):
 
         Args:
             prompt: text, token ids, or a ChatPrompt.
-            add_special_tokens: as for `generate`.
+            add_special_tokens: see `generate`.
 
         Raises:
             InvalidRequest: the prompt is not valid.

@@ -118,7 +118,9 @@ EVENT_END = b"\n\n"
 
 
 async def serve_disaggregated(proxied: ProxiedRequest) -> None:
-    """Serve a request that begins with the prefill stage. Raises like a request at a single endpoint.
+    """Serve a disaggregated request. Its first stage is the prefill.
+
+    The exceptions are the same as for a request that runs at a single endpoint.
 
     Args:
         proxied: The request.

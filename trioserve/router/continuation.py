@@ -206,7 +206,8 @@ class Continuations:
         return self._fleet.is_any_left(ticket, unejected=True) and self._budget.take(now)
 
     def refusal(self, ticket: Ticket, *, is_served: bool) -> TrioserveError | None:
-        """Return the error that ends the request, or None if the request may resume or is on trial.
+        """Return the error that ends the request. None if the request may resume, or must first wait for the checks of
+        its failed endpoints.
 
         Args:
             ticket: the request whose endpoint failed.
@@ -230,7 +231,7 @@ class Continuations:
         return None
 
     def judge(self, ticket: Ticket) -> TrioserveError | None:
-        """Decide whether the request is on trial, from the checks and reports of the failed endpoints.
+        """Decide from the checks and reports of a request's failed endpoints: must the request wait for more of them?
 
         Args:
             ticket: the request. `ticket.broken` and `ticket.is_on_trial` are updated.

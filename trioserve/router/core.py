@@ -788,7 +788,7 @@ class RouterCore:
         self._on_change(ticket)
 
     def _judge(self, now: float) -> None:
-        """End the trials of requests whose failed endpoints have reported enough to decide."""
+        """Refuse or clear the requests whose failed endpoints have been checked since they failed."""
         for model in list(self._queues.models.values()):
             # The loop uses a copy, because ending a ticket may delete the queues of its model.
             for ticket in model.on_trial():

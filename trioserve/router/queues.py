@@ -21,8 +21,9 @@ class ContinuedQueue:
 
     Requests that failed at the same endpoints can go to the same other endpoints. So these requests share a line, and
     the router looks for an endpoint only for the first request of each line. If an endpoint with hundreds of requests
-    fails, a single search shows that no other endpoint has a free slot. Requests on trial have lines of their own, and
-    the router searches no endpoint for requests on trial.
+    fails, a single search shows that no other endpoint has a free slot. A request on trial waits until its failed
+    endpoints were checked (continuation.py). Such requests have lines of their own, and the router searches no endpoint
+    for them.
 
     Attributes:
         line_of: the line of each request, by the index of its ticket.
@@ -73,7 +74,9 @@ class ContinuedQueue:
         self.prompt_tokens -= ticket.request.prompt_tokens
 
     def heads(self) -> list[Ticket]:
-        """Return the first request of each line, except requests on trial. The order is arbitrary."""
+        """Return the first request of each line whose requests need no check of a failed endpoint. The order is
+        arbitrary.
+        """
         return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
 
     def lines(self) -> list[list[Ticket]]:
@@ -81,7 +84,7 @@ class ContinuedQueue:
         return [list(tickets.values()) for tickets in self._lines.values()]
 
     def on_trial(self) -> list[Ticket]:
-        """Return the requests on trial, in the order in which their trials began."""
+        """Return the requests that wait for checks of their failed endpoints, in the order of the failures."""
         found = [ticket for line, tickets in self._lines.items() if line[0] for ticket in tickets.values()]
         return sorted(found, key=lambda ticket: ticket.again_index)
 
@@ -228,13 +231,13 @@ class ModelQueues:
         self.streams_in_a_row = self.streams_in_a_row + 1 if are_newcomers_waiting else 0
 
     def waiting_again(self) -> list[tuple[Queue, Ticket]]:
-        """Return the first request of each line of requests that wait again. Requests on trial are left out. The order
-        is arbitrary.
+        """Return the first request of each line of requests that wait again. Requests that wait for checks of their
+        failed endpoints are left out. The order is arbitrary.
         """
         return [(queue, ticket) for queue in self.queues.values() if queue.again for ticket in queue.again.heads()]
 
     def on_trial(self) -> list[Ticket]:
-        """Return requests on trial, in the order in which their trials began."""
+        """Return the requests that wait for checks of their failed endpoints, in the order of the failures."""
         queues = (self.continued, *(queue.again for queue in self.queues.values()))
         found = [ticket for queue in queues if queue for ticket in queue.on_trial()]
         return sorted(found, key=lambda ticket: ticket.again_index)
@@ -312,10 +315,11 @@ class Queues:
         ticket.again_index = self._again_total
 
     def end_trial(self, ticket: Ticket) -> None:
-        """Move a ticket whose trial ended to the end of its line.
+        """Let a request that was cleared by the checks of its failed endpoints wait for an endpoint, as the last of its
+        line.
 
         Args:
-            ticket: the ticket.
+            ticket: the request.
         """
         self.leave(ticket)
         self.wait_again(ticket)

@@ -152,7 +152,7 @@ async def open_memory_router(
         endpoint_api_key: key that the router sends to the endpoints.
         aliases: other names of models.
         leases_max: maximum number of leases of each endpoint. None uses the number that the endpoint reports.
-        tokenizer: tokenizer for the policy kv_aware. With None, prompts have no block names.
+        tokenizer: tokenizer for the policy kv_aware. None: the router does not hash the blocks of prompts.
         has_peers: if True, other routers use the same endpoints, but this router does not poll their state.
         peers: other routers by name, each with a function that opens a stream. This router polls their state.
         own_name: name of this router. None lets the router find its name itself.

@@ -37,8 +37,8 @@ class TokenPieces(dict[int, bytes]):
 
     Attributes:
         whole_texts: Texts of the tokens used so far whose bytes are whole characters, by token id.
-        leading_spaces_max: Most spaces that the tokenizer adds at the beginning of a text. These spaces are not part of
-            the text.
+        leading_spaces_max: Maximum number of spaces that the tokenizer adds at the beginning of a text. These spaces
+            are not part of the text.
 
     Raises:
         ModelLoadError: The kind of the tokenizer's decoder is not supported.

@@ -40,8 +40,9 @@ __all__ = [
 COMPILE_STACK_BYTES = 512 * 2**20
 FIXED_TEXT_CHARACTERS_MAX = 8192  # Longest text in which a grammar allows no alternatives.
 PATTERN_CHARACTERS_MAX = 8192
-REPEATS_MAX = 10_000  # Most repetitions of one part of a pattern. The repetitions of nested parts are multiplied.
-JOINED_PATTERNS_MAX = 32  # Most patterns in all members of an allOf together, nested members included.
+# Maximum number of repetitions of one part of a pattern. The repetitions of nested parts are multiplied.
+REPEATS_MAX = 10_000
+JOINED_PATTERNS_MAX = 32  # Maximum number of patterns in all members of an allOf together, nested members included.
 # Limit for one object. Each property takes four of the 2,000 items that the parser may have at one position.
 OPTIONAL_PROPERTIES_MAX = 480
 SCHEMAS_MAX = 1000  # Limit for one grammar. A request may offer 128 tools.

@@ -136,7 +136,7 @@ def _lark_of(structured: StructuredOutput) -> str:
 # byte_count_max.
 CACHE_BYTES_MAX = 2**30
 GRAMMAR_SEQUENCES_MAX = 2000
-# Most memory per mask. It was measured with a regex that makes new lexer states with each token, up to
+# Maximum memory per mask. It was measured with a regex that makes new lexer states with each token, up to
 # max_lexer_states.
 MASK_BYTES = 36_000
 LEXER_BYTES_MAX = 20 * 2**20

@@ -21,7 +21,7 @@ from trioserve.text.stop_strings import BadWords
 __all__ = ["GuideFactory", "PreparedGuides", "is_guided"]
 
 PATH_TOKENS_MAX: Final = 32  # If the restraints allow a beginning of this many tokens, they count as satisfiable.
-# Most masks that are tried per request. For the most complex grammars, each mask takes up to 15 ms.
+# Maximum number of masks that are tried per request. For the most complex grammars, each mask takes up to 15 ms.
 TRIED_ROWS_MAX: Final = 64
 TOKENS_SHOWN_MAX: Final = 4
 SHOWN_CHARACTERS_MAX: Final = 40

@@ -24,8 +24,8 @@ __all__ = ["KeptSchema"]
 CASES_MAX: Final = 64  # Limit for one schema: the product of the case counts of its keywords.
 NODES_MAX: Final = 20_000
 CONTAINS_ITEMS_MAX: Final = 8  # Longest array for which `contains` is rewritten.
-LISTS_MAX: Final = 256  # Most arrays that are listed for a schema with unique items.
-PATTERNS_MAX: Final = 200  # Most patterns that are tried with the library. Further patterns are not checked.
+LISTS_MAX: Final = 256  # Maximum number of arrays that are listed for a schema with unique items.
+PATTERNS_MAX: Final = 200  # Maximum number of patterns that the library checks. Further patterns are not checked.
 LENIENT: Final = "lenient"
 OPTIONS: Final = "x-guidance"
 

@@ -34,8 +34,8 @@ ANNOTATIONS: Final = frozenset(
 
 DEPTH_MAX: Final = 8
 REFERENCES_MAX: Final = 16
-WORK_MAX: Final = 50_000  # Most recursive calls per root schema, since pairs of members multiply.
-TEXTS_MAX: Final = 64  # Most texts that are listed for a pattern.
+WORK_MAX: Final = 50_000  # Maximum number of recursive calls per root schema, since pairs of members multiply.
+TEXTS_MAX: Final = 64  # Maximum number of texts that are listed for a pattern.
 COMPLEMENT_CHARACTERS_MAX: Final = 512  # Limit for the total length of the texts in _complement.
 TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _OF_TYPE: Final = {
@@ -351,7 +351,7 @@ def texts_of_pattern(pattern: str, texts_max: int = TEXTS_MAX) -> list[str] | No
 
     Args:
         pattern: The pattern.
-        texts_max: Most texts to list.
+        texts_max: Maximum number of texts to list.
     """
     try:
         parsed = list(re_parser.parse(pattern))

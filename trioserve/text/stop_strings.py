@@ -250,21 +250,21 @@ def _automaton(stops: tuple[str, ...], cache_salt: str | None) -> PrefixAutomato
 
 
 SINGLE_BITS_MAX = 16  # If more bits must be cleared, one operation on the whole row clears all of them.
-ROWS_KEPT_MAX = 8  # Most cached rows. Each row takes 16 KB for 131,072 tokens.
+ROWS_KEPT_MAX = 8  # Maximum number of cached token masks. Each mask takes 16 KB for a vocabulary of 131,072 tokens.
 
 
 class BadWords:
-    """Bad words of one request. All choices of the request share one object.
+    """Words that the output of one request must not contain (`bad_words`). All choices of the request share one object.
 
-    A number, the state, summarizes the output of a sequence so far. Each token leads to the next state. The states
-    belong to one PrefixAutomaton, which treats each token as a character. So the cost of a step does not depend on how
-    many words begin alike.
+    An automaton reads the output of each sequence, with one transition per token. The caller keeps the automaton's
+    state as a number for each sequence, and passes it to the methods. The cost of a token does not depend on the number
+    of words with a common beginning.
 
-    Each word is barred with and without a space before it. A word is barred only in the tokens into which the tokenizer
-    encodes the word alone.
+    The tokenizer encodes each word alone, once with and once without a space before the word. Only these token
+    sequences are barred. Other tokens with the same text are allowed.
 
     Args:
-        words: The bad words.
+        words: The forbidden words.
         encode: Returns the token ids of a text.
     """
 

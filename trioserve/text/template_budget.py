@@ -12,9 +12,9 @@ from jinja2.utils import Namespace
 
 __all__ = ["Budget", "TemplateTooCostly", "budget", "json_size", "length", "printed_size"]
 
-# Most loop iterations. They take 1 to 2 s in total. A chat of 1,000 messages needs a tenth of them.
+# Maximum number of loop iterations. They take 1 to 2 s in total. A chat of 1,000 messages needs a tenth of them.
 STEPS_MAX = 500_000
-# Most characters that all operations of a template together read or write. Copying them takes less than 1 s.
+# Maximum number of characters that all operations of a template read or write. Copying them takes less than 1 s.
 CHARACTERS_MAX = 256_000_000
 # Largest size of one value and of the result. It is about four million tokens, which is more than any context.
 VALUE_CHARACTERS_MAX = 16_000_000

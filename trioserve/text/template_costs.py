@@ -51,7 +51,7 @@ ODD_KEY_CHARACTERS = 16_384
 SLOW_FILTER_CHARACTERS_MAX = 16_384
 JSON_INDENT_MAX = 16
 SHORT_TEXT_CHARACTERS = 256
-HTML_CHARACTERS_MAX = 5  # Most characters that replace one character if it is escaped as HTML.
+HTML_CHARACTERS_MAX = 5  # Maximum number of characters that replace one character if it is escaped as HTML.
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

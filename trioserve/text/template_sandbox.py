@@ -53,11 +53,11 @@ from trioserve.text.template_costs import (
 
 __all__ = ["TemplateEnvironment", "TemplateTooCostly", "render_within_bounds"]
 
-# Most syntax nodes of a template. Compiling takes 0.1 ms per node, and the largest known templates have about 4,000
-# nodes.
+# Maximum number of syntax nodes of a template. Compiling takes 0.1 ms per node. The largest known templates have about
+# 4,000 nodes.
 NODES_MAX = 20_000
 NODE_CHARACTERS = 32  # Cost of each node in the body of a loop or macro, per iteration or call.
-# Most arguments that are passed with * or **. Python first makes a tuple of these arguments.
+# Maximum number of arguments that are passed with * or **. Python first makes a tuple of these arguments.
 SPREAD_ARGUMENTS_MAX = 1024
 
 

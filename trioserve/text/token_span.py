@@ -42,7 +42,7 @@ class TokenSpan:
         backend: The tokenizer.
 
     Attributes:
-        bytes_max: Most UTF-8 bytes that one token represents, or None if no bound is certain.
+        bytes_max: Maximum number of UTF-8 bytes that one token represents, or None if no bound is certain.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

@@ -39,10 +39,10 @@ PROBE_SECONDS_MAX = 20.0  # An ordinary pattern takes under a second, including 
 PROBE_CHARACTERS = 1000  # Length of each text that the child process tries.
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 COMMON = "aA1 \n中é'"
-OWN_CHARACTERS_MAX = 24  # Most characters of the patterns that the texts repeat, in addition to COMMON.
+OWN_CHARACTERS_MAX = 24  # Maximum number of characters of the patterns that the texts repeat, in addition to COMMON.
 
-# These patterns are known to be safe: KNOWN_SPLITS, and patterns of families whose tokenizers the library transformers
-# makes.
+# Patterns that are known to be fast on all texts, so the child process need not try them. The patterns below are not in
+# KNOWN_SPLITS. The library `transformers` writes these patterns into the tokenizers of some model families.
 KNOWN_PATTERNS = KNOWN_SPLITS | {
     r"\s+",
     " {2,}",
@@ -204,8 +204,8 @@ def _texts(patterns: set[str]) -> Iterator[str]:
 
 TOKENIZER_BYTES_MAX = 256 * 2**20  # Largest tokenizer.json. The largest known vocabularies take 35 MB.
 JSON_BYTES_MAX = 32 * 2**20  # Largest size of each other file. A file with a full list of added tokens has about 5 MB.
-# Most commas and opening brackets in a JSON file. They bound the number of values, each of which takes about 100 bytes
-# in memory.
+# Maximum number of commas and opening brackets in a JSON file. Their number limits the number of values, each of which
+# takes about 100 bytes in memory.
 JSON_MARKS_MAX = 2**20
 TEMPLATE_BYTES_MAX = 2**20  # This is four times TEMPLATE_CHARACTERS_MAX, since a character may take four bytes.
 

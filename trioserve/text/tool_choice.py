@@ -14,8 +14,8 @@ from trioserve.text.chat_messages import check_shape
 
 __all__ = ["FUNCTION_NAME", "TOOLS_MAX", "ToolChoice", "ToolMode", "checked_tools", "named_functions", "tool_choice_of"]
 
-# Most tools of a request, as in OpenAI's API. Each tool takes prompt tokens, and adds a branch to the grammar of forced
-# calls.
+# Maximum number of tools of a request, as in OpenAI's API. Each tool takes prompt tokens, and adds a branch to the
+# grammar of forced calls.
 TOOLS_MAX = 128
 NAME_CHARACTERS_MAX = 128
 FUNCTION_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{NAME_CHARACTERS_MAX}}}")

@@ -25,8 +25,8 @@ JPEG_SCANS_MAX = 64  # Encoders write 1 to 12 scans. One scan of 40 million pixe
 JPEG_SEGMENTS_MAX = 2048  # An ICC profile of 16 MB has 256 segments, and so has XMP metadata of 16 MB.
 PNG_CHUNKS_MAX = 16_384  # These are 16 MB in IDAT chunks of 1 KB. Encoders write chunks of 4 to 64 KB.
 WEBP_CHUNKS_MAX = 4096  # Each frame of an animation is one chunk. Only the first frame is decoded.
-GIF_BLOCKS_MAX = 256  # Most blocks before the first frame. Later frames are not decoded.
-GIF_SUBBLOCKS_MAX = 16_384  # Most subblocks in all blocks before the first frame. Together they have 4 MB.
+GIF_BLOCKS_MAX = 256  # Maximum number of blocks before the first frame. Later frames are not decoded.
+GIF_SUBBLOCKS_MAX = 16_384  # Maximum number of subblocks in all blocks before the first frame. Together they have 4 MB.
 EXIF_ENTRIES_MAX = 512  # Cameras write about 20 entries to the first directory.
 
 SEARCH_BYTES = 262_144

@@ -229,7 +229,7 @@ async def test_thinking_options_reach_the_template(api: Any, fields: Any, argume
         ({"mcp_servers": [{}]}, "mcp_servers"),
     ],
 )
-async def test_unsupported_field_of_a_message_is_refused_by_name(api: Any, fields: Any, words: str) -> None:
+async def test_error_of_an_unsupported_messages_field_says_what_is_wrong(api: Any, fields: Any, words: str) -> None:
     assert words in await check_refused(api, **fields)
     assert not api.engine.streams
 

@@ -51,7 +51,7 @@ def test_form_fields_for_expires_after_are_parsed() -> None:
         ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "-1"}, "expires_after[seconds]"),
     ],
 )
-def test_invalid_field_is_refused_by_name(fields: Any, param: str) -> None:
+def test_error_of_an_invalid_upload_names_the_field(fields: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed_upload(*form(**fields))
     assert caught.value.param == param

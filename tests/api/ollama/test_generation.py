@@ -185,7 +185,7 @@ async def test_repeat_last_n_of_zero_switches_penalties_off(api: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
-async def test_unsupported_option_is_refused_by_name(api: Any, asked: Any, options: Any, place: str) -> None:
+async def test_error_of_an_unsupported_ollama_option_names_it(api: Any, asked: Any, options: Any, place: str) -> None:
     assert (await check_refused(api, asked, options=options)).startswith(place)
     assert (await check_refused(api, (asked[0], {}), options=options)).startswith(place)
     assert api.engine.streams == []
@@ -210,7 +210,7 @@ async def test_unsupported_option_is_refused_by_name(api: Any, asked: Any, optio
         (GENERATE, {"raw": True, "think": True}, "think"),
     ],
 )
-async def test_unsupported_body_field_is_refused_by_name(api: Any, asked: Any, fields: Any, place: str) -> None:
+async def test_error_of_an_unsupported_ollama_field_names_it(api: Any, asked: Any, fields: Any, place: str) -> None:
     assert place in (await check_refused(api, asked, **fields))
     assert api.engine.streams == []
 

@@ -139,7 +139,7 @@ def test_slow_page_reader_gets_all_missed_points_together() -> None:
         assert shown["history"] == decoded(snapshot_fields(snapshot(second)))["history"]
 
 
-def test_block_pool_of_another_size_is_sent_completely() -> None:
+def test_change_of_the_page_has_all_blocks_if_the_pool_size_changed() -> None:
     def snapshot(blocks: bytes) -> PageSnapshot:
         server = ServerShown(kind="engine", model="m", version="1", block_count=len(blocks))
         return PageSnapshot(now=0.0, server=server, blocks=blocks)

@@ -299,7 +299,7 @@ async def test_the_last_event_shows_the_shutdown_and_the_stream_ends(memory_serv
     assert (await memory_server.client().get(PATH)).status == 503
 
 
-async def test_page_caches_nothing_without_readers(memory_server, mock_clock):
+async def test_server_keeps_no_data_for_the_page_while_no_client_reads_it(memory_server, mock_clock):
     feed = memory_server.engine.live_feed
 
     def kept() -> int:

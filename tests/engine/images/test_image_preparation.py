@@ -48,7 +48,7 @@ def wanted_of(prompt: str = "a cat", params: ImageParams | None = None, limits=N
         ({"width": 32, "height": 48, "guidance": 3.0}, {}, "width", "32 x 48 with guidance costs 12 per step"),
     ],
 )
-async def test_option_that_the_model_does_not_support_is_refused_by_name(asked, changes, param, says, autojump_clock):
+async def test_error_of_an_unsupported_image_option_names_the_option(asked, changes, param, says, autojump_clock):
     async with open_fake_image_engine(model=model_of(**changes)) as fake:
         with pytest.raises(InvalidRequest) as refusal:
             await fake.generate_image("a cat", ImageParams(**asked))

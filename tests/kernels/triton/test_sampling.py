@@ -50,7 +50,7 @@ def row(
 
 
 def launched(logits: Tensor, chunks: list[ScheduledChunk], masks: FilledMasks | None = None) -> Samples:
-    """Sample rows of different requests, as the first step of their requests."""
+    """Sample a token for each chunk. Each chunk gets a request of its own, and no request was sampled before."""
     rows = [
         structs.replace(chunk, request=structs.replace(chunk.request, id=f"r{place}"))
         for place, chunk in enumerate(chunks)

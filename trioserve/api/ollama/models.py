@@ -59,15 +59,15 @@ def untagged(requested: str | None, served: Iterable[str]) -> str | None:
 
 
 def requested_model(context: RequestContext, requested: str | None) -> str:
-    """Return the served name of the requested model.
+    """Return the served name of the model that a request names.
 
     Args:
         context: The request.
-        requested: Requested name. None: the default model.
+        requested: Model name in the request, with or without the tag ":latest". None: the first served name.
 
     Raises:
-        UnknownModel: The model is not served.
-        InvalidRequest: The name is required.
+        UnknownModel: This server does not serve the model.
+        InvalidRequest: The request must name a model, and names none.
     """
     return context.model_name(untagged(requested, context.served_names))
 

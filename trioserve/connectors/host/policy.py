@@ -126,7 +126,7 @@ SAVING_BYTES_MAX = 2 * 2**30
 
 
 class Lane(enum.Enum):
-    """Lanes of jobs. Jobs of one lane run one after another. Jobs of different lanes never wait for each other."""
+    """A queue of jobs. Jobs of one lane run one after another. Jobs of different lanes never wait for each other."""
 
     SAVE = "save"
     LOAD = "load"
@@ -144,7 +144,7 @@ class HostPolicy:
         pages: KV cache of the engine.
         wake: Called when the core should call `progress`.
         files: Files of the store. None if the store has no files.
-        hash_block: Hash function of block names. Tests may pass another function.
+        hash_block: Function that hashes a block. Tests may pass another function.
         window_tokens: Sliding window of the model, see ConnectorSetup.
         copies: Copies blocks of a device, see ConnectorSetup.
 

@@ -118,9 +118,9 @@ class Readmission(Generic[ScopeT]):
         # Requests that were in no failed step. They wait only while a suspect runs alone.
         self._others: deque[ScopeT] = deque()
         self._accused: list[ScopeT] = []
-        self._is_alone = False  # True while only the request on trial may run.
-        self._on_trial: ScopeT | None = None
-        # For each choice of the request on trial: its progress at the begin of the trial.
+        self._is_alone = False  # True while only the first suspect may run.
+        self._on_trial: ScopeT | None = None  # The suspect that began last, until it produces a token or leaves.
+        # For each choice of that suspect: its progress when the suspect began.
         self._tried: list[tuple[RequestPart[Any], int]] = []
 
     def start(self, requests: Iterable[ScopeT]) -> None:
@@ -150,7 +150,7 @@ class Readmission(Generic[ScopeT]):
         self.look()
 
     def admit(self, request: ScopeT) -> None:
-        """Begin a new request, or let it wait while the request on trial runs alone.
+        """Begin a new request. While the first suspect runs alone, the new request waits instead.
 
         Args:
             request: the request.
@@ -177,9 +177,9 @@ class Readmission(Generic[ScopeT]):
         return waiting
 
     def look(self) -> None:
-        """Begin the next suspect if the request on trial has passed.
+        """Begin the next request of the failed step, if the request that began before it has produced a token or left.
 
-        Call this after a step was delivered, and when a request has left the core.
+        The engine calls this method after the results of a step were delivered, and when a request has left the core.
         """
         if self._on_trial is None and not self._is_alone and not self._suspects:
             return  # Nearly all calls end here.
@@ -205,7 +205,7 @@ class Readmission(Generic[ScopeT]):
         self._accused.clear()
         self._others.clear()
         for request in accused:
-            # An accused request that is no suspect any more has passed its trial, or left.
+            # An accused request that is no suspect any more has begun in the reopened engine, or has left.
             if request in self._suspects and self._has_brought():
                 self._suspects.remove(request)
                 self._end(request)
@@ -214,7 +214,9 @@ class Readmission(Generic[ScopeT]):
                 self._begin(request)
 
     def _has_passed(self) -> bool:
-        """Return True if the request on trial has left the core, or each of its sequences made progress or ended."""
+        """Return True if the next suspect may begin: the last one left the core, or all its sequences made progress or
+        ended.
+        """
         request = self._on_trial
         if request is None or not request.has_begun:
             return True

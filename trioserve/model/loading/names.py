@@ -348,7 +348,7 @@ class FurtherLayers:
         return is_theirs
 
     def log_unused(self) -> None:
-        """Log the number of prediction layers' tensors, unless it is 0."""
+        """Log how many tensors belong to prediction layers (MTP), which the engine does not use. Log nothing for 0."""
         if self._tensor_count:
             logger.info("layers that predict further tokens are not used tensors=%d", self._tensor_count)
 

@@ -330,7 +330,7 @@ class _Operator:
         self._orders: list[Load | Unload] = []
 
     def next_order(self, ids: Sequence[str]) -> Load | Unload | None:
-        """Return the next act of the operator, or None.
+        """Return the next call of the operator, or None.
 
         The operator loads or unloads an adapter at one endpoint after another, while requests continue.
         """

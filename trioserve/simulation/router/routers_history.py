@@ -1,4 +1,4 @@
-"""A history of several routers as data: its settings, then the acts of clients and the faults of routers.
+"""A history of several routers as data: its settings, then what clients do, and the faults of routers.
 
     routers endpoints=2 leases_max=4 shares=true
     come number=1 at=3.0 router=0 seconds=1.5

@@ -295,7 +295,10 @@ class _Choice:
         assert self.text in texts, f"{self.name}: {self.text!r} is not a beginning of {self.tokens}"
 
     def _text(self, count: int, *, is_whole: bool) -> str:
-        """Return the text that the client must receive for the first tokens, without the text of known tokens."""
+        """Return the text that the client must receive after the first `count` tokens of the response.
+
+        A resumed request already knows the first `known_count` tokens, so the server does not send their text.
+        """
         text = shown(self.tokens[:count], self.stops, is_whole=is_whole)
         before = shown(self.tokens[: self.known_count], self.stops, is_whole=False) if self.known_count else ""
         assert text.startswith(before)

@@ -1,6 +1,7 @@
-"""Acts of operators in a plan: abort, drain, pause, resume, sleep, wake up, and replace weights.
+"""Planned calls of operators: abort, drain, pause, resume, sleep, wake up, and replace weights.
 
-Acts are drawn from a seed before the run. Their times are on a coarse grid, so that many acts happen at the same time.
+The calls are drawn from a seed before the run. Their times are on a coarse grid, so that many calls happen at the same
+time.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ GRID_SECONDS = 0.005
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
-    """An act of the operator: abort ids, drain, or end all remaining requests, as after a drain that took too long.
+    """A planned call of the operator: abort ids, drain, or end all remaining requests as after too long a drain.
 
     Attributes:
-        at: time of the act, in seconds.
+        at: time of the call, in seconds.
         ids: ids to abort.
         drains: True: drain.
         ends_all: True: end all requests.
@@ -69,7 +70,7 @@ class Moments:
         return round(self.moment(self.span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
 
     def drains(self, chance: float) -> list[Order]:
-        """Draw the acts of a drain, or no acts. In some plans, all remaining requests are ended after the drain.
+        """Draw the calls of a drain, or no calls. In some plans, all remaining requests are ended after the drain.
 
         Args:
             chance: probability of a drain.
@@ -189,7 +190,7 @@ def with_retraction(halt: Halt) -> Halt:
     """Change some pauses so that they retract requests or clear the prefix cache, as only a text engine can.
 
     Args:
-        halt: the act.
+        halt: the planned call.
     """
     if not isinstance(halt, Pause):
         return halt

@@ -102,7 +102,7 @@ class Pauses(trio.abc.Instrument):
         # The core at the beginning of the pause, and its number of steps at that time.
         self._closed_at: tuple[HaltedCore, int] | None = None
         self._must_be_over: list[AnyScope] = []
-        self._sleepers: dict[Task, Sleep] = {}  # tasks that call the engine's `sleep`, with their acts
+        self._sleepers: dict[Task, Sleep] = {}  # Tasks that now call the engine's `sleep`, with the planned calls.
         self._asks_later: set[Task] = set()  # tasks of `_sleepers` that must first wait until the engine is awake
         self._violation: str | None = None
 
@@ -123,11 +123,11 @@ class Pauses(trio.abc.Instrument):
     # --- Operators ---
 
     async def operate(self, fake: HaltedEngine, halts: Iterable[Halt]) -> None:
-        """Do all acts, then wake the engine up and resume it.
+        """Make all planned calls of operators, then wake the engine up and resume it.
 
         Args:
             fake: the engine.
-            halts: the acts.
+            halts: the planned calls.
         """
         async with trio.open_nursery() as nursery:
             for halt in halts:
@@ -167,7 +167,7 @@ class Pauses(trio.abc.Instrument):
         self.check()
 
     async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
-        """Do one act and return its outcome. If the engine refuses the act, its error passes through."""
+        """Make one planned call and return its outcome. If the engine refuses the call, raise the engine's error."""
         if isinstance(halt, Pause):
             return await self._pause(fake, halt)
         if isinstance(halt, Sleep):
@@ -251,7 +251,7 @@ class Pauses(trio.abc.Instrument):
     # --- Records ---
 
     def _waits_for_its_turn(self, halt: Halt) -> bool:
-        """Return True if an act must first wait for the acts of other operators."""
+        """Return True if a call must first wait until the calls of other operators return."""
         return False
 
     def _is_turn_of(self, task: Task) -> bool:
@@ -417,7 +417,7 @@ class SwapPauses(Pauses):
         super().__init__(**options)
         self.is_replacing = False
         self._swaps = swaps
-        self._updaters: dict[Task, Swap] = {}  # tasks that call the engine's `update_weights`, with their acts
+        self._updaters: dict[Task, Swap] = {}  # Tasks that now call `update_weights`, with the planned calls.
         self._updater: Task | None = None  # task of `_updaters` whose weights are being written
         self._begun_before: list[AnyScope] = []  # requests that ran before the current turn of an updating task
 

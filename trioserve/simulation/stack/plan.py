@@ -363,7 +363,7 @@ class _Draws(Moments):
         return parts
 
     def orders(self, ask_count: int) -> list[Part]:
-        """Draw acts of operators, both directly on the engine and over HTTP."""
+        """Draw calls of operators, both to the engine directly and over HTTP."""
         rng, count = self._rng, self._client_count
         parts: list[Part] = []
         for _ in range(rng.randint(0, count // 2)):

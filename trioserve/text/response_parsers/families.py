@@ -42,11 +42,12 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Format in which one family writes calls.
 
     Attributes:
-        readers: As for ContentScript.
-        line_readers: As for ContentScript.
-        first_readers: As for ContentScript.
-        drops_space: As for ContentScript.
-        has_channels: As for ContentScript.
+        readers: Scripts that read a call, by the marker that opens the call. ContentScript uses them.
+        line_readers: Scripts by markers that count only at the beginning of a line.
+        first_readers: Scripts for formats without markers, by the first character of a call. They count only as long
+            as the response has no content.
+        drops_space: True if white space before a call is not content, since the family's template writes it.
+        has_channels: True if the family's markers separate content from other text.
         special_tokens: Markers that are special tokens in the family's vocabulary. The decoder must not skip these
             tokens.
         whole: Script that reads a whole response, including reasoning, instead of `readers`. None for other families.

@@ -13,7 +13,7 @@ from typing import Final
 
 __all__ = ["DEPTH_MAX", "At", "JsonScanner", "JsonStringDecoder", "ScanState", "ValueScanner"]
 
-DEPTH_MAX: Final = 128  # Most nested objects and arrays. Python's json module fails at about 1,000.
+DEPTH_MAX: Final = 128  # Maximum number of nested objects and arrays. Python's json module fails at about 1,000.
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACE = re.compile(r"[ \t\n\r]+")

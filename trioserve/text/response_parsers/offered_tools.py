@@ -54,7 +54,7 @@ def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool
 
 
 ANY_TYPE: Final[frozenset[str]] = frozenset()  # This value stands for a schema that names no type.
-_STEPS_MAX: Final = 64  # Most references and alternatives to follow, since a schema may refer to itself.
+_STEPS_MAX: Final = 64  # Maximum number of references and alternatives to follow, since a schema may refer to itself.
 _OF_PYTHON: Final = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 # These are other names of types that some clients send and vLLM accepts.
 _ALIASES: Final = {

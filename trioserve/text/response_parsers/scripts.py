@@ -178,7 +178,7 @@ class TextSource:
         """Read the marker at the current position and return it, or "" if there is none.
 
         Args:
-            markers: As for find.
+            markers: Possible markers, in the order that `find` requires.
         """
         found = yield from self.find(markers)
         self.at += len(found)
@@ -188,7 +188,7 @@ class TextSource:
         """Return the marker at the current position, or "" if there is none. Use this where only a marker can follow.
 
         Args:
-            markers: As for find.
+            markers: Possible markers, in the order that `find` requires.
 
         Raises:
             TextEnded: The text ends within a marker.
@@ -204,7 +204,7 @@ class TextSource:
         """Read the marker at the current position. The result has the form of find_whole.
 
         Args:
-            markers: As for find.
+            markers: Possible markers, in the order that `find` requires.
 
         Raises:
             TextEnded: The text ends within a marker.
@@ -240,7 +240,7 @@ class TextSource:
 
         Args:
             run: Pattern that matches one or more characters of a class.
-            characters_max: Most characters to read.
+            characters_max: Maximum number of characters to read.
 
         Raises:
             NotACall: More than `characters_max` characters match.
@@ -262,8 +262,8 @@ class TextSource:
         """Read text up to and including the first of several markers.
 
         Args:
-            markers: As for find.
-            characters_max: Most characters before the marker.
+            markers: Possible markers, in the order that `find` requires.
+            characters_max: Maximum number of characters before the marker.
 
         Returns:
             The text before the marker, and the marker.
@@ -290,7 +290,7 @@ class TextSource:
                 raise NotACall
 
 
-# Most calls per response. OpenAI allows as many tools in a request. Further calls become content.
+# Maximum number of calls per response. OpenAI allows as many tools in a request. Further calls become content.
 CALLS_MAX: Final = 128
 NAME_CHARACTERS_MAX: Final = 256  # Longest name of a function, four times OpenAI's limit.
 # Longest arguments of a call. This is more than any context, and bounds the memory of text that is held back.

@@ -21,7 +21,7 @@ def kernels_of(part: Part) -> Kernels:
     """Return the Triton kernels, or on a CPU the reference with the same functions.
 
     Args:
-        part: says which device.
+        part: measures on a CPU or a GPU.
     """
     if not part.is_gpu:
         return reference_fused
@@ -51,7 +51,7 @@ class PagedCase:
         """Make caches of sequences whose pages are at random positions.
 
         Args:
-            part: says which device.
+            part: measures on a CPU or a GPU.
             contexts: tokens of each sequence.
             kv_heads: key/value heads.
             head_dim: numbers per head.
@@ -96,7 +96,7 @@ def four_bit_weight(part: Part, outputs: int, inputs: int, group: int, *, has_mi
     """Return random weights of four bits.
 
     Args:
-        part: says which device.
+        part: measures on a CPU or a GPU.
         outputs: rows of the weight.
         inputs: columns of the weight.
         group: columns that share a scale.
