@@ -381,6 +381,7 @@ async def test_prompt_beside_streams_on_a_simulated_gpu_has_chunks_that_fit_its_
         "new_executor": PlanRecorder,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2_048,
+        "wide_prompt_stretch": 3.0,
     }
     async with open_fake_engine(overlap_steps=True, **options) as fake, trio.open_nursery() as nursery:
         for index in range(8):
@@ -392,5 +393,5 @@ async def test_prompt_beside_streams_on_a_simulated_gpu_has_chunks_that_fit_its_
         nursery.cancel_scope.cancel()
     chunks = [chunk.count for plan in steps for chunk in plan.chunks if chunk.count > 1]
     assert sum(chunks) == 2_000
-    assert len(chunks) <= 20, "chunks of the smallest size would be 125"
+    assert len(chunks) <= 20, "chunks of the smallest size would be 63"
     assert max(map(gpu_seconds, steps)) < 4 * gpu_seconds(StepPlan(0, (), 8))

@@ -8,7 +8,8 @@ for a long context, which each chunk reads once. If it counted as time of tokens
 expensive, and would never grow.
 
 Some steps are measurements. One in PROBE_EVERY computes no prompt tokens, to measure the time of decodes again. One in
-HALF_EVERY computes half of the tokens, because two sizes are necessary to tell the fixed time from the time per token.
+HALF_EVERY computes half of the tokens while the sizes of chunks are alike, because two sizes are necessary to tell the
+fixed time from the time per token.
 
 If no request decodes, only the token budget limits a step.
 """
@@ -23,9 +24,10 @@ from trioserve.contracts.step import StepPlan
 
 __all__ = ["PromptPace"]
 
-CHUNK_TOKENS_MIN = 16  # Number of rows in one matrix tile. Fewer rows cost the same time.
+# Every chunk reads the context of its prompt again, so small chunks of a long prompt spend most of their time on that.
+CHUNK_TOKENS_MIN = 32
 PROBE_EVERY = 16  # Number of steps between two measurements of decodes alone. They slow a prompt by a sixteenth.
-HALF_EVERY = 4  # Number of steps between two half chunks. They slow a prompt by an eighth.
+HALF_EVERY = 4  # Number of steps between two half chunks, if the sizes of other chunks do not differ enough.
 HALF_OF_MIN_EVERY = 8  # The same for the smallest chunks, which hardly depend on the time per token.
 # Weight of a prompt relative to a decode, if there are so many prompts that they get more time than stretch_max allows.
 PROMPT_WEIGHT = 2
@@ -80,7 +82,8 @@ class PromptPace:
         tokens = max(CHUNK_TOKENS_MIN, int(min(seconds / self._prompts.slope, 2 * self._tokens_tried)))
         self._chunks_total += 1
         half_every = HALF_EVERY if tokens > CHUNK_TOKENS_MIN else HALF_OF_MIN_EVERY
-        return tokens // 2 if self._chunks_total % half_every == 0 else tokens
+        needs_half = self._chunks_total % half_every == 0 and not self._prompts.has_spread
+        return tokens // 2 if needs_half else tokens
 
     def begin(self, now: float, plan: StepPlan) -> None:
         """Note that a step was planned. Steps end in the order in which they began.
@@ -154,6 +157,11 @@ class _Line:
         self._last_x = self._last_y = 0.0
         self._x = self._y = 0.0  # Mean values.
         self._xx = self._xy = 0.0  # Mean products of differences.
+
+    @property
+    def has_spread(self) -> bool:
+        """True if the last values of x differ so much that the slope stays defined for some more samples."""
+        return self._xx > 2 * (self.SPREAD_MIN * self._x) ** 2
 
     def guess(self, x: float, y: float) -> None:
         self.floor, self.slope = 0.0, y / x
