@@ -389,7 +389,7 @@ def test_import_cycle_in_source_code_is_detected():
     assert in_cycles(imported | {"c": {"d"}}) == set()
 
 
-def test_settings_import_contracts_and_settings_alone():
+def test_settings_modules_import_only_contracts_and_other_settings():
     wrong = [
         str(found)
         for place, file in sources()

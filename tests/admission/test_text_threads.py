@@ -163,7 +163,7 @@ async def test_one_owner_cannot_use_all_jobs_aside(gate):
         gate.open()
 
 
-async def test_text_above_the_character_limit_runs_alone(gate):
+async def test_text_is_refused_while_a_text_above_the_character_limit_is_tokenized(gate):
     async with TextThreads() as threads, trio.open_nursery() as nursery:
 
         async def tokenize(size: int) -> None:

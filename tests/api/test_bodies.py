@@ -109,7 +109,7 @@ async def test_an_error_message_repeats_only_part_of_the_input(api: Any) -> None
         assert "xxx" in exchange.json()["error"]["message"]
 
 
-async def test_last_value_of_a_repeated_json_key_counts(api: Any) -> None:
+async def test_last_value_of_a_repeated_json_key_is_used(api: Any) -> None:
     exchange = await api.context("POST", "/v1/completions", b'{"prompt": "a", "n": 2, "prompt": "b", "n": 3}')
     assert len(exchange.json()["choices"]) == 3
     assert api.engine.streams[0].prompt == "b"

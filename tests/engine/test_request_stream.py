@@ -33,7 +33,7 @@ async def response_of(fake: FakeEngine, prompt: str = PROMPT, **sampling: object
     return token_ids
 
 
-async def test_deltas_join_to_the_response_of_the_model_alone(autojump_clock):
+async def test_engine_returns_the_tokens_that_the_model_chooses_without_an_engine(autojump_clock):
     model = FakeModel(vocab_size=256)
     known = list(PROMPT.encode())
     async with open_fake_engine(model=model) as fake:

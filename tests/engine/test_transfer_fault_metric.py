@@ -42,7 +42,7 @@ def shown_faults(engine: Engine) -> dict[str, float]:
     return {line.removeprefix(start).partition('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-async def test_faults_of_a_connector_are_shown_by_kind_once_each():
+async def test_metric_counts_each_connector_fault_once_by_its_kind():
     core = EngineCore(CoreSettings(block_count=8, block_size=4, context_tokens_max=32), connector=NoConnector())
     engine = engine_around(core)
     none = dict.fromkeys((fault.value for fault in TransferFault), 0.0)

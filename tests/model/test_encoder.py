@@ -197,7 +197,7 @@ def test_score_has_no_sigmoid_if_the_config_says_so(encoders: Any, tmp_path: Pat
     assert before.pooled["t"].values() == pytest.approx([1 / (1 + np.exp(-score))], abs=1e-6)
 
 
-def test_text_that_an_encoder_cannot_read_fails_alone(encoders: Any) -> None:
+def test_text_that_an_encoder_cannot_read_fails_only_its_own_request(encoders: Any) -> None:
     runner = load(encoders("BertModel"))
     result = run(runner, {"good": ([3, 4], MEAN), "bad": ([3, 64], MEAN)})
     assert result is not None

@@ -374,7 +374,7 @@ def test_other_errors_of_a_step_are_unchanged(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("is_read_late", (False, True))
-def test_step_on_a_lost_gpu_says_so(
+def test_step_on_a_lost_gpu_raises_gpu_lost(
     is_read_late: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ModelSettings(device="cpu", cpu_kernels="torch", dtype="float32", kv_cache_bytes=2**20)

@@ -196,7 +196,7 @@ def test_logprobs_ignore_token_masks(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("parameters", ({"temperature": 0.0}, {}, {"logprobs": 1, "min_tokens": 3}))
-def test_row_without_allowed_tokens_fails_alone(sample: Sample, parameters: dict[str, Any]) -> None:
+def test_row_without_allowed_tokens_fails_only_its_own_request(sample: Sample, parameters: dict[str, Any]) -> None:
     logits = random_logits(4, seed=7)
     logits[3, 5] = math.nan
     chunks = [row(SamplingParams(**parameters), seed=index, mask_row=index, stops=(9,)) for index in range(4)]
@@ -391,7 +391,7 @@ def test_masked_steps_of_all_kernels_agree(
     assert static
 
 
-def test_row_without_allowed_tokens_of_a_launched_step_fails_alone(
+def test_row_without_allowed_tokens_in_a_launched_step_fails_only_its_own_request(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)

@@ -91,7 +91,7 @@ def test_step_with_only_pooling_chunks_returns_vectors(
     check_vector(result.pooled["half"], state / np.linalg.norm(state))
 
 
-def test_vector_that_is_not_finite_fails_alone(
+def test_vector_that_is_not_finite_fails_only_its_own_request(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)

@@ -60,11 +60,11 @@ def check_fails_alone(driver: Any, bad: dict[str, Any], sentence: str) -> None:
         assert driver.tokens[name] == driver.tokens[f"{name} alone"]
 
 
-def test_prompt_token_outside_the_vocabulary_fails_alone(driver: Any) -> None:
+def test_prompt_token_outside_the_vocabulary_fails_only_its_own_request(driver: Any) -> None:
     check_fails_alone(driver, {"prompt": [4, 320]}, "token id 320")
 
 
-def test_unknown_token_that_only_needs_a_prompt_logprob_fails_alone(driver: Any) -> None:
+def test_unknown_token_that_only_needs_a_prompt_logprob_fails_only_its_own_request(driver: Any) -> None:
     """The token follows the last token of the chunk."""
     driver.add("a", [5, 6, 7], GREEDY)
     driver.add("bad", [4, 5, 320], SamplingParams(prompt_logprobs=1))
@@ -74,7 +74,7 @@ def test_unknown_token_that_only_needs_a_prompt_logprob_fails_alone(driver: Any)
     assert isinstance(result.token_ids[0], int)
 
 
-def test_logit_bias_outside_the_vocabulary_fails_alone(driver: Any) -> None:
+def test_logit_bias_outside_the_vocabulary_fails_only_its_own_request(driver: Any) -> None:
     sampling = SamplingParams(logit_bias={3: 1.0, 400: 1.0})
     check_fails_alone(driver, {"prompt": [4], "sampling": sampling}, "logit_bias names token id 400")
 
@@ -87,7 +87,7 @@ def test_step_in_which_every_request_fails_has_a_result(driver: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SamplingParams(prompt_logprobs=1), SamplingParams(temperature=0.7)))
-def test_request_with_nan_fails_alone(
+def test_nan_in_an_embedding_fails_only_the_request_with_this_token(
     sampling: SamplingParams, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """The embedding of one token is NaN. Its request fails, and later owners of its blocks are not affected."""

@@ -372,7 +372,7 @@ def test_equal_logprobs_are_ordered_by_id(sample: Sample) -> None:
 @pytest.mark.parametrize(
     "parameters", ({"temperature": 0.0}, {"temperature": 0.9}, {"logprobs": 2, "top_p": 0.5}, {"min_tokens": 3})
 )
-def test_row_that_is_not_finite_fails_alone(value: float, parameters: dict[str, Any]) -> None:
+def test_row_that_is_not_finite_fails_only_its_own_request(value: float, parameters: dict[str, Any]) -> None:
     logits = random_logits(3, seed=6)
     good = sampler.sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
     logits[1, 99] = value

@@ -403,7 +403,7 @@ def test_more_rows_or_longer_contexts_than_prepared_use_no_step_of_fixed_shape(
     assert static_sizes == [2, 2, 2, 1]
 
 
-def test_row_with_nan_fails_alone(
+def test_row_with_nan_fails_only_its_own_request(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     def damaged(tensor: StoredTensor) -> StoredTensor:

@@ -85,7 +85,7 @@ def test_returned_router_counts_at_once_and_grants_only_one_lease_itself():
     assert a.share(E, LIMIT, 103.0) + b.share(E, LIMIT, 103.0) == LIMIT
 
 
-def test_unknown_router_names_do_not_count():
+def test_reports_about_unknown_routers_do_not_change_the_share_of_leases():
     shares = settled("a", "b")
     shares.note_alive("b", False)
     shares.note_report(E, {"c": 0.0, "a": 0.0}, 3.0)

@@ -21,7 +21,7 @@ from trioserve.core.kv_blocks import BlockPool
 
 __all__ = ["BlockHolds", "Hold"]
 
-ENDED_MAX = 10_000  # Ended holds that are remembered, so that a repeated report is not counted as unknown.
+ENDED_MAX = 10_000  # Maximum number of ended holds that are kept, so that a repeated report does not count as unknown.
 
 HoldKey = tuple[RequestId, HoldKind]
 

@@ -53,7 +53,8 @@ from trioserve.core.transfers import Transfers, Unserved
 __all__ = ["EngineCore"]
 
 TOKEN_IDS_MAX = 2**32  # Block hashes use 4 bytes per token id. The vocabulary size was checked before.
-# Number of evicted blocks that are remembered per block of the pool and of a full context. Each needs about 1 KB.
+# Maximum number of evicted blocks whose tokens are kept for lookups (evicted_names.py), per block of the pool and of a
+# full context. Each needs about 1 KB.
 NAMES_MAX_FACTOR = 4
 
 

@@ -1,8 +1,8 @@
 """Hashes and contents of evicted blocks, which prefix lookups still need if layers have a sliding window.
 
 With a sliding window, a block is useful even if the blocks before it were evicted. But a lookup verifies a prefix block
-by block. So the tokens and the identity of an evicted block are remembered as long as a later block of the same prefix
-can be found. The number of remembered blocks is limited to names_max.
+by block. So the tokens and the identity of an evicted block are kept as long as a lookup can find a later block of the
+same prefix. The number of evicted blocks whose tokens are kept is at most names_max.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EvictedNames:
     """Prefix cache entries of evicted blocks, in the order in which they are dropped.
 
     Args:
-        names_max: highest number of entries. If it is 0, no entries are remembered.
+        names_max: highest number of entries. 0: the object keeps no entries.
 
     Cost:
         O(1). Dropping a chain of entries is O(1) for each entry.

@@ -73,7 +73,8 @@ class PrefixCache:
         hash_block: hash of a block, from the hash of its parent and its tokens.
         first_block_read: returns the index of the first block that the token at a position reads. None if every token
             reads all earlier blocks.
-        names_max: highest number of evicted blocks that are remembered. It has no effect without first_block_read.
+        names_max: highest number of evicted blocks whose tokens are kept for lookups, see EvictedNames. It has no
+            effect without first_block_read.
 
     Attributes:
         on_residency: called for each block that becomes findable or stops being findable. If it is None, nothing is

@@ -88,8 +88,8 @@ class ThreadedWeights:
     call's own deadline can end it.
 
     Args:
-        look: checks weights in files or shared memory. Raises InvalidRequest.
-        look_at_sent: checks the description of weights that will be sent. Raises InvalidRequest.
+        look: reads and checks weights in files or shared memory. Raises InvalidRequest if the model cannot use them.
+        look_at_sent: checks the description of weights that a trainer will send. Raises InvalidRequest.
         groups: groups of trainers.
         compute: the compute thread.
     """

@@ -133,7 +133,7 @@ class LiveFeed:
         kept_holds: requests whose scope has ended, but whose blocks are held.
         metrics: registry of the engine's metrics.
         step_times: times of the engine's steps.
-        look: returns the state that the engine itself adds.
+        look: returns the engine's state that is not in the core or the requests, see EngineLook.
         started_at: time at which the engine started, in seconds of Trio's clock.
 
     Attributes:

@@ -238,7 +238,7 @@ class StaticInputs:
 
 
 class _HostSide:
-    """Buffer in host memory. The class remembers the block tables in the buffer and writes only differences.
+    """Buffer in host memory. The object keeps a copy of the block tables in the buffer and writes only differences.
 
     From one step to the next, most requests keep their row and their blocks.
     """

@@ -315,7 +315,7 @@ def test_keys_and_values_in_8_bits(
 
 
 @pytest.mark.parametrize("window", (None, 150))
-def test_tiles_that_are_seen_whole(
+def test_attention_of_chunks_that_begin_near_a_tile_border_equals_the_reference(
     window: int | None,
     numbers: Callable[..., Tensor],
     paged: Callable[..., Paged],

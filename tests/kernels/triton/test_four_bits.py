@@ -62,7 +62,7 @@ def test_rows_of_a_four_bit_product_may_be_columns_of_a_wider_tensor(
     assert triton.four_bit_linear(wide[:0, :128], weight, None).shape == (0, 48)
 
 
-def test_row_of_a_four_bit_product_has_the_same_bits_alone(
+def test_row_of_a_four_bit_product_has_the_same_bits_without_the_other_rows(
     product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str
 ) -> None:
     """Check the batch-invariant mode at each index of a tile and with any number of rows."""

@@ -33,7 +33,7 @@ def test_batch_invariant_product_equals_the_reference(
     torch.testing.assert_close(product(values, weight, bias).double(), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_row_of_an_invariant_product_has_the_same_bits_alone(
+def test_row_of_an_invariant_product_has_the_same_bits_without_the_other_rows(
     product_dtype: torch.dtype, numbers: Callable[..., Tensor]
 ) -> None:
     """Check each index of a tile, in the first tile and in others. The last tile has few rows."""

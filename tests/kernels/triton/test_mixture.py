@@ -53,7 +53,7 @@ def test_grouped_product_equals_products_of_the_groups(
         torch.testing.assert_close(got[:rows].double(), wanted[:rows], atol=tolerance, rtol=tolerance)
 
 
-def test_row_of_a_grouped_product_has_the_same_bits_alone(
+def test_row_of_a_grouped_product_has_the_same_bits_without_the_other_rows(
     product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str
 ) -> None:
     counts = (2, ROW_BLOCK + 3, 0, 1)

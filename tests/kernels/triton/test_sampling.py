@@ -270,7 +270,7 @@ def test_sampler_result_with_masks_equals_that_of_its_plain_path(numbers: Callab
     assert got.logprobs == wanted.logprobs
 
 
-def test_row_without_any_allowed_token_fails_alone(numbers: Callable[..., Tensor]) -> None:
+def test_row_without_any_allowed_token_fails_only_its_own_request(numbers: Callable[..., Tensor]) -> None:
     logits = numbers(2, 3)
     chunks = [row(SamplingParams(temperature=1.0, min_tokens=5), stop=(0, 1, 2)), row(SamplingParams(temperature=0.0))]
     assert launched(logits, chunks).errors == sample(logits, chunks).errors == {0: NOTHING_LEFT}

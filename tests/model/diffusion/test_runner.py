@@ -29,7 +29,7 @@ def pictures(driver, count, **keywords):
     ]
 
 
-def test_request_that_cannot_be_encoded_fails_alone(driver, dit):
+def test_other_images_continue_if_one_request_cannot_be_encoded(driver, dit):
     good, bad = pictures(driver, 2)[1], driver.request("bad", 1000, size=(8, 8), sampler="ddim")
     text = driver.request("text", "a cat", size=(8, 8), sampler="ddim")
     sampler = driver.request("sampler", 3, size=(8, 8), sampler="heun")
@@ -43,7 +43,7 @@ def test_request_that_cannot_be_encoded_fails_alone(driver, dit):
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [("dpm++", 1000), ("ddim", 1000), ("dpm++", 3000)])
-def test_request_with_impossible_steps_fails_alone(driver, tiny, tmp_path, sampler, steps):
+def test_other_images_continue_if_one_request_has_impossible_steps(driver, tiny, tmp_path, sampler, steps):
     """Use step counts for which diffusers' schedulers give two equal noise levels, or a step after the last one."""
     path = tiny.save_dit(tmp_path / "dit", timestep_spacing="leading", steps_offset=1)
     runner = driver.load(path, slot_count=2)
@@ -59,7 +59,7 @@ def test_trailing_schedule_has_the_requested_number_of_steps():
     assert all(len(solver.schedule(count, 0, 1).steps) == count for count in range(1, 251))
 
 
-def test_latent_with_nan_fails_alone(driver, dit):
+def test_latent_with_nan_fails_only_its_own_request(driver, dit):
     one, other = pictures(driver, 2)
     (expected,) = driver.latents(dit, [other])
     running = driver.Driver(dit, [one, other])
@@ -73,7 +73,7 @@ def test_latent_with_nan_fails_alone(driver, dit):
     assert torch.equal(running.latent(other), expected)
 
 
-def test_image_that_decodes_to_nan_fails_alone(driver, dit, monkeypatch):
+def test_image_that_decodes_to_nan_fails_only_its_own_request(driver, dit, monkeypatch):
     one, other = pictures(driver, 2, steps=1, partial_every=1)
     running = driver.Driver(dit, [one, other])
     running.run(ENCODE, [one, other])

@@ -83,8 +83,8 @@ async def read_tokenizer_info(context: RequestContext) -> None:
 async def _run_on_tokens(
     context: RequestContext, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
 ) -> T:
-    """Call `look` and return its result. With many tokens, `look` runs in a thread, and a cancelled caller does not
-    wait for that thread.
+    """Call `look` with the engine and token ids, and return its result. With many tokens, `look` runs in a thread. A
+    cancelled caller does not wait for that thread.
     """
     return await texts.run(lambda: look(context.engine, token_ids), size=len(token_ids))
 

@@ -81,13 +81,13 @@ LAST_ID = b"id: .\n\n"
 
 
 class GroupIds:
-    """Writes the `id:` line of each group of events of one response."""
+    """Adds an `id:` line to the events of each delta of one response. The events of one delta are a group."""
 
     def __init__(self) -> None:
         self._pending: dict[int, list[int]] = {}  # For each choice, the tokens that have made no event yet.
 
     def begin(self, events: bytes, state: bytes) -> bytes:
-        """Make a group of events that precede all tokens.
+        """Return events that precede all tokens, with an `id:` line.
 
         Args:
             events: the events.
@@ -96,16 +96,16 @@ class GroupIds:
         return b"%bid: 0: %b\n\n" % (events[:-1], state)
 
     def group(self, events: bytes, choice_index: int, delta: Delta, state: bytes = b"") -> bytes:
-        """Make a group of the events of one delta.
+        """Return the events of one delta, with an `id:` line that has the delta's tokens.
 
         Args:
-            events: all events that the delta has made. Empty: the tokens join the choice's next group.
+            events: all events of the delta. Empty: the next call for this choice also writes the tokens of this delta.
             choice_index: index of the choice.
             delta: output of the choice.
             state: state of the API, with a space before it. Empty: none.
 
         Returns:
-            The group. Empty if there are no events.
+            The events with the `id:` line. Empty if there are no events.
         """
         token_ids: Sequence[int] = delta.token_ids
         if not events:
@@ -120,7 +120,7 @@ class GroupIds:
         return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
 
     def last(self, events: bytes) -> bytes:
-        """Make the group that ends the response.
+        """Return the last events of the response, with the `id:` line that says that nothing is left to resume.
 
         Args:
             events: the last events.
@@ -285,9 +285,10 @@ END = "."
 
 
 class PositionKeeper:
-    """Position of a response that is read, computed from the ids of its groups.
+    """Computes the position of a reader in a response from the `id:` lines that the reader has received.
 
-    Endpoints write `<choice>:<token ids>`, with a `!` if the choice has ended, and then a space and the API's state.
+    Endpoints write `<choice>:<token ids>` in these lines, with a `!` if the choice has ended, and then a space and the
+    API's state.
 
     Attributes:
         is_at_end: True after the last event.
@@ -300,14 +301,14 @@ class PositionKeeper:
         self._checks: list[int] = []
         self._check = 0
         self._state = ""
-        # The value is incremented for each group without a token, so that the first such group has position 0.
+        # The value is incremented for each `id:` line without a token, so that the first such line has position 0.
         self._more = -1
 
     def note(self, id: bytes) -> None:
-        """Record a group of events.
+        """Record the next `id:` line.
 
         Args:
-            id: Id of the group. An invalid id is ignored.
+            id: Value of the line. An invalid value is ignored.
         """
         progress, _, state = id.partition(b" ")
         if progress == b".":

@@ -3,8 +3,9 @@
     python -m trioserve bench inside images --model build/digits
 
 First, clients leave over HTTP in each phase of their request, alone and while all other slots denoise. Then the same
-images are made in three ways, in turns. Each image must be equal in all bytes, independent of the other images in its
-batch. The pipeline's images must be equal except for rounding. Otherwise the measurement fails.
+images are made in three ways, in turns: by simultaneous requests, by requests that begin one after another, and by
+diffusers' pipeline. Each image of the engine must be equal in all bytes, independent of the other images in its batch.
+The pipeline's images must be equal except for rounding. Otherwise the measurement fails.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_speed(asked: ImageRequester, watch: ImageWatch, pipeline: PlainPipeline, batch: int) -> SpeedRound:
-    """Measure the three ways one after another, with the same images.
+    """Measure the three ways of SpeedRound one after another, with the same images.
 
     Args:
         asked: requests and results.

@@ -309,7 +309,7 @@ class Continuation:
         raise CannotResume(said, "mismatch" if response.status == 409 else "refused")
 
     def note_groups(self, id: EndpointId) -> None:
-        """Record the arrival of an endpoint's first event group: a broken stream has resumed.
+        """Record that an endpoint's first events have arrived, so the broken stream has resumed.
 
         Args:
             id: Endpoint that responds.
