@@ -160,7 +160,7 @@ def test_any_host_name_is_accepted_if_hosts_are_not_checked(names):
     assert refusal(PageGate(names), host="evil.example") is None
 
 
-def test_the_number_of_remembered_hosts_is_bounded():
+def test_cache_of_accepted_host_names_is_bounded():
     gate = PageGate(())
     for number in range(2 * HOSTS_REMEMBERED_MAX):
         assert refusal(gate, host=f"{number}.localhost") is None

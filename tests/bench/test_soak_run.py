@@ -187,7 +187,7 @@ async def test_interrupted_soak_is_judged_after_all_clients_have_left(autojump_c
     assert outcome.report.figures.duration_seconds < 3.0
 
 
-async def test_soak_interrupted_in_its_warmup_has_no_verdict(autojump_clock):
+async def test_soak_interrupted_in_its_warmup_reports_that_it_cannot_measure(autojump_clock):
     outcome = await interrupted(settings(warmup_requests=10_000), after_seconds=1.0)
     assert isinstance(outcome, CannotMeasure)
     assert outcome.exit_code == 130

@@ -62,7 +62,7 @@ def test_draft_tokens_without_a_gain_are_not_proposed():
     assert judge(pass_seconds=0.1, row_seconds=0.25, requests=4).token_count([0.8] * 4, TOKENS_MAX) == 0
 
 
-def test_trials_of_unprofitable_drafts_become_rarer():
+def test_unprofitable_draft_tokens_are_tried_at_growing_intervals():
     made = judge(pass_seconds=2.0)
     counts = [made.token_count([0.9], TOKENS_MAX) for _ in range(4 * TRIAL_PERIOD_MAX)]
     trials = [place for place, count in enumerate(counts, start=1) if count]
@@ -74,7 +74,7 @@ def test_trials_of_unprofitable_drafts_become_rarer():
     assert gaps[-1] == TRIAL_PERIOD_MAX
 
 
-def test_trial_of_drafts_detects_that_drafts_became_profitable():
+def test_draft_tokens_are_used_again_when_a_try_shows_that_they_are_profitable():
     made = judge(pass_seconds=2.0)
     used, count = 0, 0
     for _ in range(20 * TRIAL_PERIOD_MIN):

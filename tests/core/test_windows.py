@@ -291,14 +291,14 @@ def test_an_evicted_block_that_is_computed_again_keeps_its_identity():
     assert len(cache.match((*prompt, 1))[1]) == 20
 
 
-def test_number_of_remembered_evicted_blocks_is_limited():
+def test_number_of_evicted_blocks_whose_tokens_are_kept_is_limited():
     cache = Windowed(4, 5, hash_block, names_max=10)
     cache.compute(tuple(range(60)))
     assert len(cache.cache._evicted) == 10
     assert len(cache.match((*range(60), 1))[1]) == 0, "the oldest names are dropped"
 
 
-def test_remembered_evicted_blocks_without_children_are_dropped():
+def test_tokens_of_evicted_blocks_are_dropped_if_no_later_block_is_cached():
     cache = Windowed(4, 5, hash_block)
     cache.compute(tuple(range(40)))
     cache.compute(tuple(range(100, 140)))

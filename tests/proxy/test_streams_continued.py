@@ -323,7 +323,9 @@ async def test_request_at_two_broken_endpoints_resumes_once_one_of_them_is_alive
     await pair.assert_all_free()
 
 
-async def test_trial_that_takes_too_long_is_reported_and_logged(open_pair, autojump_clock, caplog):
+async def test_stream_ends_with_an_error_and_a_warning_if_its_failed_endpoints_are_not_checked_in_time(
+    open_pair, autojump_clock, caplog
+):
     headers = {"x-request-id": "poison"}
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
         await on_trial(pair)
@@ -334,7 +336,7 @@ async def test_trial_that_takes_too_long_is_reported_and_logged(open_pair, autoj
     await pair.assert_all_free()
 
 
-async def test_request_ends_without_trial_if_endpoints_report_their_own_failure(open_pair):
+async def test_stream_ends_without_a_wait_for_checks_if_its_endpoints_report_their_own_failure(open_pair):
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         await on_trial(pair, code="engine_fault")
         events = [event async for event in response]

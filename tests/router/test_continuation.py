@@ -381,7 +381,7 @@ def test_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
     assert router.core.next_tick(router.now) == math.inf or router.core.stats().continuing == 0
 
 
-def test_stream_is_not_put_on_trial_if_its_endpoints_report_their_failure(make_router):
+def test_stream_does_not_wait_for_checks_of_endpoints_that_reported_their_failure(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)
@@ -391,7 +391,7 @@ def test_stream_is_not_put_on_trial_if_its_endpoints_report_their_failure(make_r
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_stream_stays_on_trial_if_one_endpoint_did_not_report_its_failure_itself(make_router):
+def test_stream_waits_for_the_check_of_an_endpoint_that_did_not_report_its_failure(make_router):
     router, ticket = on_trial(make_router, is_certain=True)
     report_well(router, "b", "b")
     assert ticket.state is TicketState.WAITING
@@ -399,12 +399,12 @@ def test_stream_stays_on_trial_if_one_endpoint_did_not_report_its_failure_itself
     assert ticket.state is TicketState.LEASED
 
 
-def test_stream_is_not_put_on_trial_if_its_endpoints_report_no_clock(make_router):
+def test_stream_does_not_wait_for_checks_of_endpoints_that_report_no_clock(make_router):
     _router, ticket = on_trial(make_router, clocks="--c")
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_stream_on_trial_does_not_block_other_requests_and_may_leave(make_router):
+def test_stream_that_waits_for_checks_of_endpoints_does_not_block_other_requests_and_may_leave(make_router):
     router, ticket = on_trial(make_router, leases_max=1)
     other = streaming(router)
     assert other.state is TicketState.LEASED
@@ -420,7 +420,7 @@ def test_stream_on_trial_does_not_block_other_requests_and_may_leave(make_router
     assert set(leases(router).values()) == {0}
 
 
-def test_trial_of_a_stream_ends_at_its_queue_deadline(make_router):
+def test_stream_that_waits_for_checks_of_endpoints_ends_at_its_queue_deadline(make_router):
     router, ticket = on_trial(make_router, continuation_seconds_max=5)
     router.after(4.9)
     assert ticket.state is TicketState.WAITING
@@ -429,14 +429,14 @@ def test_trial_of_a_stream_ends_at_its_queue_deadline(make_router):
     assert router.core.stats().continuations_refused_total == {"poisoned": 1}
 
 
-def test_trial_of_a_stream_ends_if_an_endpoint_is_removed(make_router):
+def test_stream_that_waits_for_the_check_of_an_endpoint_ends_if_the_endpoint_is_removed(make_router):
     router, ticket = on_trial(make_router)
     report_well(router, "a", "new")
     router.core.drain_endpoint(EndpointId("b"), router.now)
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_stream_that_is_put_on_trial_loses_its_next_lease(make_router):
+def test_stream_that_must_wait_for_checks_of_endpoints_loses_its_next_lease(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)

@@ -106,7 +106,7 @@ class BlockPool:
         """Add a user to blocks that are cached, used or held.
 
         Args:
-            blocks: blocks with published content.
+            blocks: blocks that have entries in the prefix cache.
         """
         for block in blocks:
             if self._claim_counts[block] == 0:
@@ -174,10 +174,10 @@ class BlockPool:
         self._published[block] = True
 
     def withdraw(self, block: BlockIndex) -> None:
-        """Mark the content of a published block as not findable any more.
+        """Note that the prefix cache has no entry for a block any more.
 
         Args:
-            block: a published block. It becomes free if it has no claims.
+            block: a block that had an entry. It becomes free if it has no claims.
         """
         assert self._published[block]
         self._published[block] = False

@@ -65,7 +65,7 @@ class PrefixChain:
 
 
 class PrefixCache:
-    """Finds published blocks and publishes new ones.
+    """Maps prefixes of prompts to blocks of the pool. A block is published if the cache has an entry for the block.
 
     Args:
         pool: the pool that owns the blocks. The cache sets its `on_evict`.
@@ -201,7 +201,7 @@ class PrefixCache:
         return hashes[index]
 
     def forget_all(self) -> None:
-        """Remove all published blocks from the cache.
+        """Remove all blocks from the cache.
 
         Requests that use these blocks continue. Blocks that these requests publish later cannot be found either,
         because a lookup begins at the first block.
