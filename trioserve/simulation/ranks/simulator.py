@@ -583,7 +583,7 @@ class RanksSimulation(TracedRun):
         """
         if isinstance(error, InvalidRequest):
             assert part.refused_by, f"weights {part.number} fit every rank: {error}"
-            assert all(f"does not fit rank {rank}" in str(error) for rank in part.refused_by), str(error)
+            assert all(f"do not fit rank {rank}" in str(error) for rank in part.refused_by), str(error)
             return "refused"
         if isinstance(error, WeightsLost):
             assert is_over, f"weights {part.number} are reported as lost, but no rank is lost: {error}"
