@@ -71,7 +71,9 @@ def test_text_of_a_drawing_is_at_least_12_pixels_high_on_a_page(drawing):
 
 def test_pages_about_architecture_and_kernels_have_a_limited_length():
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 200
-    assert len((ROOT / "kernels/README.md").read_text(encoding="utf-8").split()) <= 2500
+    lines = (ROOT / "kernels/README.md").read_text(encoding="utf-8").splitlines()
+    # The tables are for looking up a value. One of them is generated.
+    assert sum(len(line.split()) for line in lines if not line.startswith("|")) <= 2500
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
