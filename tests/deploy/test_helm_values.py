@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from trioserve.config import Config
+from trioserve.model.settings import MAX_NUM_SEQS_CPU
 from trioserve.options.option import options_of
 from trioserve.options.ranks import RANKS_MAX
 from trioserve.router.policies import POLICIES
@@ -124,7 +125,7 @@ def test_default_values_of_the_chart_are_those_of_the_program():
     assert SCHEMA["definitions"]["ranks"]["maximum"] == RANKS_MAX
     assert values["router"]["policy"] == Config().policy
     assert values["router"]["policy"] in POLICIES
-    assert values["engine"]["autoscaling"]["requestsPerEngine"] <= Config().max_num_seqs
+    assert values["engine"]["autoscaling"]["requestsPerEngine"] <= MAX_NUM_SEQS_CPU
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Tests compare the response of each request with its response when it runs alone.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -120,6 +121,7 @@ def play(runner: ModelRunner, history: History) -> Played:
             draft_tokens_max=0 if has_states else history.draft_tokens_max,
             state_slot_count=history.max_num_seqs if has_states else 0,
             snapshot_slot_count=SNAPSHOTS if has_states else 0,
+            wide_prompt_stretch=math.inf,  # The plans of a history depend on its seed, not on the time of steps.
         )
     )
     places = list(range(runner.block_count))

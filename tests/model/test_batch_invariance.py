@@ -260,7 +260,7 @@ def busy_history(histories: ModuleType, **settings: Any) -> Any:
 
 
 WAYS: tuple[dict[str, Any], ...] = (
-    {"block_count": 32},
+    {"block_count": 24},
     {"overlap_steps": True, "block_seed": 1},
     {"draft_tokens_max": 4, "max_num_seqs": 3},
 )
@@ -395,7 +395,10 @@ def test_batch_invariant_is_refused_where_it_is_impossible(
             runner.warm_up()
     with pytest.raises(StartupError, match="use gpu_kernels triton"):
         torch_step_model.TorchStepModel(
-            runner.config, ModelSettings(batch_invariant=True), dtype="float32", device="cuda"
+            runner.config,
+            ModelSettings(batch_invariant=True, gpu_kernels="torch"),
+            dtype="float32",
+            device="cuda",
         )
     runner.close()
 

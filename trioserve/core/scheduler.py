@@ -93,6 +93,10 @@ class Scheduler:
         preempted: list[LiveRequest] = []
         prompts = _PromptTokens(self, planned)
         budget = self._plan_running(planned, preempted, prompts)
+        if not planned and self.running:
+            # Prompts were left out for the decodes, which then all preempted themselves. So plan the prompts.
+            prompts = _PromptTokens(self, planned)
+            budget = self._plan_running(planned, preempted, prompts)
         if self._settings.steps_apart:
             self._rotate_running(planned)
 

@@ -181,7 +181,9 @@ def _check_all_continue(
 def _check_first_prompt_continues(plan: StepPlan, running: Sequence[ExpectedSequence]) -> None:
     """Check that the first running prompt in order is not left out of two steps in a row.
 
-    A step without prompt tokens measures the time of decodes. Later prompts may wait for the first prompt.
+    A step without prompt tokens measures the time of decodes. A step that is planned ahead may lack blocks for the
+    prompt, because it preempts no request. So it may leave the prompt out a second time, and a third time fails. Later
+    prompts may wait for the first prompt.
     """
     planned = {chunk.request.id for chunk in plan.chunks}
     prompts = [entry for entry in running if _continues(entry) and _due_count(entry) > 1]
@@ -191,7 +193,8 @@ def _check_first_prompt_continues(plan: StepPlan, running: Sequence[ExpectedSequ
     if prompts:
         first = min(prompts, key=lambda entry: entry.order)
         first.left_out_count += first.request.id not in planned
-        assert first.left_out_count <= 1, f"{first.request.id} is left out of two steps in a row"
+        steps = first.left_out_count
+        assert steps <= 1 + plan.is_ahead, f"{first.request.id} is left out of {steps} steps in a row"
 
 
 def _continues(entry: ExpectedSequence) -> bool:
