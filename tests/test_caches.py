@@ -39,6 +39,9 @@ OF_SERVER = "no request decides what is in it"
 NOT_A_CACHE = "it holds what is under way, or bookkeeping; an entry that is missing is not computed"
 
 CACHES = {
+    ("model/gpu.py", "_warn_once"): OF_SERVER,
+    ("model/logit_adjustments.py", "_slots"): OF_REQUEST,
+    ("model/random_checkpoint.py", "_quantiles"): OF_SERVER,
     ("text/grammar_compiler.py", "_grammars"): SALTED,
     ("text/stop_strings.py", "_automaton"): SALTED,
     ("core/encoder_outputs.py", "_outputs"): SALTED,
