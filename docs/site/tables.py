@@ -128,7 +128,7 @@ def endpoint_table(section: str) -> str:
     for operation in operations():
         if _section(operation) == section:
             effect = operation.summary[0].lower() + operation.summary[1:]
-            # The same operation under another path, such as /rerank, gets no row of its own.
+            # Another path of the same operation, such as /rerank, gets no row of its own.
             place = f"{operation.method} {effect} {_key(operation)}"
             paths = f"{rows[place][0]}, `{operation.path}`" if place in rows else f"`{operation.path}`"
             rows[place] = (paths, operation.method, effect, _key(operation))

@@ -2,7 +2,7 @@
 
 Each program computes one tile of one chunk's tokens, or a piece of the tile. The rows of its products are all
 combinations of a token and a query head that shares the keys and values. The host creates the list of tiles. A tile
-that begins after its chunk's last row belongs to nobody and costs nothing, so a list may have a fixed length.
+that begins after its chunk's last row belongs to no row and costs nothing, so a list may have a fixed length.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def make_traffic(prometheus: PrometheusProcess, server: str, router: str, pair: 
         assert [ask(url, f"{number % 2} {STORY}") for number in range(4)] == [200] * 4
     assert ask(server, "One, two, three: ", structured_outputs={"regex": "[a-z]{12}"}) == 200
     assert ask(server, "ab " * 40, max_tokens=60, temperature=0) == 200
-    for url in (server, router):  # These are more requests than may run and wait, so some of them are refused.
+    for url in (server, router):  # The server refuses some of these requests, because only fewer may run and wait.
         wait_until(lambda url=url: 429 in burst(url, max_tokens=200), "a refusal")
 
     def leave_and_look() -> bool:

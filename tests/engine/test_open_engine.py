@@ -748,7 +748,7 @@ def test_parameters_of_open_engine_are_the_options_of_an_engine():
     assert parameters.pop("progress").default is None
     assert parameters.keys() == options.keys()
     assert next(iter(parameters)) == "model"
-    # These type hints do not include the bounds of the options.
+    # Type hints do not include the bounds of the options.
     types_of_options = typing.get_type_hints(EngineOptions)
     for name, parameter in parameters.items():
         assert (parameter.default, parameter.annotation) == (options[name].default, types_of_options[name]), name

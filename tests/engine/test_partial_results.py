@@ -36,7 +36,7 @@ class Rollout:
     def __init__(self) -> None:
         self.given: dict[int, Delta] = {}
         self.error: Exception | None = None
-        # These tokens are not delivered again, even if the request is stopped in the queue.
+        # The engine does not deliver these tokens again, even if the request is stopped in the queue.
         self.resume: Resume | None = None
 
     async def read(

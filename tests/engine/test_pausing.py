@@ -483,7 +483,7 @@ KNOWN_SAMPLING = SamplingParams(n=2, max_tokens=2)
 async def test_queued_complete_response_reports_its_passed_deadline(autojump_clock):
     reader, others = Reader(), Reader()
     async with open_fake_engine(max_num_seqs=2, step_seconds=0.01) as fake, trio.open_nursery() as nursery:
-        for _ in range(12):  # These requests have all slots, so the next request gets no lease.
+        for _ in range(12):  # Twelve requests take all slots, so the next request gets no lease.
             nursery.start_soon(lambda: others.read(fake, "other", request_id="other"))
         await trio.sleep(0.02)
         with trio.fail_after(1):

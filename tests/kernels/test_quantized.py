@@ -30,7 +30,7 @@ from trioserve_kernels.native import (
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-Bits = npt.NDArray[np.uint16]  # These are the bits of bfloat16.
+Bits = npt.NDArray[np.uint16]  # A value holds the bits of a bfloat16.
 BLOCK_TYPES = pytest.mark.parametrize("block_type", BLOCK_FORMATS)
 OWN_BLOCK_BYTES = {"Q4_F32": 24, "Q8_F32": 40}  # 32 numbers: two float32, then the codes as in Q4_0 or Q8_0
 # Positions in a block of a type's float16 scales, or of our own types' float32 scales.
@@ -52,7 +52,7 @@ def block_size(block_type: str) -> tuple[int, int]:
 
 
 def stored_scales(block_type: str, numbers: Doubles) -> npt.NDArray[Any]:
-    if block_type == "MXFP4":  # These are the exponents of powers of 2.
+    if block_type == "MXFP4":  # MXFP4 stores the exponents of powers of 2.
         return np.round(np.log2(np.abs(numbers) + 2**-100) + 127).astype(np.uint8)
     return numbers.astype(np.float32 if block_type in OWN_BLOCK_BYTES else np.float16)
 

@@ -19,7 +19,7 @@ from trioserve.model.model_config import ModelConfig
 
 pytestmark = pytest.mark.slow
 
-# These fields describe tokens or files, or select the class.
+# Each of these fields describes tokens or files, or selects the class.
 NOT_COMPARED = ("architectures", "model_type", "transformers_version", "dtype", "vision_config", "text_config")
 NOT_COMPARED += ("bos_token_id", "eos_token_id", "pad_token_id")
 # transformers reads these model classes as Llamas.

@@ -30,7 +30,7 @@ SAMPLINGS = {
     "min_tokens": SamplingParams(temperature=0.8, min_tokens=12),
     "logprobs": SamplingParams(temperature=0.8, logprobs=2),
 }
-STOPS = tuple(range(0, 320, 3))  # These are one third of all tokens. min_tokens forbids them at first.
+STOPS = tuple(range(0, 320, 3))  # Every third token. min_tokens forbids these tokens at first.
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

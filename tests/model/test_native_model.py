@@ -266,7 +266,7 @@ def test_padding_of_rows_has_nothing_of_an_earlier_step(
     """
 
     def spoil(values: Values) -> None:
-        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # These are the bits of a bfloat16 NaN.
+        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # 0x7FC0 holds the bits of a bfloat16 NaN.
 
     damaged = with_changed(tiny_checkpoint("llama-padded"), "embed.weight", spoil)
     runner = ModelRunner.load(damaged, ModelSettings(device="cpu", dtype=dtype, block_size=4, cpu_kernels="native"))

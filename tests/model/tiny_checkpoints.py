@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # K quants need rows of 256 or 512.
     "llama-wide": ("llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}),
-    # These sizes are multiples of 16, but not of 32.
+    # Each size is a multiple of 16, but not of 32.
     "llama-padded": (
         "llama",
         {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1},

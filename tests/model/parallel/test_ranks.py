@@ -92,7 +92,7 @@ def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
             driver.add(f"{name} again", [*prompt, 9, 8, 7], replace(sampling, prompt_logprobs=None), tokens=6)
         driver.run()
         assert driver.core.stats().prefix_hit_tokens_total > hit_tokens
-        for number in (1, 2):  # These requests are all greedy, so no rank needs all logits.
+        for number in (1, 2):  # Every request is greedy, so no rank needs all logits.
             driver.add(f"plain {number}", draft_driver.prompt_of(9, number), SamplingParams(temperature=0.0), tokens=12)
         driver.run()
         assert len(driver.results) > 48

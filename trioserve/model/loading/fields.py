@@ -1,7 +1,7 @@
 """Reads typed fields of a checkpoint's description (config.json, GGUF metadata), whose content is untrusted.
 
-A log line names the fields that no code reads. Without this line, nobody would notice a misspelled field, or a field
-that is newer than this code.
+A log line names the fields that no code reads. Without this line, no operator would notice a misspelled field, or a
+field that is newer than this code.
 """
 
 from __future__ import annotations
