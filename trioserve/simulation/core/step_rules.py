@@ -9,7 +9,7 @@ request could run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 from trioserve.contracts.ids import NO_BLOCK
 from trioserve.contracts.request import PRIORITY_MIN
@@ -94,7 +94,9 @@ def check_begun_step(
         entry.overtaken_count_max += len(overtaking[entry.request.id])
     if waiting and not plan.preempted:
         chunks = [*computed, *plan.chunks]
-        sharing = [entry for entry in waiting if _may_wait_for_a_hit(core, chunks, live, entry, knows_hashes)]
+        sharing = [
+            entry for entry in waiting if _may_wait_for_a_hit(core, chunks, plan.admitted, live, entry, knows_hashes)
+        ]
         ready_count = sum(map(_is_ready, waiting))
         loading_later = [
             entry
@@ -308,15 +310,17 @@ def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
 def _may_wait_for_a_hit(
     core: EngineCore,
     chunks: Sequence[ScheduledChunk],
+    admitted: Collection[str],
     live: Mapping[str, ExpectedSequence],
     entry: ExpectedSequence,
     knows_hashes: bool,
 ) -> bool:
     """Return True if a request may wait because another request computes a block that both can share.
 
-    The other request is a prompt that this step may leave out in favour of decodes. The request waits until the other
-    request has computed the block. In a model with states, it may wait until the other request reaches the end of a
-    common block. In the other request's first step, blocks with loaded KV count as computed.
+    The other request is a prompt that this step may leave out in favour of decodes, or it starts in this step, perhaps
+    again after a preemption and with one due token. The request waits until the other request has computed the block.
+    In a model with states, it may wait until the other request reaches the end of a common block. In the other
+    request's first step, blocks with loaded KV count as computed.
     """
     settings = core.settings
     if _is_ready(entry) or not settings.enable_prefix_caching or entry.needs_every_row:
@@ -338,7 +342,8 @@ def _may_wait_for_a_hit(
         if other.aborted_for is not None:
             index = 0  # The result of the step before may have been dropped, together with the hashes of its blocks.
         end = (index + 1) * block_size
-        if (len(other.known) - start < 2 and not is_first) or end > len(other.known):
+        starts_now = is_first or other.request.id in admitted
+        if (len(other.known) - start < 2 and not starts_now) or end > len(other.known):
             continue  # This request decodes, or its next block is not full.
         if not knows_hashes:
             return True  # Hashes collide, so any block may have the hash of the needed block.
